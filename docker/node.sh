@@ -4,7 +4,7 @@
 #
 #   bash docker/node.sh [flags of dualtrain train, for both runs]
 #
-# HOSTS  name:ranks,name:ranks,…, the same in all containers; each container has its name as its host name
+# HOSTS  name:ranks,name:ranks,…, the same in all containers; the name of a container must be its host name
 # PORT   a port that is free on the first host (default: 29400)
 set -euo pipefail
 
@@ -18,7 +18,7 @@ names=("${names[@]%%:*}")
 [[ " ${names[*]} " == *" $(hostname) "* ]] || refuse "this host's name, $(hostname), is not in HOSTS=$HOSTS: set its hostname"
 [ -w /keys ] || refuse "/keys cannot be written: mount there a volume that all hosts share"
 
-# The first container to start makes the keys, in the volume that all share: an image must not contain keys.
+# The container that starts first makes the keys, in a volume that all containers share, because an image must not contain keys.
 umask 077
 (
   flock 9
@@ -34,7 +34,7 @@ mkdir -p ~/.ssh
 printf '%s\n' "Host ${names[*]}" 'Port 2222' 'IdentityFile /keys/user' 'UserKnownHostsFile /keys/known_hosts' \
   'StrictHostKeyChecking yes' 'LogLevel ERROR' >~/.ssh/config
 
-# Without root, sshd can log in this user only, which is enough.
+# sshd does not run as root, so it accepts logins of this user only. The ranks need no other user.
 serve=(/usr/sbin/sshd -D -e -f /dev/null -p 2222 -h /keys/host)
 for option in AuthorizedKeysFile=/keys/user.pub PasswordAuthentication=no KbdInteractiveAuthentication=no PidFile=none \
   LogLevel=ERROR "SetEnv=PATH=$PATH"; do serve+=(-o "$option"); done

@@ -54,7 +54,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Return the input's gradient over all ranks' samples, and the weight's and bias's over this rank's samples."""
+        """Return the gradient of the input over all ranks' samples, and of weight and bias over this rank's samples."""
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
@@ -111,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return ``module``, in which a layer of this class with the same parameters and state replaces each BatchNorm."""
+        """Return ``module`` with a layer of this class, with the same parameters and state, in place of each BatchNorm."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             made.weight, made.bias, made.training = module.weight, module.bias, module.training
@@ -134,9 +134,9 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class RankNorm(SyncBatchNorm):
     """BatchNorm over the samples of all ranks of ``backend``.
 
-    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, since the
-    order of exchanges and gradient buckets may differ between ranks: a rank without gradients for some parameters
-    sends its buckets at other points of backward.
+    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, since ranks
+    may exchange statistics and send gradient buckets in different orders: a rank without gradients for some parameters
+    sends its buckets later in backward.
     """
 
     backend: Backend
@@ -145,7 +145,11 @@ class RankNorm(SyncBatchNorm):
     order: SumOrder | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See the base class. In evaluation without running statistics, use this rank's: ranks may have fewer batches."""
+        """See the base class.
+
+        In evaluation without running statistics, use those of this rank's batch, without communication: a rank may have
+        fewer batches than the others.
+        """
         return super().forward(input) if self.training else _BatchNorm.forward(self, input)
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -161,11 +165,12 @@ class RankNorm(SyncBatchNorm):
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace the BatchNorm layers of ``model`` in place. ``FrozenNorm`` layers have another class, and stay.
+    """Replace torch's BatchNorm layers in ``model``, in place. Collective; blocks.
 
-    Layers of other subclasses stay too; rank 0 logs the names of those in training mode. Collective; blocks.
+    ``FrozenNorm`` layers are not changed. Subclasses of torch's layers are not changed either; rank 0 logs the names of
+    those in training mode.
     """
-    # A layer may be in several places.
+    # A layer may be used under several names, each of which needs the new layer.
     layers = [
         (title, layer)
         for title, layer in model.named_modules(remove_duplicate=False)
@@ -177,7 +182,7 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     ]
     if others and backend.rank == 0:
         shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-        log.warning("each rank keeps statistics of its own in layers of other classes than torch's BatchNorm: %s", shown)
+        log.warning("only layers of torch's own BatchNorm classes are synchronized, not: %s", shown)
     if plain:
         kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
         made: dict[int, Any] = {}

@@ -30,7 +30,7 @@ def printable(text: object) -> str:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Replace by ``?`` the characters that the encoding of ``stream`` lacks, as in a locale without UTF-8."""
+    """Replace each character that the encoding of ``stream`` lacks (in a locale without UTF-8, for example) by ``?``."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
@@ -44,15 +44,16 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open returns the lowest free number: ``number``
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 
-    This is one write, even if Python does not buffer, because launchers mix the output of several processes. If the pipe is
-    closed, as by ``| head``, this and all later output is discarded: a run continues, and keeps its exit status.
+    Writes the whole text at once, even if Python does not buffer, because launchers mix the output of several processes. If
+    the pipe is closed, as by ``| head``, this and all later output is discarded: a run continues, and keeps its exit
+    status.
     """
     stream = file or sys.stdout
     try:
@@ -69,7 +70,7 @@ def size_in_words(size: int) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: its head (the first of ``rows``), a rule, and the other rows."""
+    """Return the lines of a table: its header (the first of ``rows``), a line of hyphens, and the other rows."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
@@ -115,7 +116,7 @@ def parser_of(module: str, about: str) -> Parser:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return a converter of argparse for whole numbers from ``least`` to ``most``."""
+    """Return a function that converts text to a whole number from ``least`` to ``most``, for argparse."""
 
     def convert(text: str) -> int:
         with suppress(ValueError):
@@ -145,9 +146,9 @@ def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = Fal
 
 
 def record_for_torchrun(reason: str) -> None:
-    """Make ``reason`` the cause of this process's failure in the summary that torchrun's agent, if any, prints.
+    """Under torchrun, make ``reason`` the cause of this process's failure in the summary that the agent prints.
 
-    ``record`` of torch.distributed.elastic does the same, but imports torch; this works before that import.
+    ``record`` of torch.distributed.elastic does the same, but imports torch. This function needs no torch.
     """
     file = torchrun_error_file()
     if file is not None:
@@ -175,10 +176,10 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def refuse_on_all(error: UserError, world: World) -> int:
-    """Print an error that all ranks most likely have, on rank 0 alone; return the exit status.
+    """Print an error that most likely occurs on all ranks, if possible on rank 0 alone; return the exit status.
 
-    A launcher stops all processes when the first one exits. A rank that still runs after 3 s prints its error too, since
-    its command line may differ.
+    The other ranks wait for 3 s, in which the launcher stops them because rank 0 has exited. A rank that still runs then
+    prints its error too: its command line may differ from that of rank 0.
     """
     if world.rank != 0:
         time.sleep(3.0)
@@ -189,7 +190,10 @@ def refuse_on_all(error: UserError, world: World) -> int:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Disable GC while the block imports modules, and exclude them from later collections: the start takes a fifth less."""
+    """Disable GC while the block imports modules, and exclude the modules from later collections.
+
+    This shortens the start by a fifth.
+    """
     gc.disable()
     try:
         yield

@@ -1,7 +1,8 @@
 """Number of cores that this process may use, by its CPU affinity and the CPU quotas of its cgroups.
 
 A quota (``docker run --cpus``, a pod's CPU limit, systemd's CPUQuota) leaves all cores visible, but stops a process that
-has used its time. If such a process has more threads than its quota has cores, they wait for one another most of the time.
+has used its time. If such a process has more threads than its quota has cores, the threads wait for one another most of the
+time.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ def _mounts(text: str) -> Iterator[tuple[int, PurePosixPath, str]]:
     """Yield the version, the top cgroup and the folder of each cgroup mount in ``/proc/self/mountinfo``."""
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
-        place, kind = left.split(" "), right.split(" ")
-        if len(place) < 5 or len(kind) < 3:
+        mount, system = left.split(" "), right.split(" ")
+        if len(mount) < 5 or len(system) < 3:
             continue
-        if kind[0] == "cgroup2":
-            yield 2, PurePosixPath(_unescaped(place[3])), _unescaped(place[4])
-        elif kind[0] == "cgroup" and "cpu" in kind[2].split(","):
-            yield 1, PurePosixPath(_unescaped(place[3])), _unescaped(place[4])
+        if system[0] == "cgroup2":
+            yield 2, PurePosixPath(_unescaped(mount[3])), _unescaped(mount[4])
+        elif system[0] == "cgroup" and "cpu" in system[2].split(","):
+            yield 1, PurePosixPath(_unescaped(mount[3])), _unescaped(mount[4])
 
 
 def _below(cgroup: PurePosixPath | None, top: PurePosixPath) -> PurePosixPath | None:
@@ -92,7 +93,7 @@ def _below(cgroup: PurePosixPath | None, top: PurePosixPath) -> PurePosixPath | 
         inside = cgroup.relative_to(top)
         return inside if ".." not in inside.parts else None
     # A mount from outside of this process's cgroup namespace begins above the namespace's root, as in "/../..". The names
-    # of the cgroups between are hidden: the mount's own quota is all that can be read.
+    # of the cgroups in between are hidden, so only the quota of the mount's top cgroup can be read.
     return PurePosixPath() if set(top.parts[1:]) == {".."} else None
 
 

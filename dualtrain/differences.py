@@ -1,4 +1,4 @@
-"""Text for values that differ between ranks, and the refusal of such ranks."""
+"""Describe values that differ between ranks, and refuse to continue with such values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from dualtrain.errors import UserError
 _SHOWN = 3  # differences that a message describes with their values
 _NAMED = 5  # further differences that a message names
 _GROUPS = 6  # different values of one name that a message shows
-_WIDTH = 100  # characters of a value
+_WIDTH = 100  # characters that a message shows of a value
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A name whose value is not the same on every rank: the values as text, in rank order, ``None`` where it is missing."""
+    """A name with different values on different ranks.
+
+    Attributes:
+        name: the name.
+        values: each rank's value as text, in rank order; ``None`` on a rank without a value.
+    """
 
     name: str
     values: tuple[str | None, ...]
@@ -64,19 +69,19 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    # Two neighbours are written as two numbers.
+    # Two consecutive ranks are written as two numbers, not as a range.
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' * (sum(map(len, runs)) > 1)} {', '.join(parts)}"
 
 
 def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """Return the values, shortened: of long values, the part where they begin to differ."""
+    """Return the values; if they are long, the parts at which they begin to differ."""
     texts = [value for value in values if value is not None]
     start = 0
     if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
         low, high = min(texts), max(texts)  # their common prefix is the common prefix of all
-        alike = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-        start = max(0, alike - _WIDTH // 2)
+        common = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+        start = max(0, common - _WIDTH // 2)
     return ["missing" if value is None else _cut(value, start) for value in values]
 
 

@@ -18,8 +18,8 @@ class UserError(ValueError):
 
     ``shared`` is true if every rank raises the same error, so that one rank is enough to print it. ``trace`` is the
     traceback of the user's own code, if that has failed; it is printed above the message. ``transient`` is true if the
-    same start may succeed later, as with a full disk or a folder that is in use. ``forbids_restart`` is true if the run's
-    folder has the error, so that later starts with the same settings are refused.
+    same command may succeed later, as with a full disk or a folder that is in use. ``forbids_restart`` is true if the run's
+    folder records the error, so that later starts with the same settings are refused.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RankFailedError(RuntimeError):
     Attributes:
         rank: the rank that failed.
         trace: the traceback of the exception on that rank; empty if its process ended without one.
-        by_peer: whether a collective operation failed, for which another rank may be the cause.
+        by_peer: whether the exception was that of a collective operation, so that another rank may be its cause.
     """
 
     def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:
@@ -119,7 +119,7 @@ class NotSavedError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """The signal ``number`` ended the run, which tried to save a checkpoint. Raised on every rank after the same step."""
+    """The signal ``number`` stopped the run, which tried to save a checkpoint. Raised on every rank after the same step."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ class StoppedError(RuntimeError):
 
 
 def is_too_large(error: BaseException) -> bool:
-    """Return whether an error comes from too large sizes or too little memory."""
+    """Return whether the cause of an error is a size that is too large, or too little memory."""
     if isinstance(error, MemoryError | OverflowError):
         return True
     reason = str(error).partition("\n")[0]
@@ -136,7 +136,7 @@ def is_too_large(error: BaseException) -> bool:
 
 @contextmanager
 def enough_memory(cure: str) -> Iterator[None]:
-    """Convert errors from too large sizes or too little memory into a UserError whose message ends with ``cure``."""
+    """Convert errors for which :func:`is_too_large` is true into a UserError whose message ends with ``cure``."""
     try:
         yield
     except BackendError:

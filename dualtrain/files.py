@@ -102,7 +102,7 @@ def parse_json(text: str) -> Any:
 
 
 def _allow() -> None:
-    """Check nothing."""
+    """Raise no error: the default of ``check``."""
 
 
 @contextmanager
@@ -139,7 +139,9 @@ def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> 
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """Replace the content of an existing file, whole or not at all; a symbolic link to it, its mode and its owner stay.
+    """Replace the content of an existing file, whole or not at all; keep its mode and a symbolic link to it.
+
+    Keeps the owner if this process may set it.
 
     Raises:
         OSError: the file cannot be written.
@@ -183,7 +185,7 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return the path under which ``path`` can be kept: ``name``.aside, with a number if that is another file."""
+    """Return the path under which ``path`` can be kept: ``name``.aside, or with a number if another file has that path."""
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1
@@ -192,7 +194,7 @@ def aside_of(path: Path, name: Path) -> Path:
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove temporary files, left by a killed process, that were to replace files with ``names``. Raises OSError."""
+    """Remove temporary files of killed processes that were to replace files whose names match ``names``. Raises OSError."""
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):

@@ -1,9 +1,11 @@
 """Collectives with gradients for autograd, as if all ranks were one program whose loss is the sum of the ranks' losses.
 
-(``dualtrain.hvd`` keeps Horovod's factors, which average the gradients of ``allgather`` and ``broadcast``, and multiply
-those of a summing ``reducescatter`` by the number of ranks.) The backward pass is collective too: every rank must run it.
-All functions return new tensors, block, and raise the errors of the backend's own calls. If the input of any rank requires
-a gradient, the result requires one on every rank, so that all of them run the backward pass.
+The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: those of ``allgather`` and ``broadcast`` are averages,
+and those of a summing ``reducescatter`` are multiplied by the number of ranks.
+
+The backward pass is collective too: every rank must run it. All functions return new tensors, block, and raise the errors
+of the backend's own calls. If the input of any rank requires a gradient, the result requires one on every rank, so that all
+ranks run the backward pass.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
     """
     op = _linear(op)
     result, graded = _forward(tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter"))
-    share = backend.size if op is ReduceOp.AVERAGE else 1
-    return _with_backward(tensor, result, graded, lambda grad: allgather(grad / share, backend))
+    divisor = backend.size if op is ReduceOp.AVERAGE else 1
+    return _with_backward(tensor, result, graded, lambda grad: allgather(grad / divisor, backend))
 
 
 def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
@@ -102,9 +104,10 @@ def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> t
 
 
 def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, backward: Backward) -> torch.Tensor:
-    """Return ``result``, and if ``graded`` make ``backward`` compute the gradient of ``tensor`` from its gradient.
+    """Return ``result``. If ``graded``, autograd gives its gradient to ``backward``, which returns that of ``tensor``.
 
-    A rank whose ``tensor`` requires no gradient runs ``backward`` too, since it is collective.
+    ``graded`` says whether the ``tensor`` of any rank requires a gradient. Then all ranks run ``backward``, since it is
+    collective, even if their own ``tensor`` requires no gradient.
     """
     if not graded or not torch.is_grad_enabled():
         return result

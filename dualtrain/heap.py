@@ -4,8 +4,8 @@ By default, glibc returns the free end of its heap to the system after every ste
 its activations and gradients again, with a page fault and zeroing for each page: a few percent of a step's time, and more
 with many ranks.
 
-Blocks from 32 MB on are mapped one by one, as by default: glibc before 2.38 reuses such blocks of a heap badly, so that
-the heap grew to eight times the memory in use.
+Blocks of 32 MB or more are still mapped one by one, as by default. If they were in the heap, glibc before 2.38 would reuse
+them badly: in a measurement, the heap grew to eight times the memory in use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 _MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and that its own adjustment reaches
-#: If the user has set one of these variables, glibc's settings stay as they are.
+#: Variables of glibc's own settings. If the user has set one of them, this module changes nothing.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 

@@ -40,7 +40,7 @@ class Settings:
 
     Attributes:
         stall_check: seconds after which a wait is reported on every rank; 0 for never.
-        stall_shutdown: seconds after which a wait ends the world; infinite for never.
+        stall_shutdown: seconds after which a wait ends in an error on every rank; infinite for never.
         timeline: a file to write a Chrome trace to from the start.
         mark_cycles: whether the trace shows when rank 0 looked for matching calls.
         dynamic_sets: whether process sets may be added and removed after the start.

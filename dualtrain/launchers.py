@@ -28,7 +28,7 @@ class World:
         rendezvous: (host, port) of rank 0, if the launcher provides one.
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
             launcher does not reserve a port.
-        secret: shared by the processes of this job only, as far as the launcher can pass one to them.
+        secret: text that only the processes of this job know, if the launcher or the user has given them one.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, which only its restarts share; empty if the launcher gives none.
@@ -67,15 +67,15 @@ class World:
         host = hosts[rank]
         local_rank = hosts[:rank].count(host)
         # The hosts that have a process with this local rank, in the order of their first rank.
-        peers = [other for other in dict.fromkeys(hosts) if hosts.count(other) > local_rank]
+        across = [other for other in dict.fromkeys(hosts) if hosts.count(other) > local_rank]
         return replace(
             self,
             rank=rank,
             size=len(hosts),
             local_rank=local_rank,
             local_size=hosts.count(host),
-            cross_rank=peers.index(host),
-            cross_size=len(peers),
+            cross_rank=across.index(host),
+            cross_size=len(across),
         )
 
     @property
@@ -165,8 +165,8 @@ class _Variables:
 def _torchrun(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
     world = v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
-    # The run id alone does not identify a job: with --rdzv-endpoint, it is "none" for all. Only the agents' store can keep
-    # a name over restarts.
+    # The run id alone does not identify a job: with --rdzv-endpoint, it is "none" for every job. Only the agents' store can
+    # keep a name over restarts.
     kept = v.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return replace(world, job_key=f"dualtrain/job/{v.env['TORCHELASTIC_RUN_ID']}" if kept else "")
 
@@ -198,7 +198,7 @@ def _pmi(v: _Variables) -> World:
     return v.world(v.number("PMI_RANK"), size, v.number("MPI_LOCALRANKID", 0), v.number("MPI_LOCALNRANKS", size))
 
 
-# Slurm uses step numbers from here on for batch scripts and for shells of salloc, which are not ranks.
+# Steps with a number from here on are batch scripts and shells of salloc, not ranks.
 _SLURM_RESERVED_STEPS = 0xFFFF_FFF0
 
 

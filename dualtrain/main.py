@@ -5,7 +5,7 @@ from __future__ import annotations
 from dualtrain.training.signals import end_on_early_interrupt, ignore_late_requests, note_early_requests
 
 if __name__ == "__main__":
-    # Before the other imports, which a signal would end.
+    # Install the handlers before the other imports, which take seconds: until then, a signal ends the process.
     note_early_requests()
     end_on_early_interrupt()
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from dualtrain.backends import Backend
     from dualtrain.errors import PeerFailure
 
-_INTERRUPTED = "interrupted"  # the reason that ranks send for an end by Ctrl-C
-_SAME_SECONDS = 0.5  # from the report of an interrupted rank to this rank's own signal, if all ranks were interrupted
+_INTERRUPTED = "interrupted"  # the reason that a rank reports when Ctrl-C ends it
+_SAME_SECONDS = 0.5  # longest time from the report of an interrupted rank to this rank's own SIGINT by the same Ctrl-C
 _interrupted = threading.Event()  # whether SIGINT has ended this run outside of the training
 
 
@@ -124,9 +124,13 @@ def _run(config: Config, world: World) -> int:
 
 
 def _give_up(error: BaseException, backend: Backend) -> int:
-    """Print what ended the run, send it to the other ranks, and close the backend without waiting for them."""
+    """Print what ended the run, report it to the other ranks, and return the exit status.
+
+    Waits for the other ranks only if all ranks have the same error.
+    """
     status = _status_of(error, backend.world)
-    # Only torchrun starts the same command again after any error. Elsewhere, the line says what the run's folder says.
+    # The printed line forbids a restart under torchrun, which starts the same command again after any error. Under other
+    # launchers, it does so only if the run's folder refuses later starts.
     final = is_final(error) and (
         backend.world.launcher == "torchrun" or isinstance(error, DivergedError) or getattr(error, "forbids_restart", False)
     )
@@ -162,7 +166,7 @@ def _status_of(error: BaseException, world: World) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return two texts of the reason why the run ends: one with the failed code's traceback, and one of a single line."""
+    """Return the reason why the run ends as two texts: with the traceback of the failed code, and as a single line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):
@@ -185,7 +189,7 @@ def _wait_for_all(backend: Backend) -> None:
 
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
-    """Print at once that a rank has failed: a launcher may end this process before the loop notices."""
+    """Print at once that a rank has failed: a launcher may end this process before the training loop detects it."""
     if failure.reason.endswith(f": {_INTERRUPTED}") and _interrupted.wait(_SAME_SECONDS):
         reported.set()
         return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
@@ -197,7 +201,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
 
 
 def _leave_on_sigterm(reported: threading.Event) -> None:
-    """Exit on SIGTERM, which launchers send when a rank has failed, once that failure is printed."""
+    """Exit on SIGTERM, but first wait until a failure is printed: launchers send SIGTERM when a rank has failed."""
     if not _is_stopping():
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)
@@ -213,7 +217,7 @@ def _is_stopping() -> bool:
     """Return whether the run has been saved because of a signal, and is about to end.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
-    must not suppress the message about the checkpoint, nor make other ranks report this rank as failed.
+    must not suppress the message about the checkpoint. Other ranks must not report this rank as failed because of it.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 

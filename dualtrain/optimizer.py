@@ -50,9 +50,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             does the same by hand.
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
-        sum_order: ``"backend"``: the order of the library and transport (with two ranks, the bits are equal over all of
-            them). ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A
-            ``SumOrder``: a fixed tree over shards, of which a rank may have several.
+        sum_order: ``"backend"``: the order of the library and transport (with two ranks, all of these give the same bits).
+            ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A ``SumOrder``: a fixed
+            tree over shards, of which a rank may have several.
         carry: the former name of ``extra``; deprecated.
 
     Raises:
@@ -147,7 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block, backward passes only accumulate; the next backward pass after it sends the sum."""
+        """Only accumulate gradients inside the block; the next backward pass after the block sends the sum."""
         with self.reducer.no_sync():
             yield
 
@@ -223,13 +223,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
 
 
-#: A step that runs the hooks of the distributed optimizer itself, as torch does for every optimizer.
+#: ``_step`` together with the step hooks of the distributed optimizer, which torch runs for every optimizer in this way.
 _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Combine the loss that a closure returned over the ranks; return anything but a number unchanged. Collective; blocks.
+    """Combine the ranks' losses, as closures returned them. Return ``loss`` itself if it is no number. Collective; blocks.
 
     Args:
         loss: a tensor of one element or a real number; or anything else, on every rank.
@@ -239,7 +239,7 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
         BackendError: on every rank, if ``loss`` is a number on some ranks only.
     """
     is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-    # Every rank makes the same call, whatever its closure returned; the sums tell whether all returned a number.
+    # Every rank makes the same call, whatever its closure returned; the sums show whether all closures returned a number.
     mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
     total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     if numbers and others:

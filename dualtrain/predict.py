@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # printed classes per image
 BATCH = 64  # images per forward pass
-# For each dataset that is held in memory: PIL's mode of its images, and the length of their sides.
+# For each dataset whose images are held in memory: their mode in PIL, and the length of their sides.
 IMAGES = {"digits": ("L", 8), "mnist": ("L", 28), "fashion-mnist": ("L", 28), "cifar10": ("RGB", 32)}
 
 
@@ -81,7 +81,7 @@ def _read_json(path: Path, fact: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{fact} (no readable {path.name}): name a run's folder") from error
     if not isinstance(value, dict):
-        raise UserError(f"{fact} ({path.name} holds no names and values): name a run's folder")
+        raise UserError(f"{fact} ({path.name} is not a JSON object): name a run's folder")
     return value
 
 

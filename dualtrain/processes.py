@@ -23,7 +23,7 @@ from types import FrameType
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1
-_OWN_FOLDER = "dualtrain own folder"
+_OWN_FOLDER = "dualtrain own folder"  # a key of multiprocessing's process configuration, which children inherit
 #: Ids of processes that have started a fork server: a forked process inherits this set, but no server.
 _starters: set[int] = set()
 
@@ -106,8 +106,8 @@ def _remove_own_folder(pid: int | None) -> None:
 
 
 def release() -> None:
-    """Remove multiprocessing's files, for a process that exits without its exit handlers. Ends its fork server."""
-    # A server that still imports would fork the workers afterwards, and these would fail with a traceback.
+    """Remove multiprocessing's files, for a process that exits without its exit handlers. Kills its fork server."""
+    # A server that has not finished its imports would fork requested workers later; they would fail with a traceback.
     server = forkserver._forkserver._forkserver_pid if os.getpid() in _starters else None  # type: ignore[attr-defined]
     _starters.discard(os.getpid())
     if server is not None:

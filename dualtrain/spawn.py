@@ -37,9 +37,9 @@ Body = Callable[[list[str]], int]
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
-END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
+END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of it may be reaped first
-REPEAT_SECONDS = 2.0  # a second stop signal within this time is the same one, sent to both the process and its group
+REPEAT_SECONDS = 2.0  # a second stop signal within this time is ignored: a sender may signal the process and its group
 RANKS_PER_CORE = 16
 
 
@@ -78,9 +78,9 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
             job = _Job(inbox)
-            given = _run(job, body, arguments, nproc, name)
-            status = 2 if given == TRY_AGAIN else given
-            if restart > restarts or not job.may_restart(given):
+            found = _run(job, body, arguments, nproc, name)
+            status = 2 if found == TRY_AGAIN else found
+            if restart > restarts or not job.may_restart(found):
                 break
             print_error(f"the job has ended with status {status}: restart {restart} of {restarts}")
         return status
@@ -91,7 +91,7 @@ def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str)
     from dualtrain.rendezvous.store import StoreServer, listen
 
     secret = secrets.token_hex(32)
-    # Listen before the ranks get the port: another program could bind a free port on which nobody listens yet.
+    # Listen before the ranks get the port: otherwise another program could bind the port first.
     listening = listen("127.0.0.1", [0], nproc)
     rendezvous = listening.getsockname()
     store = StoreServer(listening, nproc, secret)
@@ -104,7 +104,7 @@ def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str)
 
 
 class _Job:
-    """The processes of one job, as seen by their parent."""
+    """The processes of one job, which their parent starts, signals and waits for."""
 
     def __init__(self, inbox: int) -> None:
         self._inbox = inbox
@@ -112,11 +112,11 @@ class _Job:
         self._status: int | None = None  # the job's exit status, once a rank has failed
         self._save = False  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
-        self._means = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks, in order, that were not sent yet
+        self._unsent = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks, in order, that were not sent yet
         self._deadline: float | None = None  # when the next signal is sent
 
-    def start(self, body: Body, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
-        """Start one rank for each of ``places``, which hold their environment variables. Does not wait for the ranks."""
+    def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        """Start one rank with each of ``environments``, its environment variables. Does not wait for the ranks."""
         from torch.multiprocessing import get_context
 
         from dualtrain.rendezvous.hosts import variables
@@ -127,7 +127,7 @@ class _Job:
         start_tracker()
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
-            for rank, place in enumerate(places):
+            for rank, environment in enumerate(environments):
                 self._listen(0.0)
                 if self._stopped is not None:
                     self._status = 128 + self._stopped[0]
@@ -137,7 +137,7 @@ class _Job:
                     break  # ranks that were started get the signal, or exit since one has failed
                 given = (body, list(arguments), os.getpid(), sys.orig_argv)
                 process = context.Process(target=_rank, args=given, name=f"rank {rank}")
-                with variables(place):
+                with variables(environment):
                     process.start()
                 self._processes.append(process)
             self._listen(0.0)
@@ -145,8 +145,8 @@ class _Job:
                 self._send(signal.SIGUSR1)
         except OSError as error:
             raise UserError(
-                f"rank {len(self._processes)} of {len(places)} could not be started ({error}): the system is short of "
-                "processes or memory; give a smaller --nproc"
+                f"rank {len(self._processes)} of {len(environments)} could not be started ({error}): the system is short "
+                "of processes or memory; give a smaller --nproc"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
@@ -199,7 +199,7 @@ class _Job:
         self._send(number)
 
     def _failed(self) -> dict[int, int]:
-        """Return the rank of each exit status other than 0. Status -N means that signal N ended the process."""
+        """Return, for each exit status other than 0, a rank that has it. Status -N means that signal N ended the rank."""
         return {process.exitcode: rank for rank, process in enumerate(self._processes) if process.exitcode}
 
     def _note_failure(self) -> None:
@@ -223,14 +223,14 @@ class _Job:
 
     def _escalate(self) -> bool:
         """Send the next stronger signal to the ranks; return False if none is left."""
-        if not self._means:
+        if not self._unsent:
             left = ", ".join(f"{process.name} (process {process.pid})" for process in self._alive())
             print_error(
                 f"{left} did not end within {END_SECONDS:g} s of SIGKILL: it hangs in the kernel; see its state in ps"
             )
             self._status = self._status or 128 + signal.SIGKILL
             return False
-        self._send(self._means.pop(0))
+        self._send(self._unsent.pop(0))
         self._deadline = time.monotonic() + END_SECONDS
         return True
 
@@ -258,7 +258,7 @@ def _signals() -> Iterator[int]:
 
 def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> None:
     """Run ``body`` as a spawned rank; ``command`` is the parent's command line."""
-    sys.orig_argv = command  # the run records it as its origin; multiprocessing's own command says nothing
+    sys.orig_argv = command  # the run records its command line; that of this process only names multiprocessing
     signal_at_parents_end(signal.SIGKILL, parent)
     # Start a session: the rank then receives a Ctrl-C once, from the parent, and not from the terminal too.
     os.setsid()

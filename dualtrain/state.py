@@ -24,7 +24,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Args:
         params: a module (its parameters and buffers), a ``state_dict()``, or an iterable of tensors or of
-            (name, tensor) pairs, of any dtypes, shapes and layouts. Other entries beside tensors are ignored.
+            (name, tensor) pairs, of any dtypes, shapes and layouts. Entries that are not tensors are ignored.
         backend: the ranks.
         root: the rank whose values are copied.
 
@@ -71,8 +71,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Load a ``state_dict()``, and keep the dtypes in it and the objects in ``optimizer.param_groups``.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so that the float32 moments of bfloat16
-    parameters would lose bits. It also replaces the parameter groups, so that a learning rate that is set in a group from
-    before, as a scheduler of another optimizer with the same groups does, would have no effect.
+    parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler that belongs to another
+    optimizer with the same groups would then set learning rates in the old dicts, without an effect.
     """
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)
@@ -89,7 +89,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _with_dtypes(loaded: Any, given: Any) -> Any:
-    """Return ``loaded``, in which copies of ``given``'s tensors replace those of another dtype; devices stay."""
+    """Return ``loaded``, with each tensor of another dtype replaced by a copy of ``given``'s tensor on the same device."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
     if isinstance(loaded, dict) and isinstance(given, dict):
@@ -165,7 +165,7 @@ def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Ten
 
 
 def is_extra_state(name: Any) -> bool:
-    """Return whether ``name`` is that of a ``get_extra_state()`` in a ``state_dict()``."""
+    """Return whether ``name`` is the key of a module's ``get_extra_state()`` in a ``state_dict()``."""
     return str(name).rpartition(".")[2] == "_extra_state"
 
 
@@ -183,12 +183,12 @@ def _named(params: Params) -> list[tuple[str, Any]]:
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:
-    place = "" if tensor.is_cpu else f", {tensor.device.type}"
-    return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}{place})"
+    device = "" if tensor.is_cpu else f", {tensor.device.type}"
+    return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}{device})"
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Return whether torch refuses to write into ``tensor``, since several of its elements are one place in memory."""
+    """Return whether torch refuses to write into ``tensor``, since several of its elements share one memory location."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.layout is torch.strided and tensor.numel() > 1 and any(n > 1 and stride == 0 for n, stride in steps)
 

@@ -1,7 +1,8 @@
 """Differences between the versions of torch that dualtrain supports (2.5 and newer), in one place.
 
-Each function's docstring ends with a version of torch ("Can go in torch 2.8"): once setup.cfg requires this version or a
-newer one, a test fails until the function is removed. ``bash tests/versions.sh`` runs the tests with other versions.
+Each function's docstring ends with the first version of torch that does not need the function ("Not needed from torch 2.8
+on"). Once setup.cfg requires this version or a newer one, a test fails until the function is removed.
+``bash tests/versions.sh`` runs the tests with other versions.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 def asynchronous(options: Any) -> Any:
     """Set ``options`` of a collective operation so that it is asynchronous, and return them.
 
-    Before 2.8 the options of all-reduce, all-gather and all-to-all have no ``asyncOp``: these are always asynchronous.
+    Before 2.8 the options of all-reduce, all-gather and all-to-all have no ``asyncOp``; these operations are then always
+    asynchronous.
 
-    Can go in torch 2.8: set ``asyncOp`` directly.
+    Not needed from torch 2.8 on: set ``asyncOp`` directly.
     """
     if hasattr(options, "asyncOp"):
         options.asyncOp = True
@@ -28,7 +30,7 @@ def shut_down(nccl: Any) -> None:
 
     Up to 2.6 the method is private.
 
-    Can go in torch 2.7: call ``nccl.shutdown()``.
+    Not needed from torch 2.7 on: call ``nccl.shutdown()``.
     """
     end = getattr(nccl, "shutdown", None) or nccl._shutdown
     end()
@@ -39,7 +41,7 @@ def grad_dtype(p: torch.Tensor) -> torch.dtype | None:
 
     Before 2.10 torch has no attribute ``grad_dtype``, and the gradient must have the dtype of ``p``.
 
-    Can go in torch 2.10: use ``p.grad_dtype``.
+    Not needed from torch 2.10 on: use ``p.grad_dtype``.
     """
     if not hasattr(torch.Tensor, "grad_dtype"):
         return p.dtype

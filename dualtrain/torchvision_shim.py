@@ -1,4 +1,4 @@
-"""Import of torchvision, even if its compiled operators do not load beside a CPU build of torch."""
+"""Import of torchvision, even if its compiled operators cannot be loaded with a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def torchvision() -> Any:
 
 
 def with_torchvision_shim(load: Callable[[], T]) -> T:
-    """Return ``load()``, which imports torchvision. If it fails, declare the missing operators and call it again.
+    """Return ``load()``, which imports torchvision. If operators are missing, declare them and call ``load`` again.
 
-    PyPI's wheel is the CUDA build. Beside a CPU build of torch its compiled operators do not load, and its import ends
+    PyPI's wheel is the CUDA build. With a CPU build of torch, its compiled operators cannot be loaded, and its import ends
     in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). Declaring the two
     operators that its Python code names lets models, datasets and transforms work; calling ``ops.nms`` still fails.
     """

@@ -1,4 +1,4 @@
-"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line, and text about their errors."""
+"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line, and messages for their errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist; the callable accepts neither the arguments (``takes``
-            describes them) nor an empty call; or the user's code raises (the error has that code's traceback). The
-            message names ``flag``.
+        UserError: the module or the callable does not exist; the callable requires other arguments (``takes`` describes
+            the possible ones); or the user's code raises (the error has that code's traceback). The message names
+            ``flag``.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
@@ -47,7 +47,7 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
 
 
 def takes_arguments(path: str, *arguments: Any) -> bool:
-    """Return whether the callable ``path`` (``pkg.mod:build``), which was called, takes ``arguments``."""
+    """Return whether the callable ``path`` (``pkg.mod:build``) takes ``arguments``. Call :func:`call_user_code` before."""
     module, _, name = path.partition(":")
     return _takes(getattr(importlib.import_module(module), name), arguments)
 
@@ -71,7 +71,7 @@ def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:
 def user_code(what: str) -> Iterator[None]:
     """Convert an exception of the user's own code, which the block runs, into a UserError with that exception's traceback.
 
-    Errors of this package pass through, as do those from too little memory.
+    UserError, BackendError and errors from too little memory are not converted.
     """
     try:
         yield
@@ -93,9 +93,10 @@ def in_one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback from the user's first frame to their last, or to the end if the last one called this package.
+    """Format the traceback from the user's first frame to the user's last one.
 
-    Errors that led to this one are included. Empty if none of the user's code ran.
+    The frames below the last one are included if the user's code called this package there, and so are the errors that led
+    to this one. Empty if none of the user's code ran.
     """
     shown = traceback.TracebackException.from_exception(error)
     todo, users = [shown], False

@@ -10,7 +10,7 @@ torch_abi=''           # 1, or 0 for the std::string of GCC before 5, which PyPI
 torch_architectures='' # GPU architectures that torch was compiled for: "75,80,90"
 packages=''            # the environment's site-packages
 
-# read_torch: sets interpreter, torch_* and packages from the installed torch, since the index decides which build that is. In mode
+# read_torch: sets interpreter, torch_* and packages from the installed torch, since its build depends on the package index. In mode
 # cpu it only reads torch's files: importing torch needs the libraries of NVIDIA's wheels, which are installed later.
 read_torch() {
   local facts
@@ -48,12 +48,12 @@ describe_build() {
     with='NCCL, MPI and Gloo' gpus=", $(sm_names "$architectures")"
     minutes=$((5 / (cores < 8 ? cores : 8) + 1))
   fi
-  say "compiling Horovod $(pin horovod) with $with for torch $torch_build$gpus beside the next steps, about $minutes minutes"
+  say "compiling Horovod $(pin horovod) with $with for torch $torch_build$gpus during the next steps, about $minutes minutes"
 }
 
 # write_compiler: writes a compiler wrapper that replaces Horovod's -std=c++14 by C++20, which torch's headers need, and drops
-# -g: debug information takes a third of the time. The rpath makes the library find MPI and torch in the environment that it
-# is installed in: mpicxx adds only the path of the environment that it was built in, which may be deleted later.
+# -g, because debug information takes a third of the time. The rpath makes Horovod's library find MPI and torch in the environment
+# in which it is installed. mpicxx adds only the path of the environment in which it was built, which may be deleted later.
 write_compiler() {
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
@@ -67,9 +67,9 @@ COMPILER
   chmod +x "$tools/c++"
 }
 
-# write_cmake: writes a CMake wrapper that halves the compilers' time: most of it is parsing headers, those of torch above all. Files
-# with the same headers become one (a unity build), with the same optimizations. allreduce_local.cc stays alone because of a name
-# that is ambiguous beside the others; so do the files of GPU operations.
+# write_cmake: writes a CMake wrapper that halves the compilers' time, which they mostly spend on headers, above all on torch's.
+# Files with the same headers are compiled as one file (a unity build), with the same optimizations. allreduce_local.cc is compiled
+# alone, because a name in it is ambiguous together with the other files; so are the files of GPU operations.
 write_cmake() {
   mkdir -p "$tools/cmake"
   cat >"$tools/cmake/unity.cmake" <<'CMAKE'
@@ -89,7 +89,7 @@ function(group_all)
     group(${target} algorithms "/gloo/[a-z_]+.cc$")
     group(${target} transport "/(common|mpi|rendezvous|transport|tcp)/[a-z_]+.cc$")
   endforeach()
-  # The longest is compiled first: make takes the groups in the order of their names.
+  # The group that takes longest is compiled first: make compiles the groups in the order of their names.
   group(pytorch 1_torch "/horovod/torch/")
   group(pytorch 2_common "/horovod/common/([a-z_]+|utils/[a-z_]+).cc$")
   group(pytorch 3_tuning "/horovod/common/(optim/|parameter_manager)")
@@ -108,8 +108,8 @@ CMAKE
   chmod +x "$tools/cmake/cmake"
 }
 
-# write_torch: writes the module that finds torch, in place of Horovod's, for mode cpu. Horovod's module imports torch six times, and
-# if torch is a CUDA build uses any CUDA toolkit that it finds, even without GPU operations.
+# write_torch: writes a CMake module for mode cpu that finds torch, and replaces Horovod's own module. Horovod's module imports torch
+# six times, and if torch is a CUDA build, it uses any CUDA toolkit that it finds, even without GPU operations.
 write_torch() {
   mkdir -p "$tools/cmake"
   cat >"$tools/cmake/FindPytorch.cmake" <<CMAKE

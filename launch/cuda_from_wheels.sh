@@ -1,5 +1,6 @@
-# CUDA toolkit for Horovod with NCCL: one on this machine of torch's CUDA version, or else one assembled from NVIDIA's
-# wheels. launch/setup.sh sources this file and sets packages, torch_build, torch_cuda and torch_architectures before.
+# CUDA toolkit for Horovod with NCCL: a toolkit of torch's CUDA version on this machine, or else one assembled from NVIDIA's
+# wheels. launch/setup.sh sources this file. Before it calls plan_cuda, it sets packages, torch_build, torch_cuda and
+# torch_architectures.
 #
 # HOROVOD_NCCL_HOME           a folder with NCCL's include and lib (default: the NCCL that torch's wheel brings)
 # HOROVOD_BUILD_CUDA_CC_LIST  compute capabilities to compile for, such as 80,90 (default: this machine's GPUs, else
@@ -64,7 +65,7 @@ find_toolkit() {
 plan_cuda() {
   local major=${torch_cuda%%.*}
   if [ "$torch_cuda" = none ]; then
-    refuse "Horovod with NCCL needs a CUDA build of torch, and torch $torch_build is a CPU build; set DUALTRAIN_TORCH to a version of which your package index has a CUDA build, $instead"
+    refuse "Horovod with NCCL needs a CUDA build of torch, and torch $torch_build is a CPU build; set DUALTRAIN_TORCH to a version for which your package index has a CUDA build, $instead"
   fi
   nccl=${HOROVOD_NCCL_HOME:-$packages/nvidia/nccl}
   if [ ! -e "$nccl/include/nccl.h" ] || ! compgen -G "$nccl/lib*/libnccl.so*" >/dev/null; then
@@ -80,7 +81,7 @@ plan_cuda() {
   architectures=${HOROVOD_BUILD_CUDA_CC_LIST:-$(gpu_architectures)}
   architectures=${architectures:-$torch_architectures}
   if ! [[ $architectures =~ ^[0-9]+(,[0-9]+)*$ ]]; then
-    refuse "HOROVOD_BUILD_CUDA_CC_LIST=$architectures is no list of compute capabilities; set it to such as 80,90, or unset it"
+    refuse "HOROVOD_BUILD_CUDA_CC_LIST=$architectures is not a list of compute capabilities; set it to a list such as 80,90, or unset it"
   fi
 }
 
@@ -108,8 +109,8 @@ link_cuda() {
   done
 }
 
-# prepare_cuda: sets cuda_options, and checks that nvcc works. All of it can be removed after the build: torch loads libcudart
-# and libnccl before Horovod's library is loaded.
+# prepare_cuda: sets cuda_options, and checks that nvcc works. These files can be removed after the build, because torch loads
+# libcudart and libnccl before Horovod's library is loaded.
 prepare_cuda() {
   local home=$toolkit
   if [ -z "$home" ]; then
@@ -118,21 +119,21 @@ prepare_cuda() {
   fi
   cuda_options=(
     CUDA_HOME="$home" CUDAToolkit_ROOT="$home" HOROVOD_CUDA_HOME="$home" PATH="$home/bin:$venv/bin:$PATH"
-    # Shared: a static NCCL of the system might have another version than the headers.
+    # SHARED, because a static NCCL of the system might have another version than the headers.
     HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_NCCL_INCLUDE="$nccl/include" HOROVOD_NCCL_LIB="$tools/nccl"
     HOROVOD_BUILD_CUDA_CC_LIST="$architectures"
-    # Horovod asks for C++11; torch's headers and the host's compiler are at C++20.
+    # Horovod requests C++11, but torch's headers need C++20, which the host compiler uses too.
     NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }-std=c++20")
   step "check: nvcc $torch_cuda for $(sm_names "$architectures")" \
     "if nvcc refuses the C++ compiler, set CXX to an older one; if it refuses an architecture, set HOROVOD_BUILD_CUDA_CC_LIST to those of 'nvcc --list-gpu-code'; $instead" \
     check_nvcc "$home/bin/nvcc"
 }
 
-# check_nvcc NVCC: compiles a few lines, to detect in seconds what would otherwise end Horovod's build after minutes.
+# check_nvcc NVCC: compiles a few lines, to detect within seconds an error that would end Horovod's build after minutes.
 check_nvcc() {
   local each found said targets=()
   found=$(nvcc_version "$1")
-  if [ "$found" != "$torch_cuda" ]; then echo "reason: nvcc is of CUDA ${found:-(no version)}, and torch of CUDA $torch_cuda"; return 1; fi
+  if [ "$found" != "$torch_cuda" ]; then echo "reason: nvcc is of CUDA ${found:-(no version)}, but torch is of CUDA $torch_cuda"; return 1; fi
   mkdir -p "$tools/nccl"
   for each in "$nccl"/lib*/libnccl.so*; do ln -sf "$each" "$tools/nccl/libnccl.so"; done
   write_compiler

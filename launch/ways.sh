@@ -27,7 +27,7 @@ way() {
   if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: not possible here, see above)"; fi
 }
 
-# The recipe's global batch is the same for all runs, so that they take the same steps.
+# All runs take the same steps, because the recipe sets the global batch size.
 main=(python -m dualtrain.main)
 way one-process "${main[@]}" --backend local "$@"
 way data-parallel "${main[@]}" --backend local --data-parallel "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -20,7 +21,7 @@ SHARED = [("shm", size) for size in (2, 3)]  # torch, with reductions through sh
 WORLDS = LOCAL + THREADS + REAL + SHARED
 # SPREAD and TYPICAL have one size per kind of world; the fixture `real` has all sizes on both libraries.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
-TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
+TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 2), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -34,6 +35,12 @@ def pytest_collection(session: pytest.Session) -> None:
         import torch
 
         torch.set_num_threads(1)  # as in the worker processes: equal bits of sums, and no more threads than cores
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what exists by now from garbage collection, which would look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 class Spmd:
@@ -86,7 +93,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
     """Close an open world before a test that may start ranks, because the world's threads poll and use the cores."""
-    if _place(request.node) < 0:
+    if _world_index(request.node) < 0:
         for pool in _POOLS:
             pool.disconnect()
 
@@ -116,7 +123,7 @@ def typical(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds(SPREAD[1:]))
 def many(request: pytest.FixtureRequest) -> Spmd:
-    """A world of each kind with several ranks, which can disagree."""
+    """A world of several ranks of each kind, for tests in which the ranks differ."""
     return _spmd(request)
 
 
@@ -138,7 +145,7 @@ def real(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
-def _place(item: pytest.Item) -> int:
+def _world_index(item: pytest.Item) -> int:
     """Return the index in ``WORLDS`` of a test's world (with ``pool``: of the first in ``REAL``), or -1 without a world."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
@@ -153,14 +160,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     Tests of one group run in one process, one after another, so that two worlds never compete for the cores. The marks must
     be set in this hook, because xdist reads them as soon as all tests are collected.
     """
-    if _place(item) >= WORLDS.index(REAL[0]):
+    if _world_index(item) >= WORLDS.index(REAL[0]):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests by world, because opening a world takes time."""
-    spread = "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(key=lambda item: (spread and _place(item) < 0, _place(item)))
+    """Sort the tests by world, because opening a world takes time.
+
+    Under pytest-xdist, tests without a world come last, so that the long group ``processes`` starts early.
+    """
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    items.sort(key=lambda item: (parallel and _world_index(item) < 0, _world_index(item)))
 
 
 def _launcher_variables() -> dict[str, str]:

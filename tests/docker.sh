@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. Takes 15 minutes, and
-# 15 more for the first build.
-# It leaves only the images dualtrain and dualtrain:test, or with GPU=1 the image dualtrain:gpu.
+# Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. This takes 15 minutes,
+# and another 15 minutes for the first build.
+# The script leaves only the images dualtrain and dualtrain:test, or with GPU=1 the image dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
@@ -15,7 +15,7 @@
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
-# reason FILE: prints the last line of the output, without the client's reference to its help.
+# reason FILE: prints the last line of a command's output, but not docker's advice to see its --help.
 reason() { grep -v -e '^$' -e "^Run 'docker" "$1" | tail -n 1 | cut -c 1-300; }
 fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
 
@@ -173,7 +173,7 @@ learned
 [ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
 check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
 learned
-# Restricted like a pod: no capabilities, and only /tmp and the runs are writable.
+# Restricted like a pod: without capabilities, and with only /tmp and the folder of the runs writable.
 check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
   --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned

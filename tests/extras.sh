@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the programs that some tests need and launch/setup.sh does not install. Without them, these tests are skipped.
-# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. It can be repeated: installed packages are not changed.
+# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. The script can be repeated: installed packages are not changed.
 # It starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #
 #   bash tests/extras.sh [PART…]     all parts without an argument
@@ -32,7 +32,7 @@ for part in "${parts[@]}"; do
     browser) packages+=(chromium) ;;
     java) packages+=(default-jre-headless) ;;
     docker) packages+=(docker.io docker-compose) ;;
-    *) refuse "no part is called '$part'; there are hosts, slurm, k8s, browser, java and docker" ;;
+    *) refuse "there is no part '$part'; name hosts, slurm, k8s, browser, java or docker" ;;
   esac
 done
 

@@ -97,8 +97,8 @@ def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
     try:
         victim = kill[0]
         if kill[1] in ONCE:
-            # Before the watch has started, ranks cannot detect a failed rank, but a launcher can. In the phase "end" the
-            # signal is not needed, and harmless.
+            # Before the watch has started, ranks cannot detect a failed rank: send the signal that a launcher would send.
+            # In the phase "end" the signal is not needed, and has no effect.
             ranks[victim].wait(SECONDS)
             ranks[1 - victim].send_signal(signal.SIGTERM)
         return [rank.end(SECONDS) for rank in ranks]

@@ -30,7 +30,7 @@ def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def conv_net(seed: int = 0) -> nn.Module:
-    """Build a network from images (n, 3, 8, 8) to logits, with weights for several small buckets."""
+    """Build a network from images (n, 3, 8, 8) to logits, with enough weights for several small buckets."""
     return seeded(
         nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),

@@ -12,7 +12,7 @@ from unittest import mock
 def short_waits(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
     """Make failed calls of ``backend`` stop waiting as soon as any report has arrived, and after ``limit`` seconds at most.
 
-    The normal departure of a rank is a report too.
+    The report of a rank that leaves normally counts too.
     """
     watch = backend.watch
     if watch is None:

@@ -179,7 +179,7 @@ def test_imports_are_from_earlier_modules_and_packages():
         for name in imports(path) if own else ():
             other = top_level(name)
             assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{module(path)} imports {name}"
-            # ``dualtrain`` itself has names of later modules.
+            # An import from ``dualtrain`` itself loads later modules.
             assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
                 f"{module(path)} imports {name}"
             )
@@ -229,7 +229,7 @@ def private_methods(path):
 
 
 def overridden_privates(files):
-    """Yield (class, private name, base class that defines the name) for classes that are in different packages."""
+    """Yield (class, name, base class) for each private name that a class overrides from a base class in another package."""
     classes = {}  # full name of a class: its package, the full names of its bases, its private names
     for path in files:
         known = dict(bindings(path))

@@ -1,6 +1,6 @@
-"""Every reader of files, given a FIFO, a device, a loop of links, a folder, an empty file, or half of a file.
+"""Bad files for every reader of files: a FIFO, a device, a loop of links, a folder, an empty file, and half of a file.
 
-The reader must refuse such a file with one line that names it, and must not block or read without end.
+The reader must refuse such a file with one line that names the file, and must not block or read without end.
 """
 
 from __future__ import annotations
@@ -230,7 +230,10 @@ class HangsError(Exception):
 
 
 def read_each(requests: Connection) -> None:
-    """Run in another process: for each (reader, folder, limit), read, and send (refusal or None, other traceback or "")."""
+    """Read the folders that another process sends, as (reader's name, folder, limit).
+
+    Answers each with the refusal, or ``None``, and the traceback of any other error, or "".
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         try:
@@ -251,7 +254,7 @@ def read_each(requests: Connection) -> None:
 
 
 class ReaderProcess:
-    """Process in which readers run, which may hang."""
+    """Process in which readers run. A reader may hang."""
 
     def __init__(self) -> None:
         self.requests, theirs = Pipe()
@@ -265,7 +268,7 @@ class ReaderProcess:
         self.requests.close()
 
 
-#: The running process; a reader that hangs or ends it is the last one in it.
+#: The running process, if there is one. It is not used again after a reader has hung or ended it.
 PROCESSES: list[ReaderProcess] = []
 
 
@@ -277,7 +280,7 @@ def _no_process_left() -> Iterator[None]:
 
 
 def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str | None]:
-    """Yield the reader's refusal of each folder, or None. The reader runs in another process, which may hang.
+    """Yield the reader's refusal of each folder, or None. The reader runs in another process, since it may hang.
 
     A busy machine causes no error: time in which the reader waits for a core does not count.
 

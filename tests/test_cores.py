@@ -21,14 +21,14 @@ def tree(root: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
     (root / "proc/self/cgroup").write_text(cgroup + "\n")
     (root / "proc/self/mountinfo").write_text(f"{ROOT_DISK}\n{mounts}\n")
     for folder, text in quotas.items():
-        place = root / folder
-        place.mkdir(parents=True, exist_ok=True)
+        path = root / folder
+        path.mkdir(parents=True, exist_ok=True)
         if "/" in text:
             quota, period = text.split("/")
-            (place / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-            (place / "cpu.cfs_period_us").write_text(f"{period}\n")
+            (path / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (path / "cpu.cfs_period_us").write_text(f"{period}\n")
         else:
-            (place / "cpu.max").write_text(f"{text}\n")
+            (path / "cpu.max").write_text(f"{text}\n")
     return root
 
 

@@ -95,7 +95,8 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         assert gone(helpers, folder)
 
 
-# A program that is interrupted while it sends a worker process more than a pipe holds, since the fork server still imports.
+# A program that is interrupted while it starts a worker process: the start blocks, because it sends more than a pipe holds
+# while the fork server still imports a slow module.
 STARTING = """
 import multiprocessing, signal, sys
 from dualtrain.console import leave

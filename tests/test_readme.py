@@ -25,7 +25,8 @@ EXAMPLES = {
     for number, text in enumerate(re.findall(r"```python\n(.*?)```", content, re.DOTALL))
 }
 PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
-HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]  # a script's import, new and old; functions that build a model and data
+#: HVD: the import of dualtrain.hvd, with a comment that has the replaced one. OWN: functions that build a model and data.
+HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]
 
 
 def test_every_example_is_tested():

@@ -27,7 +27,7 @@ ENTRIES = [value for _, value in inspect.getmembers(torch_versions, inspect.isfu
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 def test_a_function_is_removed_when_no_supported_torch_needs_it(entry):
-    (version,) = re.findall(r"^ *Can go in torch (\d+\.\d+): ", entry.__doc__, re.MULTILINE)
+    (version,) = re.findall(r"^ *Not needed from torch (\d+\.\d+) on: ", entry.__doc__, re.MULTILINE)
     assert Version(version) > oldest("torch"), (
         f"{entry.__name__} can be removed: setup.cfg requires torch {oldest('torch')}"
     )

@@ -49,7 +49,7 @@ class Room:
         self.mismatch: str | None = None
 
     def arrive(self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, last: Callable) -> _Meeting:
-        """Join the call ``key``; the last rank to do so runs ``last`` on the values of all ranks, in rank order."""
+        """Join the call ``key``; the last rank that joins it calls ``last`` with the values of all ranks, in rank order."""
         with self.changed:
             meeting = self.meetings.setdefault(key, _Meeting())
             if meeting.signature not in (None, signature):
@@ -107,8 +107,9 @@ class ThreadsBackend(Backend):
     def __init__(self, room: Room, world: World, timeout: float = TIMEOUT) -> None:
         super().__init__(world, torch.device("cpu"), timeout)
         self.room = room
+        #: The number of calls so far of each kind. The n-th call of a kind on a rank meets the n-th one on other ranks.
         self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
-        self._plane = "data"
+        self._kind = "data"
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         assert tensor.dtype in REDUCIBLE | self.narrow
@@ -159,16 +160,16 @@ class ThreadsBackend(Backend):
         assert vector.dtype is torch.int64
         rows: list[torch.Tensor] = []
         # Each rank reads the vectors of all ranks from the meeting.
-        work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), plane="control")
+        work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), kind="control")
         work.wait()
         arrived = work._meeting.arrived
         return torch.stack([arrived[rank] for rank in range(self.size)])
 
     @property
     def gradient_path(self) -> ThreadsBackend:
-        """This backend, with another count of operations."""
+        """This backend, with a separate count of operations."""
         path = copy.copy(self)
-        path._plane = "gradients"
+        path._kind = "gradients"
         return path
 
     def subset(self, ranks: Sequence[int], world: World | None) -> ThreadsBackend | None:
@@ -184,14 +185,14 @@ class ThreadsBackend(Backend):
         """Do nothing, because nothing was opened."""
 
     def _start(
-        self, kind: str, form: tuple[Any, ...], tensors: Any, last: Callable, plane: str | None = None
+        self, primitive: str, form: tuple[Any, ...], tensors: Any, last: Callable, kind: str | None = None
     ) -> _ThreadsWork:
         for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous()
-        plane = plane or self._plane
-        self._calls[plane] += 1
-        meeting = self.room.arrive(self.rank, (plane, self._calls[plane]), (kind, *form), tensors, last)
-        return _ThreadsWork(self, meeting, f"{kind} {form}")
+        kind = kind or self._kind
+        self._calls[kind] += 1
+        meeting = self.room.arrive(self.rank, (kind, self._calls[kind]), (primitive, *form), tensors, last)
+        return _ThreadsWork(self, meeting, f"{primitive} {form}")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests with other versions of torch than the pinned one. Run it by hand before a release, for tests/README.md's table.
-# For each version, it makes an environment with that torch, the matching torchvision and no Horovod, and runs in it all tests
-# except launches, and one job under torchrun. It ends with a table. It needs the package index, and 6 GB of disk space per
-# environment (less if there is a CPU build of torch). It can be repeated, and then uses finished environments again.
+# Runs the tests with versions of torch other than the pinned one. Run it by hand before a release, for tests/README.md's table.
+# For each version, the script makes an environment with that torch, the matching torchvision and no Horovod. In the environment,
+# it runs all tests except launches, and one job under torchrun. At the end, it prints a table. It needs the package index, and
+# 6 GB of disk space per environment (less if there is a CPU build of torch). A second run uses finished environments again.
 #
 #   bash tests/versions.sh VERSION…            such as 2.5.1 2.6.0 2.15.0
 #   bash tests/versions.sh --into FOLDER VERSION…
@@ -19,9 +19,9 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 into=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}/versions
-install_minutes=60 tests_minutes=90 job_minutes=5   # no wait is longer
+install_minutes=60 tests_minutes=90 job_minutes=5   # time limits of the steps
 found=''                                               # the version of Python
-work=''                                                # the temporary folder: copy of the tree, results
+work=''                                                # the temporary folder, with a copy of the tree and the results
 running=''                                             # the process of the current step
 export LC_ALL=C PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
@@ -71,7 +71,8 @@ check_versions() {
   done
 }
 
-# One run at a time in a folder. The steps close the lock's file, so that processes of a killed run do not hold it.
+# open_folders: allows one run at a time in a folder. The steps close the lock file, so that processes of a killed run do not
+# keep the lock.
 open_folders() {
   local reason
   reason=$({ mkdir -p "$into" && : >>"$into/lock"; } 2>&1) ||
@@ -108,7 +109,7 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# hash_inputs: prints a hash of the installation's inputs, without comments; an environment is finished if it has recorded it.
+# hash_inputs: prints a hash of the installation's inputs, without comments. A finished environment has recorded this hash.
 hash_inputs() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum
@@ -220,7 +221,7 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
   in_environment "$folder" "$tests_minutes" "$log" python -m pytest -v -n 2 --dist loadgroup -p no:cacheprovider \
     --basetemp "$work/pytest" --junitxml "$work/results-$1.xml" "${targets[@]}" || status=$?
   case $status in
-    0 | 1) ;;  # the table says which tests failed
+    0 | 1) ;;  # the table shows which tests failed
     124) say "torch $1: the tests did not end within $tests_minutes minutes" ;;
     *) say "torch $1: the tests ended with exit status $status" ;;
   esac
@@ -230,7 +231,8 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
   say "torch $1: done in $((SECONDS - began)) s"
 }
 
-# A function, called on the same line as exit: bash reads a script while it runs, and this file may change meanwhile.
+# Bash reads a script while it runs, and this file may change meanwhile. So all code is in functions, and main is called on the
+# same line as exit.
 main() {
   local tag version wanted
   read_arguments "$@"

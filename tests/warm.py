@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 
 import torch
 
-#: Without dualtrain.main, which tests run as __main__, and without Horovod, which horovodize replaces.
+#: The list has neither dualtrain.main, which tests run as __main__, nor Horovod, which horovodize replaces.
 MODULES = [
     *("torch._dynamo", "torch.distributed", "torchinfo", "safetensors.torch", "PIL.Image"),
     *("dualtrain.training.loop", "dualtrain.hvd.elastic", "dualtrain.predict", "tests.models_for_tests"),
@@ -18,3 +19,6 @@ for name in MODULES:
         importlib.import_module(name)
 importlib.import_module("dualtrain.torchvision_shim").torchvision()
 torch.set_num_threads(1)
+# Garbage collection would look at all these objects again and again, and copy their memory in each forked process.
+gc.collect()
+gc.freeze()

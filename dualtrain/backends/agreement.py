@@ -22,7 +22,8 @@ from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-_PER_SUM = 0x9E3779B97F4A7C15  # odd, so that different counts of sums give different fingerprints
+#: Added to a fingerprint for each sum of gradients. Odd, so that different counts of sums give different fingerprints.
+_PER_SUM = 0x9E3779B97F4A7C15
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -81,7 +82,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
     fingerprints, extents = zip(*backend.exchange_short([~mine if backend.flag else mine, extent]), strict=True)
-    backend.any_flag = min(fingerprints) < 0  # fingerprints are not negative, so their complements are
+    backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
     if backend.any_flag:
         fingerprints = tuple(max(each, ~each) for each in fingerprints)
     if len(set(fingerprints)) == 1:

@@ -27,12 +27,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 _REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
-_LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: what it sent before may still arrive
+_LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
 
 
 class ReduceOp(enum.Enum):
-    """Reduction over ranks. ``AVERAGE`` is derived (a sum, then a scaling) and not an operation of the primitives."""
+    """Reduction over ranks. The primitives have no ``AVERAGE``: it is computed as a sum that is then scaled."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -124,11 +124,10 @@ class Primitives(ABC):
         hosts: the index of each rank's host, in rank order; equal indices mean the same host.
         timeout: the longest time in seconds that any wait lasts.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        on_wait: called at least about four times a second during a wait, with this backend, the operation and the seconds
-            waited.
+        on_wait: called about four times a second during a wait, with this backend, the operation and the seconds waited.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
-        flag: one bit that this rank sends beside the comparison of a call; see :meth:`Backend.with_flag`.
-        any_flag: whether any rank sent that bit in the last comparison.
+        flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
+        any_flag: whether any rank had set its flag in the last comparison.
     """
 
     name: str
@@ -214,13 +213,17 @@ class Primitives(ABC):
 
     @property
     def gradient_path(self) -> GradientPath:
-        """The primitives for sums of gradients, in a group apart from all other operations if operations match by order."""
+        """The primitives for sums of gradients.
+
+        If a library matches operations by their order, the sums have a process group of their own, except with NCCL (see
+        :meth:`sums_beside`).
+        """
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many operations of the gradient path were started in the same group as calls on ``device`` (a type).
+        """Return how many sums of gradients were started in the process group of calls on ``device`` (a device type).
 
-        All ranks must have started equally many before such a call. 0 if the gradient path has a group of its own.
+        All ranks must have started equally many before such a call. 0 if the sums have a process group of their own.
         """
         return 0
 
@@ -252,7 +255,7 @@ class Primitives(ABC):
         """
         start = time.monotonic()
         reported = False
-        left_at: float | None = None  # when this wait has found that a rank left normally
+        left_at: float | None = None  # seconds of this wait after which it found that a rank had left normally
         try:
             while not finished(0.25):
                 seconds = time.monotonic() - start
@@ -292,7 +295,7 @@ class Primitives(ABC):
         return f"{late} the other ranks, which wait too ({elsewhere}); make the same calls in the same order on every rank"
 
     def _others(self) -> list[int]:
-        """Return the numbers in the job of this backend's other ranks."""
+        """Return the ranks in the job of the other members of this backend."""
         return [rank for rank in self.members if rank != self.members[self.rank]]
 
     def _missing(self, waiting: Mapping[int, list[str]]) -> list[int]:
@@ -325,7 +328,7 @@ class Primitives(ABC):
         return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
 
     def _peer_failure(self) -> PeerFailure | None:
-        """Return the known failure of any rank of the job; otherwise that of a rank of this backend that has left."""
+        """Return the known failure of any rank of the job; otherwise the report of a rank of this backend that has left."""
         watch = self.watch
         if watch is None or watch.peer_failed:
             return watch.failure if watch is not None else None

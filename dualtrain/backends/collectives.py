@@ -29,7 +29,7 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
-_REASON_BYTES = 1024  # the reason why an object cannot be sent is cut to this length before the other ranks get it
+_REASON_BYTES = 1024  # the reason why an object cannot be sent is cut to this length before it is sent to other ranks
 
 
 def split_sizes(rows: int, size: int) -> list[int]:
@@ -206,11 +206,12 @@ class Backend(Primitives):
         return self._later(partial(self._alltoall, tensor, splits, name))
 
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
-        """Return the result of ``call``, which makes one call of this backend, and whether any rank's ``flag`` is true.
+        """Return the result of ``call``, and whether any rank's ``flag`` is true.
 
-        The flags are sent with the comparison of the call, so they cost no exchange of their own.
+        ``call`` must call one method of this backend. The flags are sent with the comparison of this method's calls, so
+        they need no exchange of their own.
         """
-        self._queue.drain()  # an asynchronous call must not send the flag
+        self._queue.drain()  # an earlier asynchronous call must not send the flag
         self.flag = flag
         try:
             return call(), self.any_flag
@@ -284,7 +285,10 @@ class Backend(Primitives):
         )
 
     def between_hosts(self) -> Backend:
-        """Return the group of the ranks that have this rank's local rank, one per host. Collective; blocks."""
+        """Return the group of the ranks that have this rank's local rank, one per host. Collective; blocks.
+
+        Every host must have equally many ranks.
+        """
         mine = None
         for number in range(self.local_size):
             places = Counter[int]()
@@ -307,9 +311,9 @@ class Backend(Primitives):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. Sums have an order of their own: a rank may make other calls
-        before or after a sum. If :meth:`new_buffer` returned ``tensor`` on one rank, it
-        must have done so on every rank.
+        Otherwise as :meth:`start_allreduce`. Does not block. Sums are matched in an order of their own: a call of another
+        method may come before a sum on one rank and after it on another. If :meth:`new_buffer` returned ``tensor`` on one
+        rank, it must have done so on every rank.
         """
         work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
@@ -326,7 +330,7 @@ class Backend(Primitives):
         factor: float = 1.0,
         tail: int = 0,
     ) -> Work[None]:
-        """Sum the ranks' partial sums along the tree of ``order`` into ``tensor``, then scale as :meth:`start_sum`.
+        """Sum the ranks' partial sums along the tree of ``order`` into ``tensor``, then scale it as :meth:`start_sum` does.
 
         The bits depend on the tree alone, not on the number of ranks, the library or the transport. Does not block. Every
         rank must wait for such sums in the order in which it started them.
@@ -371,7 +375,7 @@ class Backend(Primitives):
         peer_failed = self.watch is not None and self.watch.peer_failed
         if self.watch is not None and not self.is_group:
             self.watch.leave()
-        # After a failure the library's shutdown would wait for the failed rank: the process's exit frees the resources.
+        # After a failure, skip the library's shutdown, which would wait for the failed rank. Exit frees the resources.
         if not peer_failed:
             self.disconnect()
 
@@ -537,9 +541,10 @@ class Backend(Primitives):
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
         root = self._checked_root("broadcast_object", root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
-        length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
-        self._refuse_if_unsent({root: length[root]}, problem)
-        buffer = torch.empty(length[root], dtype=torch.uint8, device="cpu") if data is None else data
+        length = -1 if problem else 0 if data is None else len(data)
+        length = agree(self, Call("broadcast_object", name, root=root), length)[root]
+        self._refuse_if_unsent({root: length}, problem)
+        buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
         self.start_broadcast(buffer, root, name or "broadcast_object").wait()
         return obj if data is not None else objects.decode(buffer)
 

@@ -100,11 +100,11 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
         return
     lists = backend.allgather_object(mine, name=what)
     other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
-    place = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
-    if place is None:
+    number = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
+    if number is None:
         difference = f"rank 0 has {len(lists[0])}, rank {other} has {len(lists[other])}"
     else:
-        difference = f"number {place} is {lists[0][place]} on rank 0 and {lists[other][place]} on rank {other}"
+        difference = f"number {number} is {lists[0][number]} on rank 0 and {lists[other][number]} on rank {other}"
     raise BackendError(
         f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
     )

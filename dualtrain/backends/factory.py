@@ -82,9 +82,10 @@ def connect(
 ) -> Backend:
     """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
-    torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
-    Two things change for the whole process. This rank's GPU becomes the current one. Until the backend is closed,
-    ``sys.excepthook`` and an exit handler report to the other ranks how this rank ends; the earlier hook is still called.
+    Without ``default_group``, torch.distributed's default process group stays as it is: a program may call
+    ``init_process_group`` before or after. Two things change for the whole process. This rank's GPU becomes the current
+    one. Until the backend is closed, ``sys.excepthook`` and an exit handler report to the other ranks how this rank ends;
+    the earlier hook is still called.
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the launcher's backend.
@@ -92,8 +93,8 @@ def connect(
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
         groups: whether ``group`` will be called. If so, Horovod synchronizes its process sets in every cycle, under a
-            lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot block the others in that
-            lock.
+            lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot make the other ranks wait
+            for that lock.
         transport: how CPU tensors are reduced. ``"native"`` is the library. ``"shm"`` is memory that the ranks of
             a host share, with the library between hosts; if they cannot share memory, a warning is logged and the library
             is used. ``"auto"`` is shared memory for the torch backend with all ranks on one host, else the library.
@@ -112,16 +113,16 @@ def connect(
     if name == "auto" and world.launcher == "none":
         _refuse_to_train_alone()
     name = choose(name, world)
-    place = _device(device)
+    own_device = _device(device)
     if transport not in TRANSPORTS:
         raise UserError(f"no transport is called {transport!r}: choose one of {', '.join(TRANSPORTS)}")
-    if transport == "shm" and place.type != "cpu":
+    if transport == "shm" and own_device.type != "cpu":
         raise UserError(
             "--transport shm is for tensors on the CPU, and this rank's tensors are on a GPU: choose auto, or --device cpu"
         )
     if default_group and name != "torch":
         raise UserError(f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave it out")
-    backend = _open(name, world, place, timeout, groups or (transport == "shm" and not world.single_host))
+    backend = _open(name, world, own_device, timeout, groups or (transport == "shm" and not world.single_host))
     try:
         _refuse_other_world(name, (backend.rank, backend.size), world)
     except UserError:
@@ -158,7 +159,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 
 def _refuse_to_train_alone() -> None:
-    """Refuse a process without a launcher whose program has made a default process group of several ranks.
+    """Refuse to continue as a world of one process if the program has made a default process group of several ranks.
 
     Raises:
         UserError: torch.distributed's default process group has several ranks.
@@ -180,16 +181,16 @@ def _device(device: str | torch.device) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        place = torch.device(wanted)
+        found = torch.device(wanted)
     except RuntimeError:
         raise UserError(f"device {wanted!r} is unknown to torch: choose auto, cpu, cuda or cuda:N") from None
-    if place.type == "cuda":
+    if found.type == "cuda":
         count = torch.cuda.device_count()
-        if count == 0 or (place.index or 0) >= count:
+        if count == 0 or (found.index or 0) >= count:
             raise UserError(f"device {wanted!r} does not exist: torch sees {count} GPUs on this host; choose auto or cpu")
-    elif place.type != "cpu":
+    elif found.type != "cpu":
         raise UserError(f"device {wanted!r} is not supported: choose auto, cpu, cuda or cuda:N")
-    return place
+    return found
 
 
 def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None:
@@ -209,6 +210,8 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
 
 def _locate(backend: Backend) -> None:
     """Set local and cross ranks by the hosts' exchanged identities, since launchers define these ranks differently.
+
+    The ranks compare their versions of dualtrain in the same exchange.
 
     Raises:
         UserError: the ranks run different versions of dualtrain.

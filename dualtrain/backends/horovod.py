@@ -37,10 +37,10 @@ _YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, 
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
 #: backend's name, and the reason why this host cannot be used, or ``None``.
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
-#: Gloo's timeout in Horovod counts from the last message, and its error names no rank: the backend's own comes first.
+#: Gloo's timeout in Horovod is this much longer than the backend's: Gloo's error names no rank, the backend's does.
 _GLOO_SECONDS_MORE = 3
 _SHUT_DOWN = "Horovod has been shut down"  # error of an operation that is started after Horovod's thread has failed
-_worlds = count()
+_worlds = count()  # numbers the worlds of this process that Horovod's own launcher has set up
 _ADDRESS_KEY = "horovod"  # key of the job's store, with the address of the store that Horovod's processes use
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
@@ -106,7 +106,10 @@ def replace_package(package: str, meet: Meet) -> None:
 
 
 def _wrap_init(library: Any, world: World, meet: Meet) -> None:
-    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started; otherwise each process has size 1."""
+    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started.
+
+    Without this, each process would be a world of size 1.
+    """
     plain, kept = library.init, []
 
     def init(*args: Any, **kwargs: Any) -> None:
@@ -120,10 +123,10 @@ def _wrap_init(library: Any, world: World, meet: Meet) -> None:
 class _HorovodWork(Work[None]):
     """Handle of a Horovod operation.
 
-    It keeps a view of each input until the operation has ended, to prevent a deadlock after a peer has failed. Horovod's
-    thread then releases its tensors while it holds Horovod's lock. In torch 2.13, the release of a tensor takes the GIL if
-    only Python still refers to the tensor; but a thread that starts an operation holds the GIL while it waits for Horovod's
-    lock. Because of the view, Horovod's thread does not take the GIL.
+    It keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed, Horovod's
+    thread releases its tensors while it holds Horovod's lock. In torch 2.13, the release of a tensor takes the GIL if
+    only Python still refers to the tensor. At the same time, a thread that starts an operation may hold the GIL while it
+    waits for Horovod's lock. Because of the view, Horovod's thread does not take the GIL.
     """
 
     def __init__(
@@ -300,7 +303,7 @@ class HorovodBackend(Backend):
 def _initialise(
     start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
 ) -> tuple[KeyValueStore | None, str | None]:
-    """Start Horovod in the world of its own launcher, or in a world whose ranks find each other through our store.
+    """Start Horovod in the world of its own launcher, or in a world whose ranks meet through the job's store.
 
     Args:
         start: Horovod's ``init``.
@@ -311,8 +314,8 @@ def _initialise(
         meet: makes the job's store.
 
     Returns:
-        The job's store, which must live as long as the world does, and the address of Horovod's store: if the ranks met
-        there, otherwise two times ``None``.
+        The job's store, which must be kept as long as the world is used, and the address of Horovod's store. Both are
+        ``None`` if the ranks did not meet through the job's store.
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
@@ -342,12 +345,12 @@ def _scope(address: str | None) -> str:
 
 
 def _defaults(world: World, groups: bool) -> dict[str, str]:
-    """Return variables with values that differ from Horovod's defaults."""
+    """Return environment variables to set in place of Horovod's defaults, unless the user has set them."""
     # Disable Horovod's fusion: our buckets fuse gradients in a layout that is the same on every backend.
     defaults = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(groups))}
     if 2 * world.local_size > (os.cpu_count() or 1):
-        # Each rank has two busy threads, which spin while Open MPI waits. With fewer cores than threads they must yield
-        # (4 ranks on 2 cores: 3.6 times the steps per second).
+        # Each rank has two busy threads, which spin while Open MPI waits. With fewer cores than threads they must yield:
+        # with 4 ranks on 2 cores, this gave 3.6 times as many steps per second.
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return defaults
 
@@ -371,9 +374,9 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     # ``meet`` first sets the local ranks by the hosts' identities: Horovod aborts the process if they are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
-    def share(place: str | None) -> str:
-        if place is not None:
-            store.set(_ADDRESS_KEY, place)
+    def share(server_address: str | None) -> str:
+        if server_address is not None:
+            store.set(_ADDRESS_KEY, server_address)
         try:
             return str(store.get(_ADDRESS_KEY).decode())
         except RuntimeError as error:
@@ -393,10 +396,10 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
 
     with (
         variables(description(world)),
-        _http_store(listening_address(world), world.rank == 0, share, joined) as place,
+        _http_store(listening_address(world), world.rank == 0, share, joined) as server_address,
     ):
         start()
-    return store, place
+    return store, server_address
 
 
 def _check_name() -> None:
@@ -431,17 +434,17 @@ def _obstacle() -> str | None:
 
 @contextmanager
 def _http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[str]:
-    """Serve Horovod's key-value store on one rank, and set the variables with its address, which is yielded, on all ranks.
+    """Serve Horovod's key-value store on one rank; on all ranks, set the variables with its address, and yield the address.
 
-    ``share`` sends the server's address from that rank to the others; ``joined`` blocks until all ranks have started
+    ``share`` sends the server's address from the serving rank to the others; ``joined`` blocks until all ranks have started
     Horovod. Each start needs a new server, since a used server still has the keys of the last start.
     """
     server = HttpStore(host) if serving else None
     try:
-        place = share(f"{server.url_prefix} {server.port}" if server else None)
-        prefix, port = place.split()
+        server_address = share(f"{server.url_prefix} {server.port}" if server else None)
+        prefix, port = server_address.split()
         with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
-            yield place
+            yield server_address
         joined()
     finally:
         if server is not None:

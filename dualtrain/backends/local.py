@@ -1,4 +1,4 @@
-"""Backend of a single process: the same contract, and nothing is sent."""
+"""Backend of a single process, which sends nothing."""
 
 from __future__ import annotations
 

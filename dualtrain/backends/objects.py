@@ -36,10 +36,10 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler for what the weights-only reader can read, without bytes that do not belong to the object.
+    """Pickler whose output the weights-only reader can read, and which writes only memory that belongs to the object.
 
-    It writes defaultdict and deque as calls of constructors, since the reader cannot fill them, and copies a tensor that
-    uses a part of its memory: torch would write all of the memory.
+    It writes defaultdict and deque as calls of constructors, since the reader cannot add items to them. It copies a tensor
+    that uses only a part of its storage: torch would write the whole storage.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _uses_a_part(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or vars(tensor):  # a copy would not have the tensor's own attributes
+    if tensor.layout is not torch.strided or vars(tensor):  # a copy would lack the attributes that the user has set
         return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 

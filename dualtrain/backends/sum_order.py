@@ -28,14 +28,14 @@ class Node(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """Add the partial sum ``source`` to the partial sum ``target``; both are indices into :attr:`SumOrder.nodes`."""
+    """Addition of the partial sum ``source`` to the partial sum ``target``, as indices into :attr:`SumOrder.nodes`."""
 
     target: int
     source: int
 
 
 class SumOrder:
-    """The tree over ``shards`` shards, and which shards each of ``size`` ranks owns. Equal arguments give equal orders.
+    """The tree over ``shards`` shards, and the shards that each of ``size`` ranks owns. Equal arguments give equal orders.
 
     The first ``shards % size`` ranks own one shard more than the others; ranks beyond the last shard own none.
 

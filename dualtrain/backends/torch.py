@@ -5,9 +5,9 @@ torch.distributed's default group stays as it is, so that libraries which check 
 would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on.
 
 Operations of a group are matched by their order. Buckets of gradients are sent while backward makes other calls, in an
-order that may differ between ranks. So sums of gradients have one Gloo group, and all other operations the other one, in
-which each call is compared first. NCCL's operations share one group, since two groups may deadlock on a GPU: there the
-comparison includes how many sums were started.
+order that may differ between ranks. So one Gloo group is for sums of gradients, and the other one is for all other calls,
+which the ranks compare before they start them. All NCCL operations share one group, since two groups may deadlock on a GPU.
+Before a call on a GPU tensor, the ranks therefore also compare how many sums they have started.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dualtrain.torch_versions import asynchronous, shut_down
 #: For each address and name, the number of worlds so far: the same number on all ranks of a world.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
-_PLACE_BYTES = 128  # longest text with an address, a port and a key
+_PLACE_BYTES = 128  # longest text of an address, a port and a key prefix
 
 #: The groups in use, each with the id of the process that made it. This list keeps the groups alive: after a peer has
 #: failed, dropping the last reference to a group blocks the thread until the group's last operation ends. A forked child
@@ -62,7 +62,8 @@ _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 def _end(groups: list[Any]) -> None:
     """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
 
-    If a peer has failed, a group may wait for an unfinished operation; then only the thread that is started here waits.
+    If a peer has failed, a group may wait for an unfinished operation. Then the thread that is started here goes on waiting
+    in the background.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     ending.start()
@@ -82,7 +83,7 @@ def _end_all() -> None:
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for backend in _BACKENDS:
         backend.forget_groups()
-    if groups:  # the end takes a thread
+    if groups:  # without groups, ``_end`` would start a thread that has nothing to do
         _end(groups)
 
 
@@ -355,7 +356,7 @@ class TorchBackend(Backend):
     def disconnect(self) -> None:
         if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
             return  # a forked child must not end its parent's groups
-        # The program may have destroyed that group, and made its own.
+        # The program may have destroyed this backend's default group, and made another one.
         if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
         self._default_group = None
@@ -382,7 +383,7 @@ class _Operations:
         self._group_of = group_of
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        """See the base class of ``backend``, as for the other methods."""
+        """Start an all-reduce."""
         issue = partial(self._group_of(tensor).allreduce, [tensor], _OPTIONS[op])
         return self._backend.start(f"{op.value} of {name!r}", issue, tensor)
 
@@ -410,15 +411,15 @@ def default_group_place() -> tuple[int, int] | None:
 
 
 def _limit(timeout: float) -> timedelta:
-    """Return the timeout of a process group. It exceeds the backend's timeout, whose message names the operation."""
+    """Return the timeout of a process group: longer than the backend's own, whose message names the operation."""
     return timedelta(seconds=timeout + 10)
 
 
 def chosen_interface(world: World) -> str | None:
     """Return Gloo's interface: loopback if all ranks are on one host, else the one that reaches the other hosts.
 
-    ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to, which may
-    be loopback with several hosts.
+    ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to. This may be
+    loopback, which cannot reach other hosts.
     """
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 

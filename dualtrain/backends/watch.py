@@ -1,7 +1,7 @@
 """Detect that a rank has failed, which rank it is, and why it failed.
 
-When a rank dies in a collective, some ranks get a reset connection, and the others wait without an error; no
-message names the rank that died. So every rank keeps one connection to rank 0 beside the backend's own. A rank that
+When a rank exits in a collective, the connections of some ranks are reset, and other ranks wait without an error; no
+message names the rank that exited. So every rank has one connection to rank 0 in addition to the backend's own. A rank that
 raised sends its reason and traceback before it exits; the connection of a rank that was killed breaks. In both cases,
 rank 0 informs all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
 """
@@ -25,10 +25,10 @@ from typing import Any
 from dualtrain.errors import PeerFailure
 from dualtrain.rendezvous.connection import Connection, Ranks, cut_off, open_control_channel
 
-#: A report of a peer failure, or of an operation that a rank waits for, as JSON.
+#: A report of a peer failure, or of an operation that a rank waits for. It is sent as JSON.
 Message = dict[str, Any]
 
-_HEADLINE = 400  # largest number of characters in the line that names a failure; all of the reason follows it
+_HEADLINE = 400  # largest number of characters in the first line of a reason; the complete reason follows this line
 
 
 class Watch:
@@ -78,7 +78,7 @@ class Watch:
 
         Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them the other ranks would
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
-        hook is still called. In a forked child neither reports anything, since its end is not the end of the rank.
+        hook is still called. In a forked child they report nothing, since the end of the child is not the end of the rank.
         """
         earlier = sys.excepthook
 
@@ -88,7 +88,7 @@ class Watch:
 
         def unhook() -> None:
             atexit.unregister(self.leave)
-            # Leave a hook that was installed later: it may still call this one, which now only calls the earlier hook.
+            # Keep a hook that was installed later. It may call ``report_and_print``, which now only calls ``earlier``.
             if sys.excepthook is report_and_print:
                 sys.excepthook = earlier
 
@@ -117,11 +117,11 @@ class Watch:
                     connection.socket.shutdown(socket.SHUT_WR)
 
     def _may_leave(self) -> bool:
-        """Return whether this rank has not left yet. A forked child shares the rank's connections, and is not the rank."""
+        """Return whether this process may report that the rank leaves: once, and not in a forked child of the rank."""
         return not self._leaving and self._process == os.getpid()
 
     def wait_for_report(self, seconds: float) -> None:
-        """Block until ``on_peer_failure`` has returned, at most for ``seconds``; not in the watch's own thread."""
+        """Block until ``on_peer_failure`` has returned, at most for ``seconds``. Do not call this in the watch's thread."""
         if self._connections:
             self._reported.wait(seconds)
 
@@ -130,7 +130,7 @@ class Watch:
         self.send({"rank": self.rank, "waits": what, "ended": ended})
 
     def send(self, message: Message) -> None:
-        """Send ``message`` on all connections; a failure not to the rank that it is about."""
+        """Send ``message`` on all connections; a report of a failure is not sent to the failed rank itself."""
         with self._sending:
             for connection in self._connections:
                 if "waits" in message or connection.rank != message["rank"]:
@@ -250,7 +250,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _end_of(connection: Connection, error: Exception) -> str:
-    """Return the reason of the failure of a rank whose connection ended without a report."""
+    """Describe why a rank failed whose connection ended without a report."""
     if cut_off(error):
         return f"cannot be reached: its host {connection.address} no longer answers; the host or the network to it is down"
     return "died: its process ended without a report"

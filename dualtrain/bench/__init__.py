@@ -1,1 +1,1 @@
-"""Benchmark of the libraries' training steps on this machine. Nothing else in the package imports it."""
+"""Benchmark of the libraries' training steps on this machine. No other part of the package imports this package."""

@@ -1,14 +1,15 @@
 """``python -m dualtrain.bench [--quick]``: compare the speed of the libraries on this machine.
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
-Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes; compared contenders run close together.
+Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes. Contenders that are compared with each
+other run shortly after each other.
 This takes about 20 minutes, or 3 with --quick, which measures fewer contenders and workloads; longer if contenders hang in
 the first round. Run nothing else meanwhile.
 The results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
 move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
---targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met,
-not judged (in fewer than 7 rounds) or not measured (except by optional contenders that are not installed).
+--targets also shows the targets of dualtrain's developers. The exit status is then 1 if a target is not met, not judged
+(after fewer than 7 rounds) or not measured. Targets of optional contenders that are not installed do not count.
 """
 
 from __future__ import annotations
@@ -120,14 +121,14 @@ def _folder(text: str | None) -> Path:
 
 
 def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
-    """Return the contenders that cannot be started here, each with the reason."""
+    """Return the contenders that cannot be started on this machine or by --launch, each with the reason."""
     found = {}
     for name in names:
         entry = ENTRIES[name]
         if entry.needs and importlib.util.find_spec(entry.needs) is None:
             found[name] = f"{entry.needs} is not installed: {CURES.get(entry.needs, CURES[''])}"
         elif spec.prefix and entry.ranks is not None:
-            found[name] = f"its number of ranks is {entry.ranks}, but --launch sets it for all"
+            found[name] = f"its number of ranks is {entry.ranks}, but --launch sets the number for all contenders"
         elif spec.prefix and entry.starter != "ranks" and not _starts(spec.prefix, entry.starter):
             found[name] = f"{spec.prefix[0]} cannot start it: give --launch '{entry.starter} …'"
     return found
@@ -144,6 +145,7 @@ def _fallbacks(spec: LaunchSpec, jobs: Sequence[str]) -> dict[str, str]:
 
 
 def _starts(prefix: Sequence[str], starter: str) -> bool:
+    """Return whether the launch command ``prefix`` starts Horovod with the controller of ``starter``, Gloo or MPI."""
     if Path(prefix[0]).name in ("mpirun", "mpiexec"):
         return "--mpi" in starter
     flag = starter.split()[1]
@@ -266,7 +268,7 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
 
 
 def _is_optional(name: str) -> bool:
-    """Return whether the contender needs a package that is not installed, and that is no part of the comparison itself."""
+    """Return whether the contender needs a package other than Horovod, and the package is not installed."""
     needs = ENTRIES[name].needs
     return needs not in ("", "horovod") and importlib.util.find_spec(needs) is None
 
@@ -280,8 +282,8 @@ def _with_targets() -> set[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success; 1 if a target of --targets is not met, or a contender that has targets did not run; 2 for an error that
-    the user can fix; 130 after Ctrl-C.
+    0 for success; 1 if a target of --targets is not met, not judged or not measured; 2 for an error that the user can fix;
+    130 after Ctrl-C.
     """
     try:
         return _run(_parse(arguments))
@@ -294,5 +296,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the exit also ends the ranks
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # SystemExit runs the code that ends the ranks
     sys.exit(main())

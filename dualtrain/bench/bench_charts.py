@@ -12,7 +12,7 @@ from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.report.document import asset, text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
-REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first of these that was measured is 1 on the axis
+REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first contender of these that was measured is 1 on the axis
 LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
 SKIPPED = ("empty",)  # the empty model is not a realistic workload
 TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios, the most important first
@@ -115,16 +115,16 @@ class _Axis:
         return cls(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, right)
 
     def __call__(self, ratio: float) -> float:
-        share = math.log(ratio / self.low) / math.log(self.high / self.low)
-        return self.left + share * (self.right - self.left)
+        fraction = math.log(ratio / self.low) / math.log(self.high / self.low)
+        return self.left + fraction * (self.right - self.left)
 
     def ticks(self, bottom: float) -> Iterator[str]:
         """Yield vertical lines with their labels; skip lines that are too close to a more important line."""
-        places: list[float] = []
+        drawn: list[float] = []
         for ratio in TICKS:
             x = self(ratio)
-            if self.low <= ratio <= self.high and all(abs(x - other) > 34 for other in places):
-                places.append(x)
+            if self.low <= ratio <= self.high and all(abs(x - other) > 34 for other in drawn):
+                drawn.append(x)
                 kind = "tick one" if ratio == 1 else "tick"
                 yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom:g}"/>'
                 yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'

@@ -39,9 +39,9 @@ class Results:
     """All samples and failures.
 
     Attributes:
-        samples: for each contender, one sample per round; ``None`` if the contender failed or no time was left.
+        samples: for each contender, one sample per round; ``None`` in rounds in which it failed or no time was left for it.
         missing: for each contender that was left out, the reason.
-        failures: messages of all failed starts, also where the second start succeeded.
+        failures: for each contender, the messages of its failed starts, also if the second start in the round succeeded.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
     """
 
@@ -75,7 +75,7 @@ class Plan:
         rounds: number of rounds, if time permits.
         most: largest fraction of the steps in ``plan.LENGTHS`` that a round runs.
         seconds: time limit for all rounds. After the first round, only contenders that would end in time are started.
-        fallbacks: for contenders that may be unable to run, the contender that replaces each of them.
+        fallbacks: for each contender that may be unable to run, the contender that replaces it.
     """
 
     entries: Sequence[str]
@@ -87,7 +87,7 @@ class Plan:
 
 
 def measure(plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> Results:
-    """Run the rounds; ``log`` gets a line per start. A contender that fails twice in a round is left out afterwards."""
+    """Run the rounds; ``log`` gets a line per start. A contender that fails twice in a round is left out after that."""
     return _Rounds(plan, spec, log).run()
 
 
@@ -102,7 +102,7 @@ class _Rounds:
         for number in range(self._plan.rounds):
             if number and not self._pace.fits(self._available()):
                 limit = f"within {self._plan.seconds / 60:g} minutes"
-                self._log(f"{number} of {self._plan.rounds} rounds were run: another would not end {limit}")
+                self._log(f"{number} of {self._plan.rounds} rounds were run: another round would not end {limit}")
                 break
             self._results.step_fractions.append(self._pace.step_fraction)
             if not self._round(number):
@@ -119,7 +119,7 @@ class _Rounds:
             if name in self._results.missing:
                 continue
             if number and not self._pace.fits([name]):
-                self._log(f"round {number + 1} of {self._plan.rounds} ends before {ENTRIES[name].title}: no time is left")
+                self._log(f"round {number + 1} of {self._plan.rounds} ends: no time is left for {ENTRIES[name].title!r}")
                 return False
             self._run_one(name, number)
             fallback = self._plan.fallbacks.get(name, name)
@@ -161,7 +161,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds(spec.timeout)})
     if not entry.steps and not spec.prefix:
-        # dualtrain.main divides the cores among the ranks: give the tutorial script as many threads.
+        # dualtrain.main divides the cores among the ranks: give each rank of the tutorial script as many threads.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)

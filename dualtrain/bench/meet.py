@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 def meet(path: Path) -> None:
-    """Set torchrun's variables from those of this process's launcher.
+    """Set the environment variables that torchrun sets, from those of this process's launcher.
 
     Unless the launcher provides a rendezvous, blocks until rank 0 has written the file.
 

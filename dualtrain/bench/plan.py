@@ -8,8 +8,8 @@ contenders is at a disadvantage: B in one round, A in the next. The errors there
 drift only widens the interval. Tuned DDP, the reference of most rows, is listed as two contenders: the ratio of these
 two is the noise floor.
 
-A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows: intervals
-depend on the number of rounds, and every second of a round is spent seven times.
+A contender measures only values that a row or the table of allreduces needs, with as few steps as a median allows: more
+steps would not narrow the intervals, which depend on the number of rounds, and each second of a round costs seven seconds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: (discarded, timed). The first step is slower. DDP's second step is not, although DDP rebuilds its
-#: buckets then. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
+#: Steps of each workload: (discarded, timed). Only the first step is slower than the others: although DDP rebuilds its
+#: buckets in the second step, that step is not slower. A round runs a fraction of the timed steps (``pace.py``), at most
+#: half of them with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),
@@ -39,7 +40,7 @@ LENGTHS = {
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
 VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of --virtual-ranks; not measured by default
-SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # gradients of further shapes; not measured by default
+SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # models with other gradients; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job not in ("empty", *SHAPES))
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
@@ -48,7 +49,7 @@ JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job not in ("tiny", *VIRTUAL, *SHAPES))
 GROUPS = {"virtual": VIRTUAL, "shapes": SHAPES}  # names for several jobs
 QUICK = ("empty", "small", "convnet", "sweep", "trainer")
-#: What each job measures; "large" is part of the sweep.
+#: Description of what each job measures. "large" has none: its sizes are part of "sweep" in the results.
 ABOUT = {
     "tiny": "a step of a model of 18 weights; for tests",
     "empty": "a step of a model of 2 weights, batch 1: the cost of a step without computation",
@@ -73,7 +74,7 @@ ABOUT = {
     "epoch": "an epoch of mnist-convnet on 12,000 images, with reading, without evaluation",
     "import": "the time that import dualtrain adds to import torch",
 }
-#: Number of rounds, if time permits; a verdict needs as many.
+#: Number of rounds, if time permits. A verdict needs this number of rounds.
 ROUNDS = 7
 TRAINER_STEPS = 250
 STALL_STEPS = 2
@@ -167,7 +168,7 @@ ENTRIES = {
         ranks=3,
     ),
 }
-#: Replacements for contenders that cannot run: without shared memory, or because mpirun cannot start Horovod's Gloo.
+#: Replacements for contenders that cannot run: "shm" if ranks cannot share memory, "hvd-gloo" if mpirun starts the ranks.
 FALLBACKS = {"shm": "native", "hvd-gloo": "hvd-mpi"}
 #: Commands that install a missing package, by name; "" is for all other packages.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
@@ -175,10 +176,10 @@ CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of throughput ratios, ``one`` divided by ``other``, one row for each job that both measure.
+    """Rows with the throughput of ``one`` divided by that of ``other``, one row for each job that both contenders measure.
 
     Attributes:
-        targets: for each job, the value that the lower end of the interval should reach; "*" is for all other workloads.
+        targets: for each job, the ratio that the lower end of the interval should reach; "*" is for all other workloads.
         allow_noise: whether to lower the targets by the noise floor, the difference between two equal contenders.
     """
 
@@ -227,7 +228,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Row with the time of ``job`` for ``one``, minus the time for ``other`` if given. ``target`` is the maximum."""
+    """Row with the time that ``job`` takes with ``one``, minus its time with ``other`` if given; ``target`` is a limit."""
 
     title: str
     one: str
@@ -250,7 +251,7 @@ COSTS = (
 
 
 def steps_of(job: str, step_fraction: float) -> int:
-    """Return the number of timed steps of a workload for this fraction; at least two."""
+    """Return the number of timed steps of a workload in a round that runs this fraction of them; at least two."""
     return max(2, round(LENGTHS[job][1] * step_fraction))
 
 

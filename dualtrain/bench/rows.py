@@ -13,7 +13,7 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
-#: Raw scripts. The weights of the first that ran are the reference if neither contender of a row is raw.
+#: Raw scripts. If neither contender of a row is one, the weights of the first raw script that ran are compared too.
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
@@ -30,7 +30,7 @@ class Row:
         job: the job that was measured.
         found: the ratio or the cost.
         unit: "×" for a ratio, else the unit of the cost.
-        seconds: for a ratio, the median times of both contenders.
+        seconds: for a ratio, the median seconds of both contenders.
         weights: whether the final weights of both contenders are equal; see ``_weights``.
         target: value that the interval should reach, if there is one.
         verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target or with too few rounds.
@@ -65,7 +65,7 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def _compared(comparison: Comparison, job: str) -> bool:
-    """Return whether a job gets a ratio. Costs, and sweep sizes without a target, have tables of their own."""
+    """Return whether a job gets a ratio. Costs have separate rows; sizes without a target are in the allreduce table."""
     return job not in ("start", "stall", "trainer") and (not job.startswith("sweep") or job in comparison.targets)
 
 
@@ -105,8 +105,8 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, one: str, other: str, results: Results) -> str:
     """Compare the final weights of both contenders in each round; NONE if weights are missing.
 
-    If neither is a raw script, a raw script's weights are compared too: from 3 ranks on, libraries sum in different orders,
-    so the other raw scripts may differ.
+    If neither is a raw script, the weights of one raw script are compared too. Only of one: with 3 or more ranks, libraries
+    sum in different orders, so that raw scripts may differ from each other.
     """
     pair = {one, other} - {"alone"}
     rounds = []
@@ -119,13 +119,16 @@ def _weights(job: str, one: str, other: str, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round. Different rounds have different step counts."""
+    """Return the hashes of the contenders' final weights in one round. Rounds differ in the number of steps."""
     columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return the largest distance from 1 in the interval of two equal contenders. Layouts use the floor of their model."""
+    """Return the largest distance from 1 in the interval of two equal contenders.
+
+    A job with another layout (``resnet18-cl``) has the noise floor of its model (``resnet18``).
+    """
     model = job.partition("-")[0]
     found = [row.found for row in rows if row.one == AGAIN and row.job == model]
     return max(0.0, 1 - found[0].low, found[0].high - 1) if found else 0.0

@@ -1,8 +1,9 @@
 """Start of a contender in fresh processes, and collection of its ranks' output.
 
-To save the start-up time of launchers, ranks of torch contenders get torchrun's variables, and ranks of Horovod over Gloo
-get horovodrun's. Horovod over MPI is started by the mpirun command that horovodrun would run. With --launch, the user's
-command starts all contenders. The launcher does not affect the time of a step.
+To save the start-up time of launchers, the bench starts the ranks of torch and of Horovod over Gloo itself, with the
+environment variables that torchrun and horovodrun would set. It starts Horovod over MPI by the mpirun command that
+horovodrun would run. With --launch, the user's command starts all contenders. The launcher does not affect the time of a
+step.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             deadline = time.monotonic() + 5.0
             os.killpg(process.pid, number)
             while time.monotonic() < deadline:
-                process.poll()  # reap it, so that it no longer counts as a member
+                process.poll()  # reap the process, so that it no longer counts as a member of its group
                 os.killpg(process.pid, 0)
                 time.sleep(0.02)
 

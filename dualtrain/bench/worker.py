@@ -1,7 +1,7 @@
 """One rank of one contender: join the world, measure the jobs, and print one line with the results of each job.
 
-``start_contender.py`` starts this module. It imports no large part of dualtrain before the first step, so that raw scripts
-do not start more slowly.
+``start_contender.py`` starts this module. Before the first step, the module imports no large part of dualtrain, which would
+slow down the start of raw scripts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARK = "@dualtrain.bench "
 
 
 def main() -> None:
-    """Run the jobs on this rank, and print their results; see ``worker``."""
+    """Run the jobs on this rank, and print their results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
     parser.add_argument("jobs", help="separated by commas")
@@ -60,12 +60,12 @@ def main() -> None:
 
 
 def _loaded(given: Any) -> Contender:
-    """Start the contender, which joins the world, and import modules that its first step needs."""
+    """Start the contender, which joins the world, and import a module that its first step needs."""
     with loading():
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # private in torch 2.13, whose optimizers import it in their first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.13; optimizers import it in their first step
 
     return contender
 

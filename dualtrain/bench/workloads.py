@@ -14,7 +14,7 @@ from torch import nn
 
 from dualtrain.bench.plan import LENGTHS, steps_of
 
-DISTINCT = 4  # number of different batches per rank, used in turn
+DISTINCT = 4  # number of different batches per rank, used one after another and then again
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -39,10 +39,10 @@ class _Block(nn.Module):
         self.downsample = nn.Sequential(*shortcut) if stride != 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        same = x if self.downsample is None else self.downsample(x)
+        identity = x if self.downsample is None else self.downsample(x)
         x = torch.relu(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
-        return torch.relu(x + same)
+        return torch.relu(x + identity)
 
 
 def resnet18() -> nn.Module:
@@ -83,7 +83,7 @@ class _Transformer(nn.Module):
 
 def _vgg() -> nn.Module:
     widths = (3, 64, 128, 256, 256, 512, 512)
-    pooled = (1, 2, 4, 6)  # indices, from 1, of the convolutions that a pooling follows
+    pooled = (1, 2, 4, 6)  # numbers, from 1, of the convolutions that a pooling layer follows
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
@@ -170,13 +170,13 @@ class Task:
 
     def ready(self, rank: int) -> list[Tensors]:
         """Return the ``DISTINCT`` batches of a rank."""
-        drawn = torch.Generator().manual_seed(1 + rank)
-        return [self._draw(drawn) for _ in range(DISTINCT)]
+        generator = torch.Generator().manual_seed(1 + rank)
+        return [self._draw(generator) for _ in range(DISTINCT)]
 
-    def _draw(self, drawn: torch.Generator) -> Tensors:
+    def _draw(self, generator: torch.Generator) -> Tensors:
         layout = torch.channels_last if self.workload.channels_last else torch.contiguous_format
-        inputs = torch.randn(self.workload.shape, generator=drawn)
-        targets = torch.randint(2, self.workload.shape[:1], generator=drawn)
+        inputs = torch.randn(self.workload.shape, generator=generator)
+        targets = torch.randint(2, self.workload.shape[:1], generator=generator)
         return inputs.to(self.device).contiguous(memory_format=layout), targets.to(self.device)
 
     def _synchronize(self) -> None:

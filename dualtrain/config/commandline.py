@@ -16,7 +16,7 @@ from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSec
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # the largest whole number in a flag (the largest seed); its product with 2**31 fits in an int64
+LARGEST = 2**32 - 1  # largest integer that a flag accepts: the largest seed, and 2**31 times this number fits in an int64
 
 
 class _Parser(Parser):
@@ -24,7 +24,7 @@ class _Parser(Parser):
 
     def error(self, message: str) -> NoReturn:
         for word in message.split():
-            near = difflib.get_close_matches(word, [one.flag for one in SETTINGS.values()], n=1)
+            near = difflib.get_close_matches(word, [setting.flag for setting in SETTINGS.values()], n=1)
             if message.startswith("unrecognized") and word.startswith("--") and near:
                 message += f" (did you mean {near[0]}?)"
                 break
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
 
 
 def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Return ``recipe`` without the values that depend on a setting that a flag overrides."""
+    """Return ``recipe`` without the values that no longer apply, because a flag sets another batch size or optimizer."""
     dropped: set[str] = set()
     if "batch_size" in flags or "global_batch_size" in flags:
         dropped |= {"batch_size", "global_batch_size"}
@@ -65,7 +65,7 @@ def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[s
 
 
 def _check_run(run: RunSection, model: ModelSection) -> None:
-    """Refuse contradictions between the flags that start ranks and those of nn.DataParallel."""
+    """Refuse contradictions between the flags of nn.DataParallel, --backend, --nproc and --compile."""
     for name in ("parallel_loss", "output_device"):
         if getattr(run, name) not in (None, False) and not run.data_parallel:
             raise UserError(f"{SETTINGS[name].flag} is a part of --data-parallel: give both, or neither")
@@ -90,7 +90,7 @@ def _check_restarts(run: RunSection) -> None:
 
 
 def _check_step(config: Config) -> None:
-    """Refuse settings that need another setting, if that is missing."""
+    """Raise UserError if a setting that another setting needs is missing."""
     step, schedule, output = config.step, config.schedule, config.output
     if step.batch_size is None and step.global_batch_size is None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")
@@ -116,36 +116,36 @@ def _parser() -> _Parser:
         "embedded digits.",
     )
     groups = {section: parser.add_argument_group(heading) for section, (_, heading) in SECTIONS.items()}
-    for one in SETTINGS.values():
-        form: dict[str, Any] = {"metavar": {int: "N", float: "X", str: "NAME"}.get(one.kind, "")}
-        if one.name == "resume":
+    for setting in SETTINGS.values():
+        form: dict[str, Any] = {"metavar": {int: "N", float: "X", str: "NAME"}.get(setting.kind, "")}
+        if setting.name == "resume":
             form |= {"nargs": "?", "const": ""}
-        elif one.kind is bool:
+        elif setting.kind is bool:
             form = {"action": argparse.BooleanOptionalAction}
-        groups[one.section].add_argument(one.flag, dest=one.name, default=None, help=_help(one), **form)
+        groups[setting.section].add_argument(setting.flag, dest=setting.name, default=None, help=_help(setting), **form)
     return parser
 
 
-def _convert(one: Setting, text: str) -> Any:
+def _convert(setting: Setting, text: str) -> Any:
     """Convert a flag's text to its value. Raises UserError if the value is out of bounds."""
-    bounds = one.bounds
-    expected = {int: "a whole number", float: "a number", str: "a text"}[one.kind]
+    bounds = setting.bounds
+    expected = {int: "a whole number", float: "a number", str: "text"}[setting.kind]
     expected += f" {bounds.words}" if bounds else ""
-    if one.kind is str and bounds is not None:
+    if setting.kind is str and bounds is not None:
         expected = bounds.words
-    if text == "" and one.name != "resume":
-        raise UserError(f"{one.flag} must be {expected}, not empty")
+    if text == "" and setting.name != "resume":
+        raise UserError(f"{setting.flag} must be {expected}, not empty")
     try:
-        value = one.kind(text)
+        value = setting.kind(text)
     except ValueError:
-        raise UserError(f"{one.flag} must be {expected}, not {text!r}") from None
-    if one.kind is int and not -LARGEST <= value <= LARGEST:
-        raise UserError(f"{one.flag} must be {expected}, up to {LARGEST}, not {text[:80]!r}")
+        raise UserError(f"{setting.flag} must be {expected}, not {text!r}") from None
+    if setting.kind is int and not -LARGEST <= value <= LARGEST:
+        raise UserError(f"{setting.flag} must be {expected}, up to {LARGEST}, not {text[:80]!r}")
     if bounds is not None and not bounds.accepts(value):
-        raise UserError(f"{one.flag} must be {expected}, not {text!r}")
+        raise UserError(f"{setting.flag} must be {expected}, not {text!r}")
     return value
 
 
-def _help(one: Setting) -> str:
-    default = "" if one.default is None else f" (default: {one.default}, unless the recipe says otherwise)"
-    return (one.help + default).replace("%", "%%")
+def _help(setting: Setting) -> str:
+    default = "" if setting.default is None else f" (default: {setting.default}, unless the recipe says otherwise)"
+    return (setting.help + default).replace("%", "%%")

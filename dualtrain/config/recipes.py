@@ -10,7 +10,7 @@ from typing import Any
 from dualtrain.config.sections import Config
 from dualtrain.errors import UserError
 
-#: Generic names of functions and modules, which the name of a run leaves out.
+#: Generic names of functions and modules; they are not used in the name of a run.
 _PLAIN = ("build", "data", "dataset", "datasets", "main", "make", "model", "models", "net")
 
 
@@ -46,7 +46,7 @@ def recipe_list() -> str:
 def run_name(recipe: str, dataset: str, model: str) -> str:
     """Return a run's name: its recipe, or its dataset and model if they are not the recipe's.
 
-    A module that has both is named once: ``mine:data`` and ``mine:model`` give ``mine``.
+    A module that provides both appears once in the name: ``mine:data`` and ``mine:model`` give ``mine``.
     """
     values = load_recipe(recipe)
     if (values["dataset"], values["model"]) == (dataset, model):

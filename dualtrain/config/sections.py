@@ -26,13 +26,13 @@ AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 @dataclass(frozen=True)
 class RunSection:
-    """The place of a run: backend, devices, ranks and threads."""
+    """How a run is executed: backend, devices, ranks and threads."""
 
     backend: str = setting(
         "auto", "auto (what the launcher implies), torch, horovod or local", one_of("auto", "torch", "horovod", "local")
     )
     transport: str = setting(
-        "auto", "what sends gradients on CPUs: shm (memory that a host's ranks share), native (the library), or auto",
+        "auto", "what sends gradients on CPUs: shm (shared memory on each host), native (the backend's library), or auto",
         one_of("auto", "shm", "native"),
     )  # fmt: skip
     nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
@@ -75,7 +75,7 @@ class DataSection:
     classes: int | None = fixed_setting(None, "number of classes of synthetic data or of your own dataset", at_least(1))
     shape: str | None = fixed_setting(None, "the shape of a synthetic sample: 3,224,224")
     samples: int = fixed_setting(1280, "number of synthetic samples; evaluation has a fifth of this number", at_least(1))
-    text_file: str | None = fixed_setting(None, "the text to learn, UTF-8 (default: Python's own documentation)")
+    text_file: str | None = fixed_setting(None, "the file of training text, UTF-8 (default: Python's own documentation)")
     sequence_length: int = fixed_setting(64, "number of tokens in a text sample", at_least(2))
     vocabulary: int = fixed_setting(4096, "number of different tokens", at_least(5))
 
@@ -101,8 +101,8 @@ class ModelSection:
 class StepSection:
     """One optimizer step."""
 
-    batch_size: int | None = setting(None, "samples a step on each rank", at_least(1))
-    global_batch_size: int | None = setting(None, "samples a step on all ranks together", at_least(1))
+    batch_size: int | None = setting(None, "samples per step on each rank", at_least(1))
+    global_batch_size: int | None = setting(None, "samples per step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
         None, "train as this many ranks would, on any number of ranks: the same bits everywhere (default: off; "
         "for a resumed run, the checkpoint's number)",
@@ -200,7 +200,7 @@ class OutputSection:
         return Path(self.resume) if self.resume not in (None, "", AUTO) else None
 
     def again(self, folder: Path) -> str:
-        """Format the command line that resumes the run in ``folder``: the same command, with the flags that it lacks."""
+        """Describe the command that resumes the run in ``folder``: the same command, and the flags to add to it."""
         if self.run_dir is not None and self.resume in ("", AUTO):
             return "the same command"
         return f"the same command and {'' if self.run_dir is not None else f'--run-dir {folder} '}--resume"
@@ -220,14 +220,14 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from ``values`` by the names of flags (``run_dir``), with defaults for missing values."""
+        """Make a configuration from ``values``, keyed by the names of flags (``run_dir``); missing ones get defaults."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SETTINGS[name].section][SETTINGS[name].attribute] = value
         return cls(**{name: kind(**given[name]) for name, (kind, _) in SECTIONS.items()})
 
     def plain(self) -> dict[str, Any]:
-        """Return all values by the names of flags (``run_dir``), as config.json and checkpoints hold them."""
+        """Return all values, keyed by the names of flags (``run_dir``), as config.json and checkpoints hold them."""
         return {name: getattr(getattr(self, one.section), one.attribute) for name, one in SETTINGS.items()}
 
 

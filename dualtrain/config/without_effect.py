@@ -105,13 +105,13 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
         found.append(f"{more} of a step: each backward pass has one sample")
     if "workers" in given and "workers" not in lines and settings["workers"] > facts.cores:
         cores = f"{facts.cores} core{'s' * (facts.cores != 1)}"
-        more = f"--workers {settings['workers']} is more for each rank than the {cores} that it may use"
+        more = f"--workers {settings['workers']} starts more workers for each rank than the {cores} that it may use"
         found.append(f"{more}: fewer are probably as fast")
     return found
 
 
 def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
-    """Return the settings that have no effect because of what the run turned out to be, each with the reason."""
+    """Return the settings that have no effect because of the run's data, model or ranks, each with the reason."""
     own = settings["dataset"]
     found = {
         "weights": facts.resumed and "the run resumes with the weights of a checkpoint",
@@ -121,7 +121,7 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "drop_last": not facts.short_batch and f"all batches have {facts.global_batch} samples",
         "channels_last": len(facts.shape) != 3 and f"it is for images, and a sample has the shape {facts.shape}",
         "classes": facts.classes != settings["classes"] and f"{own} returns data of {facts.classes} classes",
-        "workers": not facts.workers and f"{own} returns data that are read without them",
+        "workers": not facts.workers and f"{own} returns data that worker processes do not read",
         "data_dir": not facts.folder and f"{own} takes no argument",
     }
     return {name: reason for name, reason in found.items() if reason}

@@ -55,7 +55,7 @@ def _read(where: Path, names: tuple[str, ...]) -> Tensors:
         ) from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)
-    # Check each file by itself: after a truncated one, the next would be read from the middle of an image.
+    # Check each file separately: the files are concatenated, so a truncated file would shift the images of the next one.
     damaged = [name for name, part in zip(names, parts, strict=True) if len(part) % size or not len(part)]
     if damaged or labels.max() >= CLASSES:
         what = str(where / damaged[0]) if damaged else str(where)

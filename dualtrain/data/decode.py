@@ -17,7 +17,7 @@ def read_image(path: str | Path) -> Any:
     """Read and decode an image file; return a PIL image.
 
     Raises:
-        UserError: the file cannot be read, is no image in one of ``FORMATS``, or has more than 8 bits a value.
+        UserError: the file cannot be read, is not an image in one of ``FORMATS``, or has more than 8 bits per value.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -13,7 +13,7 @@ import torch
 
 from dualtrain.data.sources import Tensors
 
-LARGEST_PIXEL = 16  # pixels are whole numbers from 0 to this one
+LARGEST_PIXEL = 16  # pixels are integers from 0 to 16
 VALIDATION_SAMPLES = 360
 
 

@@ -1,4 +1,4 @@
-"""Check of a dataset's paths before torchvision downloads it: torchvision would write through any link or device."""
+"""Check of a dataset's files before torchvision downloads them: torchvision would write through any link or device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dualtrain.errors import UserError
 from dualtrain.models.weights import published
 
 SIZE = 224
-MARGIN = 256 / 224  # side of the resized image over side of the centre crop, in evaluation
+MARGIN = 256 / 224  # in evaluation: shorter side of the resized image, divided by the side of the centre crop
 
 
 def load_image_folder(folder: str | None, options: Options) -> Task:

@@ -45,15 +45,14 @@ class Geometry:
 
         short, long = sorted(image.size)
         pixels = self.resize * self.resize * long // max(short, 1)
-        if self.augment != "imagenet" and pixels > 2 * (
-            Image.MAX_IMAGE_PIXELS or pixels
-        ):  # from here on PIL raises an error
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or pixels)  # PIL refuses to open larger images
+        if self.augment != "imagenet" and pixels > limit:
             raise ValueError(
                 f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} when scaled to {self.resize}"
             )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
-        """Build a function that converts a PIL image to uint8 (3, size, size), with torch's global generator."""
+        """Build a function that converts a PIL image to uint8 (3, size, size). It uses torch's global generator."""
         t = v2()
         how = {"interpolation": t.InterpolationMode(self.interpolation), "antialias": True}
         if self.augment == "imagenet":

@@ -128,10 +128,10 @@ class LoaderSource(Source):
 
 
 class _Waits:
-    """The waits for data workers, which torch does not limit: after ``limit`` seconds, a thread kills the workers.
+    """Limit on the waits for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
 
-    torch notices that within some seconds. Its own time-out would also delay the notice of a worker that has been killed.
-    There is no thread if ``limit`` is 0.
+    DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
+    killed. There is no thread if ``limit`` is 0.
     """
 
     def __init__(self, workers: Callable[[], Sequence[BaseProcess]], limit: float) -> None:
@@ -147,11 +147,11 @@ class _Waits:
         self._ended.set()
 
     def bound(self, wait: Callable[[], T]) -> T:
-        """Return ``wait()``. Raises UserError if a worker has ended, or was waited for for too long."""
+        """Return ``wait()``. Raises UserError if a worker has failed, or if the wait exceeded the limit."""
         self._since = time.monotonic()
         try:
             return wait()
-        except Exception as error:  # of several types: torch notices that a worker has ended, or its connection breaks
+        except Exception as error:  # of several types: torch detects that a worker has ended, or the connection breaks
             problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
             if problem:
                 raise UserError(problem, transient=True) from error
@@ -160,7 +160,7 @@ class _Waits:
             self._since = None
 
     def each(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches; each is waited for with the limit."""
+        """Yield the batches, and limit the wait for each."""
         none: Any = object()
         while (batch := self.bound(lambda: next(batches, none))) is not none:
             yield batch
@@ -168,7 +168,7 @@ class _Waits:
     def _watch(self) -> None:
         tick, waited, before = min(1.0, self._limit), 0.0, None
         while not self._ended.wait(tick):
-            # Add up the ticks: the time in which this process is stopped (Ctrl-Z, a suspended job) does not count.
+            # Add up ticks, not clock time: time in which this process is stopped (Ctrl-Z, a suspended job) must not count.
             since = self._since
             began = since is not None and since != before
             waited = 0.0 if since is None else min(tick, time.monotonic() - since) if began else waited + tick
@@ -180,10 +180,10 @@ class _Waits:
                 return
 
     def _ended_worker(self, seconds: float) -> str:
-        """Describe a worker that has ended, or ends within ``seconds``; "" if all run, and so the error is another one."""
+        """Describe a worker that has failed, or fails within ``seconds``; "" if none has: the error has another cause."""
         workers = self._workers()
         if seconds:
-            # A broken connection is noticed earlier than the end of its process.
+            # The connection breaks before the worker's exit status is available: wait for the exit.
             multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
         for number, worker in enumerate(workers):
             status = worker.exitcode

@@ -16,12 +16,12 @@ import torch
 
 Kind = Literal["classes", "tokens"]
 Tensors = tuple[torch.Tensor, torch.Tensor]
-#: A target without a loss.
+#: The target of a position that has no loss.
 IGNORED = -100
 
 
 def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return, as bool, which ``targets`` are not class indices (int64) below ``classes``; ``IGNORED`` is allowed."""
+    """Return a bool tensor: which ``targets`` are not class indices (int64) below ``classes``; ``IGNORED`` is allowed."""
     if targets.dtype != torch.int64:
         return torch.ones_like(targets, dtype=torch.bool)
     return (targets != IGNORED) & ((targets < 0) | (targets >= classes))
@@ -64,7 +64,8 @@ class Source(ABC):
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the samples with the indices ``numbers`` as tensors, bytes or plain values, for a comparison of ranks.
 
-        Samples are not augmented, except by this default: a stream with seed 0, which augments alike on every rank.
+        Samples should not be augmented. Only this default implementation, a stream with seed 0, may augment them; it does
+        so in the same way on every rank.
         """
         return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 
@@ -73,7 +74,7 @@ class Source(ABC):
 
 
 def contents_of(source: Source, numbers: Sequence[int]) -> Iterator[Any]:
-    """Return :meth:`Source.contents` of ``source``, which need not be a subclass of Source, nor have this method."""
+    """Return the samples ``numbers`` as :meth:`Source.contents` does, even if ``source`` does not have that method."""
     read = getattr(source, "contents", None) or partial(Source.contents, source)
     found: Iterator[Any] = read(numbers)
     return found
@@ -97,12 +98,12 @@ class Task:
     def limit_waits(self, seconds: float) -> None:
         """Set the longest wait for a worker process, in both splits."""
         for source in (self.train, self.val):
-            if isinstance(source, Source):  # a user's own source need not be
-                with suppress(AttributeError):  # nor can all of them be changed
+            if isinstance(source, Source):  # a user's own source may be of an unrelated class
+                with suppress(AttributeError):  # or its ``timeout`` may be read-only
                     source.timeout = seconds
 
     def close(self) -> None:
         """Stop the worker processes of both splits."""
         for source in (self.train, self.val):
-            # A source of the user's own need not be a subclass of Source.
+            # A user's own source may be of an unrelated class, without close().
             getattr(source, "close", lambda: None)()

@@ -1,7 +1,7 @@
 """Masked language modelling on plain text.
 
-Tokens are words and punctuation marks; the vocabulary holds the most frequent ones of the training part. Which tokens of a
-sample are masked is a function of (seed, sample).
+Tokens are words and punctuation marks; the vocabulary holds the most frequent ones of the training part. The choice of a
+sample's masked tokens is a function of (seed, sample).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dualtrain.files import read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
 PAD, UNK, MASK, CLS = range(4)
-# Fraction of the tokens that are chosen; of these, the fractions that [MASK] replaces, and that a random token replaces.
+# The fraction of tokens that are chosen for prediction. Of the chosen tokens, [MASK] replaces 80 %, a random token 10 %.
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
 
@@ -72,7 +72,7 @@ def load_text(options: Options) -> Task:
     """Load a text and split it into sequences; a random tenth of them, with a fixed seed, is for validation.
 
     Raises:
-        UserError: the file cannot be read or is too short, or a sequence is to have fewer than 2 tokens.
+        UserError: the file cannot be read or is too short, or the sequence length or the vocabulary is too small.
     """
     words = re.findall(r"\w+|[^\w\s]", _text(options.text_file).lower())
     length = options.sequence_length

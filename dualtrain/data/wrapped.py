@@ -23,9 +23,9 @@ class Samples:
 
     Args:
         dataset: the dataset.
-        sample: an empty batch gets its shapes and dtypes.
+        sample: input and target of one sample, for the shapes and dtypes of an empty batch.
         split: "training" or "validation", for messages.
-        classes: targets must be lower.
+        classes: the number of classes; targets must be lower.
     """
 
     def __init__(self, dataset: Any, sample: Tensors, split: str, classes: int) -> None:
@@ -101,7 +101,7 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     """Call the function ``name`` with ``folder``; it must return a :class:`Task`, or datasets for training and evaluation.
 
     Raises:
-        UserError: the callable does not exist, or returns something else.
+        UserError: the function does not exist, fails, or returns something else.
     """
     built = call_user_code(name, "--dataset", "the folder of --data-dir", folder)
     if isinstance(built, Task):
@@ -122,7 +122,7 @@ def _map_style(part: Any) -> bool:
 def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:
     """Make a :class:`Task` of two map-style datasets, whose samples are (tensor, class index or int64 tensor (t,)).
 
-    ``classes`` is needed if the training dataset has no attribute ``classes`` (the names, or their number), nor
+    ``classes`` may be left out if the training dataset has an attribute ``classes`` (the names, or their number) or
     ``num_classes``.
 
     Raises:

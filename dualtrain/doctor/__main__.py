@@ -20,7 +20,7 @@ from dualtrain.launchers import World, detect_world
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("dualtrain.doctor", str(__doc__))
     parser.add_argument(
-        "--backend", choices=("torch", "horovod", "all"), default="all", help="which to test (default: all)"
+        "--backend", choices=("torch", "horovod", "all"), default="all", help="backends to test (default: all)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     help_ = "limit in seconds for a backend to join, and for each of its operations (default: 60)"
@@ -31,7 +31,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the world of this process; rank 0 prints the report. Return the exit status, 0 or 2.
 
-    Collective if a launcher started several processes. Blocks until all have reported or the timeout expires.
+    Collective if a launcher started several processes. Blocks until all processes have reported or the timeout expires.
     """
     world = World()
     try:

@@ -1,4 +1,4 @@
-"""Problems and notes that the facts of all ranks show: one line each, with the cure."""
+"""Derive problems and notes from the facts of all ranks: one line each, with the cure."""
 
 from __future__ import annotations
 

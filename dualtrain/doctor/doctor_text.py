@@ -1,4 +1,4 @@
-"""The report as text."""
+"""The doctor's report as text."""
 
 from __future__ import annotations
 

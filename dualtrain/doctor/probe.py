@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MARGIN_SECONDS = 5.0  # wait longer than the library, whose own timeout error says more
+_MARGIN_SECONDS = 5.0  # wait longer than the library does: its own timeout error says more
 
 
 @dataclass
@@ -71,7 +71,7 @@ def _join(found: Probe, world: World, timeout: float) -> None:
 
 
 def _measure(backend: Backend, size: int) -> float:
-    """Return the median seconds of an allreduce of ``size`` bytes, in the memory and by the primitive that gradients use.
+    """Return the median seconds of an allreduce of ``size`` bytes, with the same buffers and primitive as gradients.
 
     Raises:
         BackendError: the allreduce failed, or its sum is wrong.

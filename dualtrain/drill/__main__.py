@@ -1,9 +1,9 @@
 """``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults, with the same result.
 
-Runs the job once undisturbed, then once more with faults at seeded moments (killed and stopped ranks, a killed launcher,
-SIGTERM, a kill while a checkpoint is written, a damaged checkpoint, as root a full file system), and compares the results.
-torchrun restarts the ranks; if a launcher has ended, the drill starts it again. The exit status is 0 if the results are
-the same, bit for bit, else 1.
+Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
+SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
+results. --seed determines the faults and their moments. torchrun restarts the ranks; if a launcher has ended, the drill
+starts it again. The exit status is 0 if the results are the same, bit for bit, else 1.
 """
 
 from __future__ import annotations

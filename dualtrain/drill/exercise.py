@@ -1,4 +1,4 @@
-"""Run a job undisturbed, then with faults at seeded moments, and measure each recovery."""
+"""Run a job undisturbed, then with faults at moments that a seed determines, and measure each recovery."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
-_EXIT_SECONDS = 0.03  # after which a killed process has disappeared
-_REPEATS = 2  # most faults in a row after the same step: after a third death there, the run would refuse to restart
+_EXIT_SECONDS = 0.03  # time in which a killed process disappears
+_REPEATS = 2  # largest number of consecutive faults after one step: after a third death there, the run refuses to restart
 _BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
@@ -91,7 +91,7 @@ class Exercise:
     ) -> None:
         self._folder, self._flags, self._nproc, self._horovod = folder, list(flags), nproc, horovod
         self._choice, self._limit, self._progress = random.Random(seed), limit, progress
-        self._steps: list[int] = []  # the steps after which the last faults came
+        self._steps: list[int] = []  # the steps after which faults were injected
         self.report = Report()
 
     def run(self, faults: int) -> Report:
@@ -121,7 +121,7 @@ class Exercise:
             self.report.problems.append(f"the folder of the run with faults could not be kept ({error.strerror or error})")
 
     def _small_disk(self, faults: int) -> SmallDisk | None:
-        """Give the run with faults a small file system, which can be filled; ``None`` if it cannot be mounted."""
+        """Mount a small file system, which a fault can fill, for the run with faults; ``None`` if it cannot be mounted."""
         try:
             return SmallDisk(self._folder / "disturbed", self._folder / "undisturbed", faults + 3)
         except OSError as error:
@@ -174,7 +174,7 @@ class Exercise:
         return list(zip(planned, moments, strict=False))
 
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
-        """Wait for the moment, inject the fault, and wait for the recovery; add a row to the report, and format it."""
+        """Wait for the moment, inject the fault, and wait for the recovery; add a row to the report; return it as text."""
         moment = self._await_moment(job, step)
         self._leave_step(job)
         row = Row(fault.name, self._inject(job, fault), moment)
@@ -225,14 +225,14 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for another step if the last faults came after the same step: the run would refuse to restart."""
+        """Wait for another step if the last faults were injected after this step: the run would refuse to restart."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")
         self._steps.append(job.position()[1])
 
     def _wait(self, job: Job, condition: Callable[[], bool], what: str) -> None:
-        """Wait for ``condition``, as long as the job takes steps. Raises TimeoutError."""
+        """Wait for ``condition``. Raises TimeoutError if the job takes no step for ``limit`` seconds."""
         last, deadline = job.position(), time.monotonic() + self._limit
         while not condition():
             now = job.position()
@@ -243,7 +243,7 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
-        """Add what differs between the two results to the problems."""
+        """Add the differences between the two results to the problems."""
         if not self.report.rows:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"

@@ -106,7 +106,7 @@ class Job:
         return found
 
     def end(self) -> list[int]:
-        """End all processes of the job; return the ids of those that did not end by themselves.
+        """End all processes of the job; return the ids of those that SIGTERM did not end.
 
         Blocks for ``END_SECONDS`` at most, and as long again if the launcher had to be killed.
         """
@@ -120,7 +120,7 @@ class Job:
         for process in left:
             send(process, signal.SIGKILL)
         if self._launcher is not None:
-            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, and is one of those that are left
+            with suppress(subprocess.TimeoutExpired):  # the launcher hangs in the kernel; ``left`` has its id
                 self._launcher.wait(END_SECONDS)
         return left
 
@@ -159,7 +159,7 @@ class Job:
         return inode, 0
 
     def starts(self) -> list[int]:
-        """Return the step at which each start of the run began, as the output says."""
+        """Return the step at which each start of the run began, according to the output."""
         with suppress(OSError), self.log.open("rb") as file:
             file.seek(self._read)
             new = file.read()

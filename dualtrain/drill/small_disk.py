@@ -1,4 +1,4 @@
-"""A small file system for the run with faults, so that a fault can fill it: as root, where the system allows mounts.
+"""A small file system for the run with faults, so that a fault can fill it. Mounting it needs root.
 
 The file system is mounted in the drill's own mount namespace, which only the drill and its jobs see. The kernel removes it
 when the last of these processes has ended, even if the drill was killed.
@@ -17,7 +17,7 @@ _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
 _FREE = 16 << 20  # bytes beyond what the run without faults needs
-_MEMORY = 4  # the file system may take 1/4 of the free memory at most
+_MEMORY = 4  # the file system may take at most 1/4 of the free memory
 
 
 class SmallDisk:
@@ -49,7 +49,7 @@ class SmallDisk:
             raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """Move the content to the disk below, and remove the file system. Raises OSError."""
+        """Copy the content to the file system that holds the folder, and unmount this one. Raises OSError."""
         kept = self._folder.with_name(f"{self._folder.name}.kept")
         shutil.copytree(self._folder, kept, symlinks=True)
         self._call("umount2", os.fsencode(self._folder), _MNT_DETACH)

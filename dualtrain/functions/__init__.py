@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this host. See also ``dualtrain.spark`` and ``dualtrain.ray``."""
+"""Running of a function on several ranks of this host. See also ``dualtrain.spark`` and ``dualtrain.ray``."""
 
 from dualtrain.functions.local import horovod_run, run
 

@@ -1,7 +1,7 @@
 """Ranks as child processes: start them, send them a function, and wait until all have ended.
 
-The child processes are not forked, because torch's threads do not survive a fork. They do not import the caller's main
-program, so that a notebook needs no file, and a script needs no ``if __name__ == "__main__":``.
+Each child process is a new interpreter and not a fork, because torch's threads do not survive a fork. It does not import
+the caller's main program, so that a notebook needs no file, and a script needs no ``if __name__ == "__main__":``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dualtrain.functions.payload import loads
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0  # for a new Python interpreter to read its function
-GRACE_SECONDS = 6.0  # for the failed rank to end, after another rank has reported a failed collective operation
+START_SECONDS = 120.0  # for a new Python interpreter to start and read its function
+GRACE_SECONDS = 6.0  # for the rank that failed first to end, after another rank has reported a failed collective operation
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to the end of the wait
 EXIT_SECONDS = 60.0  # for the exit handlers of all ranks, after all functions have returned
 
@@ -60,7 +60,7 @@ class Child:
         self.link = Link(ours)
 
     def send(self, payload: bytes) -> None:
-        """Send the function. If the process has ended, do nothing: :meth:`failure` reports it.
+        """Send the function. If the process has ended, do nothing: :meth:`failure` reports its end.
 
         Raises:
             UserError: the process does not read the function in time.
@@ -123,16 +123,20 @@ def _ended(status: int) -> str:
 
 
 def run_children(
-    ranks: Sequence[int], size: int, places: Sequence[Mapping[str, str]], payload: bytes, executable: str | None = None
+    ranks: Sequence[int],
+    size: int,
+    environments: Sequence[Mapping[str, str]],
+    payload: bytes,
+    executable: str | None = None,
 ) -> list[bytes]:
     """Run a pickled call in a new process for each of ``ranks``; return the pickled results. Blocks until all have ended.
 
     Args:
         ranks: the ranks to start here.
         size: number of ranks of the job.
-        places: all environment variables of each rank.
+        environments: all environment variables of each rank.
         payload: result of :func:`dualtrain.functions.payload.pickled_call`.
-        executable: the Python interpreter; by default, this process's.
+        executable: the Python interpreter; by default, that of this process.
 
     Raises:
         RankFailedError: the function failed on a rank, or a rank's process ended. The other ranks were ended.
@@ -142,7 +146,7 @@ def run_children(
     returned = False
     try:
         try:
-            for rank, env in zip(ranks, places, strict=True):
+            for rank, env in zip(ranks, environments, strict=True):
                 children.append(Child(rank, size, env, executable or sys.executable))
         except OSError as error:
             raise UserError(
@@ -179,6 +183,7 @@ def _collect(children: Sequence[Child]) -> list[bytes]:
 
 
 def _advance(child: Child, selector: selectors.BaseSelector) -> None:
+    """Read what the child has sent; unregister its descriptors that are no longer needed."""
     child.note()
     sockets = selector.get_map()
     if child.outcome is not None and child.link.socket in sockets:
@@ -190,7 +195,7 @@ def _advance(child: Child, selector: selectors.BaseSelector) -> None:
 
 
 def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], current: float | None) -> float | None:
-    """Return the time at which to stop waiting, or ``None`` while functions run and no rank has failed."""
+    """Return the time at which to stop waiting, or ``None`` while no rank has failed and some functions still run."""
     now = time.monotonic()
     if any(not failure.by_peer for failure in failures):
         return now

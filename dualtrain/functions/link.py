@@ -57,6 +57,6 @@ class Link:
 
 
 def inherited(descriptor: int) -> Link:
-    """Return the end of a socket pair that this process has inherited, and make its child processes not inherit it."""
+    """Return the end of a socket pair that this process has inherited, and that its own child processes do not inherit."""
     os.set_inheritable(descriptor, False)
     return Link(socket.socket(fileno=descriptor))

@@ -45,27 +45,27 @@ def run_with(
     variables: Mapping[str, str],
     executable: str | None,
 ) -> list[Any]:
-    """As :func:`run`, with more environment variables for the ranks, and another Python interpreter unless ``None``."""
+    """Do the same as :func:`run`, with more environment ``variables`` for the ranks, and the interpreter ``executable``."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
     secret, job = secrets.token_hex(32), new_job()
-    # Listen before the ranks get the port: otherwise another program could bind the port first.
+    # Listen before the ranks get the port, so that no other program can bind the port.
     listening = listen("127.0.0.1", [0], nproc)
     rendezvous = listening.getsockname()
     store = StoreServer(listening, nproc, secret)
     try:
         env = rank_environment(nproc) | dict(variables)
-        places = [env | spawned(rank, nproc, rendezvous, secret, job) for rank in range(nproc)]
-        results = run_children(range(nproc), nproc, places, payload, executable)
+        environments = [env | spawned(rank, nproc, rendezvous, secret, job) for rank in range(nproc)]
+        results = run_children(range(nproc), nproc, environments, payload, executable)
     finally:
         store.close()
     return [loads(result) for result in results]
 
 
 def rank_environment(local_size: int) -> dict[str, str]:
-    """Return this process's environment without the variables of launchers, for ``local_size`` ranks that it starts.
+    """Return the environment of ranks that this process starts: its own, without the variables of launchers.
 
-    If OMP_NUM_THREADS is not set, the returned value is a rank's share of the cores.
+    If OMP_NUM_THREADS is not set, it is a rank's share of the cores, divided among ``local_size`` ranks.
     """
     threads = str(share_of(usable_cores(), local_size))
     return {"OMP_NUM_THREADS": threads} | without_launchers(os.environ)
@@ -92,12 +92,12 @@ def refuse_other_backend() -> None:
     """Refuse DUALTRAIN_BACKEND=horovod, because ``dualtrain.hvd`` replaces Horovod on the ranks."""
     if os.environ.get("DUALTRAIN_BACKEND") == "horovod":
         raise UserError(
-            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which is replaced on these ranks: unset the variable, or "
-            "use Horovod's own horovod.run"
+            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which dualtrain replaces on these ranks: unset the "
+            "variable, or use Horovod's own horovod.run"
         )
 
 
-#: Arguments of horovod.run that are ignored, such as those about ssh, and the choice between Gloo and MPI.
+#: Arguments of horovod.run that are ignored, such as those for ssh and those that choose between Gloo and MPI.
 _WITHOUT_EFFECT = frozenset(
     ["start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "use_gloo", "use_mpi", "mpi_args"]
 )

@@ -17,7 +17,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Outcome:
-    """Report of a rank.
+    """Result or exception of the function on one rank.
 
     Attributes:
         result: the pickled result; ``None`` if the function raised or its result cannot be pickled.
@@ -34,7 +34,7 @@ class Outcome:
     by_peer: bool = False
 
     def failure(self, rank: int, size: int) -> RankFailedError:
-        """Return the exception for the caller of all ranks; its cause is the function's own exception, if known."""
+        """Return the exception that the caller of :func:`run` gets; its cause is the function's exception, if known."""
         message = f"rank {rank} of {size} failed: {self.reason}"
         failed = RankFailedError(message, rank, self.trace, by_peer=self.by_peer)
         try:
@@ -78,6 +78,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
 
 
 def _is_by_peer(error: BaseException) -> bool:
+    """Return whether a failed collective operation is this exception, or caused it."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

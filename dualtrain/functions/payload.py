@@ -1,7 +1,7 @@
 """Pickling of functions, arguments and results for processes that this program has started itself.
 
-Python's own pickle stores a function by the name of its module. A function of a notebook's cell, a lambda or an inner
-function has no module that another process could import; cloudpickle stores its code.
+Python's own pickle stores a function as the names of its module and of the function. Another process cannot import a
+function of a notebook's cell, a lambda or an inner function by name; cloudpickle stores the code of these functions.
 """
 
 from __future__ import annotations

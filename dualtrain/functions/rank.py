@@ -25,7 +25,7 @@ def prepare() -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Run as a rank that the process ``parent`` has started; ``descriptor`` is this end of a socket pair.
+    """Run as a rank that the process ``parent`` has started. ``descriptor`` is this rank's end of the socket pair.
 
     If the function raises, or its result cannot be pickled, exit with status 1.
     """
@@ -42,7 +42,8 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _call(data: bytes) -> Any:
-    # The parent prints the traceback. A connected backend adds a hook that reports the exception to the other ranks.
+    # Print no traceback here: the parent's exception contains it. The hook is called below, because a connected backend
+    # adds a hook that reports the exception to the other ranks.
     sys.excepthook = lambda *_: None
     try:
         prepare()

@@ -46,7 +46,7 @@ class Slot:
     def copy_to_bucket(self) -> None:
         """Copy the gradient, which has just become ready, to its bucket.
 
-        The gradient is then still in the processor's cache, and its own memory is free for the next gradient.
+        At this time the gradient is still in the processor's cache. The copy frees the old memory for the next gradient.
         """
         p = self.param
         grad = p.grad
@@ -54,9 +54,9 @@ class Slot:
             return
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
-            return  # already in its place, or in the memory of another gradient
-        # Later hooks, of another reducer or of the user, must see this rank's own gradient and not a partial sum.
-        # torch (2.5 to 2.15) has no public way to count the hooks of a parameter.
+            return  # the gradient is in its bucket already, or in the memory of another gradient (``pack`` reports this)
+        # Don't copy if another reducer or the user has a hook that runs later: it must see this rank's own gradient, and
+        # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
         if len(p._post_accumulate_grad_hooks) == 1:
             self.move_kept()
             self.view.copy_(grad.detach())
@@ -70,10 +70,10 @@ class Slot:
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES
 
     def move_kept(self) -> None:
-        """Move an earlier gradient that the program has kept to memory of its own, before ``view`` is overwritten.
+        """If the program still holds an earlier gradient, give it memory of its own before ``view`` is overwritten.
 
-        In torch, a gradient that is replaced stays as it is. Views of it (``param.grad.view(-1)``) are not moved, and
-        in some versions of torch one that only C++ holds (``other.grad = p.grad``) is not.
+        The program then sees the earlier values, as in torch. This does not help views of the earlier gradient
+        (``param.grad.view(-1)``) and, in some versions of torch, references that only C++ holds (``other.grad = p.grad``).
         """
         if sys.getrefcount(self.alias) > _REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
@@ -82,7 +82,7 @@ class Slot:
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
-        if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned its ``.data``
+        if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned to ``alias.data``
             self.alias = alias = self.view.detach()
         try:
             self.param.grad = alias
@@ -90,33 +90,33 @@ class Slot:
             self.alias = self.param.grad = self.view.detach()
 
     def describe(self) -> str:
-        """Return name, dtype, shape, strides and the kind of device, which must be the same on every rank."""
+        """Describe what must be the same on every rank: name, dtype, shape, strides and device type."""
         p = self.param
         dtype = str(p.dtype).removeprefix("torch.")
         if gradient_dtype(p) != p.dtype:
             dtype += f" with gradients of {str(gradient_dtype(p)).removeprefix('torch.')}"
-        place = "" if p.is_cpu else f", {p.device.type}"
-        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)}{place})"
+        device = "" if p.is_cpu else f", {p.device.type}"
+        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)}{device})"
 
 
 _EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
-#: References to the alias of a slot, if nothing but the slot holds it.
+#: The reference count of a slot's alias while only the slot refers to it.
 _REFERENCES = sys.getrefcount(_EXAMPLE.alias)
 
 
 class Bucket:
     """Flat buffer of gradients, with ``extra`` scalars behind them.
 
-    The buffer ``wire`` is sent. If its dtype is not that of the gradients (32 bits for gradients of 16 bits, or the
-    transfer's dtype, such as float16), gradients are copied to it. Otherwise they lie in ``wire`` itself. Construction is
-    collective, since the backend allocates the memory.
+    The bucket sends the buffer ``wire``. 16-bit gradients are sent in 32 bits, and gradients that are wider than the
+    transfer's dtype (such as float16) in that dtype: these are copied to ``wire``. All other gradients lie in ``wire``
+    itself. Construction is collective, since the backend allocates the memory.
 
     Args:
         name: name of the bucket's operations, in reports.
         layout: where the gradients lie.
         slots: the slots of the layout's places, in the same order.
         extra: how many scalars are sent behind the gradients.
-        backend: the ranks.
+        backend: the ranks whose gradients are summed.
         transfer: how gradients are sent.
         order: the tree along which gradients are summed; ``None`` for the backend's own order.
     """
@@ -151,7 +151,7 @@ class Bucket:
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
             self._before, self._after = self._before * self._after, 1.0
-        #: Whether a shard is added as one copy of ``wire``: its gradients are copied to ``wire`` or scaled before the sum.
+        #: Whether a shard is added as one copy of ``wire``, because gradients are converted or scaled before the sum.
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
@@ -168,10 +168,10 @@ class Bucket:
         self._kept: list[Slot] = []
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
-        #: The missing slots whose parameters are frozen, and those that ``unpack`` has checked.
+        #: The missing slots whose parameters are frozen, in this round and at the last check of ``unpack``.
         self._frozen: list[Slot] = []
         self._checked: list[Slot] = []
-        self._looks = 0
+        self._checks = 0  # how many rounds have checked the same frozen slots again
         #: The first slot that is frozen on this rank and has a gradient on others, found by ``unpack``.
         self.trained_elsewhere: Slot | None = None
         #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
@@ -200,11 +200,11 @@ class Bucket:
         """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
         slots, grads = self._sort()
         for slot in (*self._missing, *slots):
-            if sys.getrefcount(slot.alias) > _REFERENCES:  # this runs for every gradient
+            if sys.getrefcount(slot.alias) > _REFERENCES:  # ``move_kept`` checks this too; avoid a call for every gradient
                 slot.move_kept()
         for slot in self._missing:
             slot.view.zero_()
-        # Without a history, which gradients have after a backward with create_graph.
+        # ``copy_all`` records no autograd history, although gradients have one after a backward with create_graph.
         copy_all([slot.view for slot in slots], grads)
         if self._before != 1:
             self.values.mul_(self._before)
@@ -248,7 +248,7 @@ class Bucket:
     def add_shard(self) -> None:
         """Add the gradients and the extra scalars to the partial sums, as a shard that is not this rank's last one.
 
-        The sums take over the gradients' memory, so each gradient must have memory of its own.
+        The partial sums reuse the gradients' memory, so no two gradients may share memory.
         """
         if self._adds_wire:
             self.pack()
@@ -262,7 +262,7 @@ class Bucket:
         self.sum.add_shard([*parts, self.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of a buffer like ``wire`` as shards have them: one for each slot, and the extra scalars."""
+        """Split a buffer like ``wire`` into parts: one for each slot, and the extra scalars; only one if ``_adds_wire``."""
         if self._adds_wire:
             return [buffer]
         address = buffer.data_ptr()
@@ -271,7 +271,7 @@ class Bucket:
         return self._parts_of[address]
 
     def start(self) -> None:
-        """Start the all-reduce. The sums of the gradients are scaled as the transfer says; sums of scalars are not."""
+        """Start the all-reduce. Sums of gradients are scaled by the transfer's factor; sums of extra scalars are not."""
         factor = 1.0 if self._narrow else self._after
         self.work = self.sum.start(self.name, factor, self.extra.numel())
 
@@ -298,15 +298,15 @@ class Bucket:
         self._check_frozen()
 
     def _check_frozen(self) -> None:
-        """Look for a gradient of other ranks, of a parameter that is frozen on this one.
+        """Find a parameter that is frozen on this rank and has a gradient on another rank.
 
-        A look reads the whole gradient. So look at all of them when other parameters are frozen than before; after that at
-        one in each round, and on a GPU at none, since the CPU would wait.
+        A check reads a parameter's whole gradient. So check all frozen parameters in the first round after their set has
+        changed. In later rounds, check one of them on the CPU, and none on a GPU, since the CPU would wait for it.
         """
         chosen = self._frozen
         if self._frozen == self._checked and self._frozen:
-            self._looks += 1
-            chosen = [self._frozen[self._looks % len(self._frozen)]] if self.wire.is_cpu else []
+            self._checks += 1
+            chosen = [self._frozen[self._checks % len(self._frozen)]] if self.wire.is_cpu else []
         self._checked = self._frozen
         self.trained_elsewhere = next((slot for slot in chosen if slot.view.any()), None)
 
@@ -315,7 +315,7 @@ class Bucket:
 def separate_gradients(slots: Sequence[Slot]) -> None:
     """Copy each gradient that shares its memory with another gradient or is a part of a larger tensor.
 
-    Autograd makes such gradients: those of the two inputs of a sum of reshaped parameters, for example.
+    Autograd makes such gradients, for example for the two inputs of a sum of reshaped parameters.
     """
     seen = set()
     for slot in slots:

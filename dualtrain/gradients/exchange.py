@@ -26,7 +26,7 @@ Unused = Literal["zero", "none"]
 
 
 class Exchange:
-    """Exchange of a reducer's gradients, round by round.
+    """Exchange of a reducer's gradients in rounds: in each round, every bucket is sent once.
 
     Args:
         hooks: the reducer's parameters. After parameters are added, :meth:`lay_out` must be called again.
@@ -85,7 +85,7 @@ class Exchange:
         dense = [slot for number, slot in enumerate(self.slots) if number not in self.sparse.dims]
         scalars = len(self.extra)
         count = scalars + len(self.slots) * (self.unused == "none")
-        # Add one for the flag of a rank that refuses to continue, unless there is nothing else to send.
+        # Add one element for the flag by which a rank refuses to continue, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
         extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1, device="cpu")
         self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
@@ -97,7 +97,8 @@ class Exchange:
     def expect_sparse(self, found: Mapping[int, int]) -> None:
         """Gather these sparse gradients (slot index → number of sparse dimensions) from now on.
 
-        Does nothing if a fixed order of the sum needs dense gradients: the exchange then refuses sparse ones.
+        Does nothing if the order of the sum is fixed and sparse gradients are not sent as dense ones: the exchange then
+        refuses a sparse gradient.
         """
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)
@@ -144,7 +145,7 @@ class Exchange:
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
         """Add the gradients to the partial sums, as a shard that is not this rank's last. Not collective.
 
-        The sums take over the gradients' memory: every ``param.grad`` is ``None`` afterwards.
+        The partial sums reuse the gradients' memory: every ``param.grad`` is ``None`` afterwards.
         """
         self._load_extra(scalars)
         self.refusals.load_none()

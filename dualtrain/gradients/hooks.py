@@ -1,7 +1,7 @@
 """Hooks on parameters that call a reducer when a gradient is ready, or when a module has replaced a parameter.
 
-A hook holds its reducer weakly, so that a reducer is freed with the object that uses it. A hook whose reducer is gone
-raises an error: otherwise each rank would silently continue with its own gradients.
+A hook holds a weak reference to its reducer, so that the reducer is freed with the object that uses it. If no reducer of a
+parameter is left, its hook raises an error: otherwise each rank would silently continue with its own gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _observing = False
 
 
 class Reducer(Protocol):
-    """The reducer's side of a hook."""
+    """The part of a reducer that its hooks use."""
 
     hooks: ParameterHooks
 
@@ -76,7 +76,7 @@ class ParameterHooks:
         return len(self.slots) - before
 
     def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        """Return, once, the parameters that were frozen when they were added and are not frozen now."""
+        """Return the parameters that were frozen when they were added and are not frozen now; each is returned once."""
         unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]
         if unfrozen:
             self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
@@ -95,7 +95,7 @@ class ParameterHooks:
 
 
 def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tensor], None]:
-    """Return a hook for slot ``number``. It raises RuntimeError in backward if the reducer is gone."""
+    """Return a hook for slot ``number``. It raises RuntimeError in backward if no reducer of the parameter is left."""
     ref = weakref.ref(reducer)
 
     def hook(p: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def _observe_replacements() -> None:
 
 
 def _on_registration(module: nn.Module, name: str, new: Any) -> None:
-    # Private in torch 2.5 to 2.15: while a parameter is registered, getattr() may find an attribute of the class.
+    # ``_parameters`` is private in torch 2.5 to 2.15. During registration, getattr() may return an attribute of the class.
     old = module._parameters.get(name)
     if new is None or new is old:
         return

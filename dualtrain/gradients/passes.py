@@ -12,7 +12,7 @@ class EndOfPass:
     """Callback for the end of the outermost backward pass that is running.
 
     Reentrant checkpointing runs an inner backward pass for every segment. If each inner pass ended the reduction, the extra
-    scalars would be sent several times, although they are sums after the first time.
+    scalars would be summed several times: after the first time they are already the sums over the ranks.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """Average gradients over the ranks while backward still runs.
 
-When autograd finishes a parameter's gradient, the parameter's hook marks it ready. When the next bucket in order is
-complete, ``start_sum`` sends it, while backward continues. The end of backward waits for all sums, which are scaled by
-1/size. From then on ``param.grad`` is the average on every rank: clip, unscale or read it without another call.
+When autograd has computed a parameter's gradient, the parameter's hook marks the gradient ready. When the next bucket in
+order is complete, ``start_sum`` sends it, while backward continues. At the end of backward, the reducer waits for all sums
+and scales them by 1/size. From then on ``param.grad`` is the average on every rank: clip, unscale or read it without
+another call.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block, backward passes only accumulate; the next pass after it, or ``reduce``, sends the sum."""
+        """Only accumulate gradients inside the block; the next pass after the block, or ``reduce``, sends the sum."""
         paused, self._paused = self._paused, True
         try:
             yield
@@ -148,8 +149,8 @@ class GradientReducer:
     def reduce(self) -> None:
         """Make every ``param.grad`` the average over ranks, unless it is the average already. Collective; blocks.
 
-        Backward calls this at its end. ``step`` calls it again, for ranks that have run no backward: their gradients count
-        as zeros.
+        Runs at the end of backward. The optimizer's ``step`` calls it again, since some ranks may have run no backward:
+        their gradients count as zeros.
 
         Raises:
             BackendError: a rank failed, did not take part within the backend's timeout, or has other parameters.
@@ -222,18 +223,19 @@ class GradientReducer:
         self._seen, self._ending = 0, None
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the average of the last exchange, and not zeroed or set to ``None`` since."""
+        """Return whether the gradients are the last exchange's average, and were not zeroed or set to ``None`` since."""
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
-        """Make the next ``reduce`` average ``param.grad`` again: the averages were used, by a step if ``stepped``.
+        """Make the next ``reduce`` average ``param.grad`` again. Call this once the averages were used. Not collective.
 
-        Parameters that were unfrozen are averaged from the next backward on. Not collective.
+        Parameters that were unfrozen are averaged from the next backward on. ``stepped`` says whether an optimizer step
+        used the averages.
         """
         self._exchange.reduced = False
         self._exchange.refusals.steps += stepped
         if not self._closed:
-            self._add_unfrozen()  # backward may reach no other parameter whose hook would do it
+            self._add_unfrozen()  # a hook does so too, but the next backward may reach no parameter that has a hook
 
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use another backend, whose ranks then compare their layouts."""

@@ -1,8 +1,8 @@
 """Find out why a rank can no longer average its gradients, and raise the same error on all ranks.
 
-Only the rank itself can detect that the user changed a parameter or the optimizer after the buckets were made. This rank
-sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error.
-No rank enters a collective alone.
+After the buckets were made, a parameter or the optimizer may change on one rank, and only that rank can detect the change.
+That rank sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the
+same error. So no rank enters a collective alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Refusals:
     reason, or if some ranks have taken a step that others have not, so that their weights differ.
 
     Attributes:
-        optimizer: the optimizer whose param_groups must have no parameters but those in ``known``; ``None`` for no check.
+        optimizer: the optimizer whose param_groups may contain only parameters in ``known``; ``None`` for no check.
         known: ids of the reducer's parameters, which the reducer keeps alive.
         steps: the number of steps that the optimizer has taken on this rank.
     """
@@ -46,7 +46,7 @@ class Refusals:
         self.optimizer: torch.optim.Optimizer | None = None
         self.known = known
         self._forms = Forms([])
-        #: The optimizer's parameters, by group, when all of them were known for the last time.
+        #: The optimizer's parameters, by group, at the last check that found all of them in ``known``.
         self._in_groups: list[list[torch.Tensor]] = []
         self._replaced: dict[tuple[int, str], str] = {}  # place of a new parameter → name of the replaced one
         self._flag = torch.zeros(1, device="cpu")
@@ -57,7 +57,7 @@ class Refusals:
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """Record that a new parameter replaced ``name`` in ``place``; ``None`` if it is one of the reducer's own."""
+        """Record that a new parameter replaced ``name`` in ``place``; ``None`` as ``name`` removes the record."""
         if name is None:
             self._replaced.pop(place, None)
         else:
@@ -98,16 +98,16 @@ class Refusals:
             return None
         groups = self.optimizer.param_groups
         in_groups = [group["params"] for group in groups]
-        # This runs twice in every step, so it compares in C; with ``is``, since == compares the values of tensors.
-        as_many = list(map(len, in_groups)) == list(map(len, self._in_groups))
-        if as_many and all(map(is_, chain(*in_groups), chain(*self._in_groups))):
+        # This runs twice in every step, so the comparison runs in C. It uses ``is``: == would compare tensors' values.
+        same_lengths = list(map(len, in_groups)) == list(map(len, self._in_groups))
+        if same_lengths and all(map(is_, chain(*in_groups), chain(*self._in_groups))):
             return None
         for number, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
                 if p.requires_grad and id(p) not in self.known:
                     return (
-                        f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
-                        "optimizer was wrapped: use add_param_group on every rank"
+                        f"group {number} parameter {i} {tuple(p.shape)} was added to the optimizer's param_groups after "
+                        "the optimizer was wrapped: use add_param_group on every rank"
                     )
         if self.known.issuperset(map(id, chain(*in_groups))):  # an unknown frozen parameter may be unfrozen later
             self._in_groups = [list(params) for params in in_groups]
@@ -155,9 +155,9 @@ class Refusals:
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
         """Complete an exchange of zeros in the layout that this rank leaves. Collective; blocks.
 
-        A rank that keeps the layout waits for this exchange, in which the flag reports that this rank leaves. The first
-        ``sent`` buckets were sent before. Does nothing with gradients on a GPU if the CPU does not wait for the exchange:
-        the other ranks do not compare reasons then.
+        Ranks that keep the layout wait for this exchange. Its flag reports that this rank leaves the layout. The first
+        ``sent`` buckets were sent already. Does nothing if the gradients are on a GPU and the CPU does not wait for the
+        exchange, since the other ranks then do not compare reasons.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
@@ -189,7 +189,7 @@ class Refusals:
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
-    """Raise BackendError with the reason of the first rank that has one, or with step counts that differ."""
+    """Raise BackendError with the reason of the first rank that has one; otherwise with two step counts that differ."""
     for rank, (reason, _) in enumerate(states):
         if reason is not None:
             raise BackendError(f"rank {rank}: {reason}")

@@ -58,6 +58,6 @@ class Schedule:
         self.round += 1
 
     def start_round(self) -> None:
-        """Begin the next round: every bucket was sent and has finished, or the exchange was given up."""
+        """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
         self.next = 0
         self.round += 1

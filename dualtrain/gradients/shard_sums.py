@@ -15,12 +15,12 @@ from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 
-#: Function that returns the parts of a buffer: views that together cover it, in the order of a shard's parts.
+#: Function that splits a buffer into parts: views that together cover the buffer, in the order of a shard's parts.
 Split = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class BucketSum(Protocol):
-    """Method of summing the buffer of a bucket."""
+    """Interface of the sums of a bucket's buffer."""
 
     shards: int
 
@@ -53,7 +53,7 @@ class RankSum:
         """See :class:`BucketSum`."""
 
     def add_shard(self, parts: list[torch.Tensor]) -> None:
-        """Raise RuntimeError: a rank has no shard before its last one."""
+        """Raise RuntimeError: each rank has a single shard, which is also its last one."""
         raise RuntimeError("a rank has one shard in a step, unless the order of the sum is that of virtual ranks")
 
     def clear(self) -> None:
@@ -67,8 +67,8 @@ class RankSum:
 class ShardSums:
     """Sum over all shards along the tree of ``order``.
 
-    A rank's shards are not copied: the gradients themselves are kept until they are added to each other, and only partial
-    sums that other ranks need are copied to buffers that can be sent.
+    A rank's shards are not copied: the gradients themselves are kept until they are added to each other. Only the partial
+    sums that other ranks need are copied, to buffers that can be sent.
 
     Args:
         backend: the ranks. Allocating the buffers is collective.

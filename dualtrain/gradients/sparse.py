@@ -30,7 +30,8 @@ class SparseGradients:
     def restore(self, slots: Sequence[Slot]) -> None:
         """Make gradients that were sent as dense ones sparse again.
 
-        All dimensions are sparse, as after Horovod's sparse_as_dense. With dense rows, optimizers round differently.
+        All dimensions become sparse, as with Horovod's sparse_as_dense. If values were whole rows, an optimizer would round
+        differently.
         """
         for number in self.dims_as_dense:
             slot = slots[number]
@@ -64,7 +65,8 @@ class SparseGradients:
                 p.grad = _sparse(indices.t(), values, p).coalesce()
                 p.grad.values().mul_(transfer.before * transfer.factor_after(backend.size))
             else:
-                # A product with 1/size would have other bits. Horovod, too, leaves out a factor before the sum.
+                # Divide as Horovod does: a multiplication by 1/size would give other bits. Horovod also ignores the factor
+                # before the sum here.
                 p.grad = _sparse(indices.t(), values if transfer.after == 1 else values.div_(backend.size), p)
 
 

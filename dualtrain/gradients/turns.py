@@ -23,7 +23,7 @@ _ROUND = Call("exchange of gradients")
 
 
 class Member(Protocol):
-    """Interface of the reducers in this module."""
+    """The part of a reducer that this module uses."""
 
     @property
     def steps(self) -> int:
@@ -77,15 +77,18 @@ class Turns:
         dropped = [packed >> 2 * _PLACES for packed in sets]
         self._refuse_dropped(wanted, dropped)
         self._refuse_other_order(wanted, [packed >> _PLACES & _ALL for packed in sets])
-        for each in _places(reduce(and_, dropped)):
+        for each in _numbers_in(reduce(and_, dropped)):
             self.leave(each)
-        numbers = sorted(_places(wanted), key=lambda each: (each != self._first, each))
+        numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
         self._first = numbers[0]
         members = [self._members[each]() for each in numbers]
         return [each for each in members if each is not None]
 
     def _state(self, number: int) -> int:
-        """Return three bit sets of reducers: to exchange, with an odd step count, and garbage-collected on this rank."""
+        """Return three bit sets of reducers: those to exchange, those with an odd step count, and those that are gone.
+
+        A reducer is gone if it was garbage-collected on this rank.
+        """
         due = odd = dropped = 0
         for each, ref in self._members.items():
             member = ref()
@@ -113,13 +116,14 @@ class Turns:
             )
 
 
-def _places(numbers: int) -> list[int]:
-    return [each for each in range(_PLACES) if numbers >> each & 1]
+def _numbers_in(bits: int) -> list[int]:
+    """Return the numbers of the reducers in a bit set."""
+    return [each for each in range(_PLACES) if bits >> each & 1]
 
 
 _TURNS: weakref.WeakKeyDictionary[Backend, Turns] = weakref.WeakKeyDictionary()
 
 
 def turns(backend: Backend) -> Turns:
-    """Return the reducers of ``backend``."""
+    """Return the :class:`Turns` of ``backend``."""
     return _TURNS.setdefault(backend, Turns(backend))

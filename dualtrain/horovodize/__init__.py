@@ -1,4 +1,4 @@
-"""Runner for unmodified Horovod scripts on torch.distributed, and a checker that finds differences in their source."""
+"""Runner for unmodified Horovod scripts on torch.distributed, and a checker of their source code."""
 
 from dualtrain.horovodize.imports import install, uninstall
 

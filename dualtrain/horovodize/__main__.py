@@ -12,7 +12,7 @@ finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on H
 status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read.
 
 --fix makes the safe repairs, changes no other byte, and lists the remaining findings, which determine the exit status as
-with --check. --diff prints the changes, for patch, and writes nothing.
+with --check. --diff prints the changes as a diff for patch, and writes nothing.
 
 --prove runs the script on Horovod and on torch.distributed, and compares weights and speed (see --prove --help).
 --recorder prints a program that records a script's run on a machine with Horovod and without dualtrain.
@@ -67,7 +67,7 @@ def _load(first: str, rest: list[str]) -> Program:
         raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":
         known = "-m, --check, --fix, --prove, --recorder, --help"
-        raise UserError(f"unknown option {first!r}: known are {known}; put options of the script after its name")
+        raise UserError(f"unknown option {first!r}: the options are {known}; put options of the script after its name")
     if first == "-m" and not rest:
         raise UserError("-m was given without a module: name one, or see --help")
     wanted = os.environ.get("DUALTRAIN_BACKEND", "")

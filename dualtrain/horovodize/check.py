@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --check SCRIPT…``: list lines with differences from Horovod, and mistakes."""
+"""``python -m dualtrain.horovodize --check SCRIPT…``: list lines that work differently than on Horovod, and mistakes."""
 
 from __future__ import annotations
 

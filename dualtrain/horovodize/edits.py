@@ -75,7 +75,8 @@ class Layout:
     def insert_before(self, statement: ast.stmt, code: str) -> list[Edit]:
         """Insert the simple statement ``code`` before ``statement`` and the comments above it.
 
-        After ``if x:`` or a semicolon on the same line, insert ``code; `` instead. Before ``elif``, return no edits.
+        If other code precedes ``statement`` on its line (``if x:``, or a semicolon), insert ``code; `` between them. Return
+        no edits before ``elif``, and before a compound statement that does not begin its line.
         """
         start = self.start(statement)
         number, prefix = self._line_of(start)
@@ -107,7 +108,10 @@ class Layout:
         return [edits[0]._replace(new=f"{prefix}{header}{self._line_end}{unit}"), *edits[1:]]
 
     def add_keywords(self, call: ast.Call, keywords: Sequence[str]) -> list[Edit]:
-        """Add keyword arguments to ``call``; return no edits if the end of the call has an unexpected form."""
+        """Add keyword arguments to ``call``.
+
+        Return no edits if the only argument is a generator expression, or the last argument is in parentheses.
+        """
         given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         close = self.end(call) - 1
         if not given:
@@ -147,6 +151,7 @@ class Layout:
         return line.startswith(f"{prefix}#") and not _CELL.match(line.strip())
 
     def _has_long_string(self, statement: ast.stmt) -> bool:
+        """Return whether ``statement`` contains a string of several lines, which indentation would change."""
         return any(
             isinstance(node, ast.JoinedStr | ast.Constant)
             and node.end_lineno != node.lineno

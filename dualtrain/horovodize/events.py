@@ -52,9 +52,10 @@ def _event(source: Source, call: ast.Call) -> Event | None:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events between the last backward or step and event ``number``. With ``strictly``, steps do not count.
+    """Return the events between the last backward pass or step and event ``number``, or else all earlier events.
 
-    If there is no such backward or step, return all earlier events; with ``strictly``, return None.
+    With ``strictly``, return the events since the last backward pass, including steps; None if there is no such pass. Leave
+    out events that are in another branch of an ``if`` than event ``number``.
     """
     found: list[Event] = []
     this = events[number]
@@ -69,7 +70,7 @@ def since_backward(source: Source, events: list[Event], number: int, *, strictly
 
 
 def until_backward(events: list[Event], number: int) -> Iterator[Event]:
-    """Yield the events between event ``number`` and the next backward."""
+    """Yield the events between event ``number`` and the next backward pass."""
     for event in events[number + 1 :]:
         if event.kind == "backward":
             return

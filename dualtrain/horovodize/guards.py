@@ -120,7 +120,7 @@ class Guards:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
-        """Yield each condition on which ``node`` runs, and the value that the condition must have."""
+        """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""
         below = node
         for above in self.source.above(node):
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
@@ -140,6 +140,7 @@ class Guards:
         return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
 
     def _is_off(self, test: ast.expr, truth: bool) -> bool:
+        """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self._is_off(test.operand, not truth)
         if isinstance(test, ast.BoolOp):
@@ -167,6 +168,7 @@ class Guards:
         return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
+        """Return the value of a comparison when Horovod is used with several ranks; None if unknown."""
         if not isinstance(right, ast.Constant):
             return None
         if self._is_size(left):

@@ -12,11 +12,12 @@ from dualtrain.horovodize.rules.environment import is_guarded
 from dualtrain.horovodize.source import Finding, Source
 
 _RUNNER = "start the script with torchrun -m dualtrain.horovodize"
-_IGNITE = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
+#: Libraries that import Horovod themselves.
+_IMPORTERS = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
 
 def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list[Finding]]:
-    """Return two lists: the findings that change the imports, and the finding that says why the imports must not change.
+    """Return two lists: findings with edits of the imports, and the finding that says why the imports must not change.
 
     At least one of the lists is empty.
 
@@ -30,7 +31,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     stays = next((node for node, edits in changes if not edits), None)
     if not lines:
         return [], []
-    if any(_IGNITE.match(name) for name in source.imported_names):
+    if any(_IMPORTERS.match(name) for name in source.imported_names):
         why = "a library that the script uses imports Horovod itself"
     elif not initialized:
         why = "hvd.init() is called in another file; give all files of the program at once"

@@ -1,8 +1,8 @@
 """Import hook: ``import horovod…`` in a script loads the modules of ``dualtrain.hvd``.
 
 The table ``HOMES`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``, ``forkserver``)
-start without the hook but with the parent's ``sys.path``. So a folder on this path contains a module ``horovod``, which
-installs the hook.
+start without the hook but with the parent's ``sys.path``. So :func:`install` adds a folder to this path: its module
+``horovod`` installs the hook in the child.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ ENGINES = {
     "horovod.spark.runner": ("dualtrain.spark.barrier", "run"),
 }
 
-#: Module and name of the function that replaces ``horovod.run``. It is imported when called, because it uses this module.
+#: Module and name of the function that replaces ``horovod.run``. It is imported only when it is called,
+#: because its module imports this package.
 _RUN = "dualtrain.functions.local", "horovod_run"
 
 
@@ -81,7 +82,7 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            # importlib returns the module of this entry to the importer.
+            # importlib returns the module in this entry, instead of ``module``.
             sys.modules[module.__name__] = import_module(self.target)
         except ModuleNotFoundError as error:
             if error.name != self.target:

@@ -1,4 +1,4 @@
-"""The names of Horovod 0.28.1 by kind, because ``--check`` does not import Horovod."""
+"""Names of Horovod 0.28.1, sorted by kind. They are listed here because ``--check`` does not import Horovod."""
 
 #: Collectives that return a new tensor and do not change their input.
 OUT_OF_PLACE = {
@@ -49,7 +49,8 @@ PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES 
 #: Subpackages of horovod for frameworks other than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "tensorflow"}
 
-#: Arguments of horovod.run about several hosts, elastic training or output files, which are refused unless they are None.
+#: Arguments of horovod.run for several hosts, elastic training and output files. They are refused unless they are None;
+#: ``hosts`` may also name this host.
 RUN_UNSUPPORTED = (
     *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
     *("host_discovery_script", "output_filename", "min_np", "max_np"),

@@ -60,7 +60,7 @@ def _following_with_callers(source: Source, first: ast.AST, depth: int) -> Itera
 
 
 def _following(source: Source, first: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes after ``first`` in the same function, up to a block that leaves the function."""
+    """Yield the nodes after ``first`` in the same function, until a block ends with a return, an exception or an exit."""
     guards, scope = Guards(source), source.scope(first)
     statement = source.statement(first)
     while statement is not scope:

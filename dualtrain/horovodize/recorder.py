@@ -159,7 +159,7 @@ class Recorder:
         self._resumed = time.perf_counter()
 
     def _is_end(self) -> bool:
-        """Return whether this rank has taken all steps that are recorded."""
+        """Return whether this rank has taken all steps that are to be recorded."""
         counts = [count for count in self.counts if count]
         enough = bool(counts) and (min(counts) >= self.steps or max(counts) > self.steps)
         return enough or sum(counts) >= MOST_ROUNDS * self.steps

@@ -22,7 +22,11 @@ class ScriptFile(NamedTuple):
 
 
 def read_script(name: str) -> ScriptFile:
-    """Read a script. Raises UserError if it cannot be read or is not text."""
+    """Read a script.
+
+    Raises:
+        UserError: the script cannot be read, or is not text.
+    """
     try:
         with open_regular(name) as file:
             data = file.read()

@@ -15,7 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 #: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
 
-#: Modules that have the names of horovod.torch.
+#: Modules with the API of horovod.torch.
 HOMES = ("horovod.torch", "dualtrain.hvd")
 _MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 
@@ -94,7 +94,7 @@ class Source:
         return (call for call in self.calls if self.hvd(call.func) in names)
 
     def spell(self, name: str, at: ast.AST) -> str:
-        """Return the expression for horovod.torch's ``name`` at ``at``; "" unless it is certainly imported there."""
+        """Return how code at the node ``at`` can refer to horovod.torch's ``name``; "" unless it is certainly imported."""
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue
@@ -190,7 +190,7 @@ class Source:
 
     @cached_property
     def definitions(self) -> list[tuple[str, list[str]]]:
-        """Functions, methods and classes: (name, names of the parameters that a call fills in order)."""
+        """Functions, methods and classes: (name, names of the parameters for positional arguments)."""
         found = []
         for node in self.nodes:
             if isinstance(node, Function):
@@ -229,10 +229,11 @@ class Source:
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Return whether the two nodes are in different branches of one ``if``."""
-        arms = {above: _arm(above, below) for above, below in self._steps(one)}
-        return any(above in arms and arms[above] != _arm(above, below) for above, below in self._steps(other))
+        arms = {above: _arm(above, below) for above, below in self._branches(one)}
+        return any(above in arms and arms[above] != _arm(above, below) for above, below in self._branches(other))
 
-    def _steps(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yield each ``if`` with ``node`` in a branch, and its child that contains ``node``."""
         below = node
         for above in self.above(node):
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
@@ -289,6 +290,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _arm(branch: ast.AST, below: ast.AST) -> bool:
+    """Return whether ``below`` is in the body of the ``if`` statement or expression ``branch``, not in its ``else``."""
     body = getattr(branch, "body", None)
     return below in body if isinstance(body, list) else below is body
 

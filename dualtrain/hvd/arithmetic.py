@@ -30,8 +30,8 @@ _SMALLEST_NORM = sys.float_info.min**0.5
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied in 64-bit floats
-    (in int64, values of 2**53 and more are multiplied exactly), then truncated toward zero.
+    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied exactly by a whole
+    number; by other factors as 64-bit floats (int64 values from 2**53 on: as fractions), then truncated toward zero.
     """
     if factor == 1:
         return tensor
@@ -62,10 +62,10 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
     if factor == 1:
         return average_(total, divisor)
     if not (total.is_floating_point() or total.is_complex()):
-        over, under = factor.as_integer_ratio()
+        numerator, denominator = factor.as_integer_ratio()
         largest = max(int(total.max()), -int(total.min())) if total.numel() else 0
-        if under * divisor < _INT64 and largest * abs(over) < _INT64:
-            return torch.div(total.long() * over, under * divisor, rounding_mode="trunc").to(total.dtype)  # exact
+        if denominator * divisor < _INT64 and largest * abs(numerator) < _INT64:  # exact in int64
+            return torch.div(total.long() * numerator, denominator * divisor, rounding_mode="trunc").to(total.dtype)
     return scaled(total, factor / divisor)
 
 

@@ -111,7 +111,7 @@ class HorovodReducer(ABC):
     def reset_passes(self) -> None:
         """Count backward passes from zero again, because gradients are synchronized."""
         if not self.dirty:
-            return  # no backward since the last reset
+            return  # no backward pass since the last reset
         self.dirty, self.ready = False, 0
         for slot in self.hooks.slots:
             slot.passes = 0
@@ -157,7 +157,7 @@ class HorovodReducer(ABC):
         """Close the reducers of earlier optimizers that have exactly these parameters, before a new reducer replaces them.
 
         Two reducers of the same parameters cannot work: on Horovod, their calls would have equal names. An old optimizer
-        may still exist, because Lightning wraps the optimizer in each ``fit``; the old one is freed by garbage collection.
+        may still exist: Lightning wraps the optimizer in each ``fit``, and only garbage collection frees the previous one.
         """
         params = {id(p) for _, p in named}
         for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:

@@ -97,7 +97,7 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     detach()
     if current.process != os.getpid():
-        return  # a forked child shares the rank's connections: its end must not end the world
+        return  # a forked child shares the rank's connections, so it must not close them when it exits
     current.engine.close()
     if current.owned:
         current.engine.backend.close()

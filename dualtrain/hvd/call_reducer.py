@@ -17,7 +17,9 @@ from dualtrain.hvd.process_sets import ProcessSet
 
 
 class CallReducer(HorovodReducer):
-    """Combines all gradients by one grouped allreduce: for the user's own compressors, Min, Max and Product.
+    """Combines all gradients by one grouped allreduce.
+
+    For the user's own compressors, Min, Max and Product, and for float16 sums that reproduce Horovod's.
 
     Args:
         named: the parameters, the same on every rank of the set.

@@ -39,7 +39,7 @@ def _resolve_op(op: int | None, average: bool | None) -> int:
     if op is None:
         return Average if average is None or average else Sum
     if op not in NAMES:
-        raise ValueError(f"no reduction is called {op!r}: pass hvd.Average, Sum, Adasum, Min, Max or Product")
+        raise ValueError(f"op={op!r} is not a reduction: pass hvd.Average, Sum, Adasum, Min, Max or Product")
     return op
 
 

@@ -82,12 +82,12 @@ class ChannelReducer(HorovodReducer):
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
-            RuntimeError: the reducer was closed.
+            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
         if self.is_reduced():
             return
         if self.closed:
-            raise RuntimeError("the reducer was closed and averages no gradients: create the optimizer again")
+            raise RuntimeError("this optimizer was closed, or a new one of its parameters replaced it: use a new optimizer")
         try:
             with as_horovod_errors():
                 self._run_exchange()
@@ -126,7 +126,7 @@ class ChannelReducer(HorovodReducer):
             self._is_left_out = False
             self._exchange.extra.zero_()
             for bucket in self._exchange.schedule.buckets:
-                bucket.trained_elsewhere = None  # a joined rank takes no steps, whether its parameters are frozen or not
+                bucket.trained_elsewhere = None  # a joined rank takes no steps, so its frozen parameters need no refusal
         self.renew()
         self.reset_passes()
         for slot in self.hooks.slots:
@@ -217,11 +217,12 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe the transfer, on which the layout depends. HOROVOD_FUSION_THRESHOLD may differ between hosts."""
+        """Describe the options that the ranks compare. They may differ: each host has its own HOROVOD_FUSION_THRESHOLD."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
-        options = f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before} and {t.after}"
-        return f"{options}, sparse as dense: {t.sparse_as_dense}"
+        factors = f"factors {t.before} before and {t.after} after the sum"
+        options = f"buckets of at most {t.bucket_bytes} bytes, groups {groups}, dtype {t.dtype}, {factors}"
+        return f"{options}, sparse_as_dense={t.sparse_as_dense}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """Lay out and send all buckets, in the engine's thread, because the main thread may wait for another optimizer."""

@@ -70,7 +70,7 @@ class Channels:
 
     def release_with(self, owner: object, name: str) -> None:
         """Release the channel ``name`` when ``owner`` is freed."""
-        # Do not close it here: garbage collection may run in any thread, at any moment.
+        # Do not close the channel here: garbage collection may run in any thread, at any moment.
         weakref.finalize(owner, self._released.put, name)
 
     def close_released(self) -> None:

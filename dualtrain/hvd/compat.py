@@ -76,12 +76,12 @@ def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
     with torch.enable_grad():
         inner.step()
     moved = any(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
-    counted = any(_is_something(value) for state in optimizer.state.values() for value in state.values())
+    counted = any(_is_nonzero(value) for state in optimizer.state.values() for value in state.values())
     if moved or counted or any(group.get("dampening") for group in optimizer.param_groups):
         note(FRESH_STATE)
 
 
-def _is_something(value: Any) -> bool:
+def _is_nonzero(value: Any) -> bool:
     return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
 
 

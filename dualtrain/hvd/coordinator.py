@@ -171,7 +171,8 @@ class Coordinator:
         absent = [rank for rank in members if rank not in calls]
         problem = disagreement(key, calls)
         if absent and key[1] not in _JOINABLE:
-            problem = f"{_title(key)} is not possible while {_ranks(absent)} has joined"
+            joined = f"{_ranks(absent)} {'have' if len(absent) > 1 else 'has'} joined"
+            problem = f"{_title(key)} is not possible, because {joined}"
         if problem is None and key[1] in _WORLD_WIDE:
             problem = self._change_sets(key, calls)
         if problem is not None:
@@ -266,7 +267,7 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
         if first.get("layout") != other.get("layout"):
             pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
             one, two = next((a, b) for a, b in pairs if a != b)
-            return f"{title}: the parameters differ: {one} on rank {first_rank}, {two} on rank {rank}"
+            return f"{title}: the parameters or options differ: {one} on rank {first_rank}, {two} on rank {rank}"
         first_tensors, other_tensors = first.get("tensors", []), other.get("tensors", [])
         if len(first_tensors) != len(other_tensors):
             return f"{title}: {len(first_tensors)} tensors on rank {first_rank}, {len(other_tensors)} on rank {rank}"

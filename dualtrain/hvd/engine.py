@@ -207,7 +207,7 @@ class Engine:
         failure = watch.failure if watch is not None else None
         self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
         if self.backend.rank != 0:
-            self._control.close()  # rank 0 waits for this before it ends
+            self._control.close()  # before it exits, rank 0 waits until all ranks have closed their ends
 
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None

@@ -33,7 +33,10 @@ class Executor:
         self.gpu: torch.device | None = backend.device if backend.device.type == "cuda" else None
 
     def run(self, message: Message, pending: Pending | None) -> Any:
-        """Execute the call of ``message``, and return its result. ``pending`` is ``None`` if this rank has joined."""
+        """Execute the call of ``message``, and return its result.
+
+        ``pending`` is ``None`` if this rank did not make the call: it has joined, or is outside the process set.
+        """
         with self._on_gpu(message):
             return self._dispatch(message, pending)
 

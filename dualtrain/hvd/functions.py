@@ -46,10 +46,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
-    This function never calls ``step()``, except to reproduce Horovod's defects. Horovod's function steps an optimizer
-    without state, with gradients of zeros, so that weight decay changes the weights, and does not send the
-    options of such optimizers. As with Horovod, the parameters of an optimizer without state have gradients of zeros
-    afterwards.
+    This function never calls ``step()``, except to reproduce Horovod's defects. If an optimizer has no state, Horovod's
+    function takes a step with gradients of zeros, so that weight decay changes the weights, and does not send the
+    optimizer's options. As with Horovod, the parameters of an optimizer without state have gradients of zeros afterwards.
 
     Args:
         optimizer: any optimizer, distributed or not.

@@ -27,8 +27,8 @@ Splits = Sequence[int] | torch.Tensor | None
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """Return every rank's rows, in rank order. Collective by name; blocks; differentiable.
 
-    Ranks may have different numbers of rows. Tensors without dimensions are gathered into a tensor of shape (size,). A
-    rank's gradient is the average over all ranks' gradients of its rows.
+    Ranks may have different numbers of rows. Tensors without dimensions are gathered into a tensor of shape (size,). The
+    gradient of a rank's rows is the average of all ranks' gradients of these rows.
     """
     return differentiable(ALLGATHER, [tensor], call_options(name, process_set))[0]
 
@@ -56,7 +56,7 @@ def broadcast(
 ) -> torch.Tensor:
     """Return the tensor of ``root_rank`` on every rank. Collective by name; blocks; differentiable.
 
-    ``root_rank`` is a rank of the world, in a process set too. The root's gradient is the average of all ranks'
+    ``root_rank`` is a rank of the world, even in a call on a process set. The root's gradient is the average of all ranks'
     gradients; on other ranks it is zero.
     """
     return differentiable(BROADCAST, [tensor], call_options(name, process_set, root_rank=root_rank))[0]
@@ -196,8 +196,8 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
     """Report that this rank has no more data; block until all ranks have joined, and return the rank that joined last.
 
     Until then this rank contributes the identity element to the other ranks' reductions (zero for a sum; Horovod uses
-    zero for a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other operations fail on the ranks
-    that call them.
+    zero for a minimum too), and zeros to the gradients of ``DistributedOptimizer``. A barrier does not wait for this
+    rank. All other operations fail on the ranks that call them.
 
     Args:
         device: ignored; accepted because Horovod does.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
+from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests use it)
 from dualtrain.hvd.arithmetic import Adasum, Average, Max, Min, Product, Sum
 from dualtrain.hvd.basics import (
     ccl_built,

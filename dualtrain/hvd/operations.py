@@ -47,15 +47,15 @@ def allreduce(task: Task) -> list[torch.Tensor]:
         results = [scaled(_adasum(task, tensor), facts["post"]) for tensor in inputs]
     else:
         totals = [
-            compat.rounded_sum(total, tensor.dtype) for total, tensor in zip(_summed(task, inputs), inputs, strict=True)
+            compat.rounded_sum(total, tensor.dtype) for total, tensor in zip(_reduced(task, inputs), inputs, strict=True)
         ]
         done = [finished(total, facts["op"], facts["divisor"], facts["post"]) for total in totals]
         results = [wire.unpack(total, tensor) for total, tensor in zip(done, inputs, strict=True)]
     return _delivered(task, results)
 
 
-def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the reduced values of ``inputs``, in wire dtypes; tensors of one dtype and device are sent together."""
+def _reduced(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the reduced values of ``inputs``, in wire dtypes. Tensors with the same dtype and device are sent together."""
     groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
     packed = [wire.pack(tensor) for tensor in inputs]
     for i, (tensor, values) in enumerate(zip(inputs, packed, strict=True)):

@@ -88,7 +88,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 def _several(process_set: ProcessSet) -> bool:
-    """Return whether the set has several ranks, also while it is not in use."""
+    """Return whether the set has several ranks, even if it is not in use."""
     return len(process_set.ranks or []) > 1
 
 
@@ -119,22 +119,22 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stop combining gradients: from now on each rank keeps its own gradients. A second call does nothing."""
+        """Remove the hooks, so that later backward passes send no gradients; do not step afterwards. May be repeated."""
         if self.reducer is not None:
             self.reducer.close()
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         wrapped = {p for group in self.optimizer.param_groups for p in group["params"]}
         named = [(name, p) for name, p in named if p in wrapped]
-        place = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
-        HorovodReducer.close_replaced(named, *place[:2])
+        options = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        HorovodReducer.close_replaced(named, *options[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
             compat.note(compat.HALF)  # a grouped allreduce sums in 16 bits as Horovod does; buckets do not
-            return CallReducer(named, *place, self.op, compression, predivide=1 / transfer.before)
+            return CallReducer(named, *options, self.op, compression, predivide=1 / transfer.before)
         if self.op not in (Average, Sum) or compression not in NARROW:
-            return CallReducer(named, *place, self.op, compression)
-        return ChannelReducer(named, *place, transfer)
+            return CallReducer(named, *options, self.op, compression)
+        return ChannelReducer(named, *options, transfer)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not wrapped yet
@@ -298,7 +298,7 @@ class _AdasumOptimizer(_Optimizer):
         A rank outside of the process set only steps.
 
         Raises:
-            ValueError: before the step, the process set is not in use.
+            ValueError: the process set is not in use; no step was taken.
         """
         if not self.process_set.included():
             return self.optimizer.step(closure)

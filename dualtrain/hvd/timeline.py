@@ -1,6 +1,6 @@
 """Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes the file: when each rank was ready (NEGOTIATE_…), and when rank 0 itself executed the call. The file is
+Rank 0 writes the file. It shows when each rank was ready (NEGOTIATE_…), and when rank 0 itself executed the call. It is
 valid JSON at any moment, even if the run is killed.
 """
 
@@ -20,7 +20,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._lines: dict[str, int] = {}  # tensor → index of its line in the chart
-        self._open: set[tuple[str, str]] = set()  # activities in progress, also while no file is open
+        self._open: set[tuple[str, str]] = set()  # activities in progress, even while no file is open
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 

@@ -33,7 +33,7 @@ def build(
             ``(shape, classes)``, or without arguments if it takes none, and returns a module.
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
-        pretrained: start from torchvision's weights, except for a head of another size; :func:`fetch` downloads them first.
+        pretrained: start from torchvision's weights, except for a head of another size. They are downloaded if missing.
         freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def convnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Build two 3×3 convolutions of 16 and 32 channels, a pooling, and two linear layers."""
+    """Build two 3×3 convolutions of 16 and 32 channels, max pooling, and two linear layers."""
     channels, height, width = shape
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
@@ -26,7 +26,7 @@ def convnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def mnist_net(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Build two 3×3 convolutions of 10 channels, each with a pooling, and one linear layer (490 → 10 on MNIST)."""
+    """Build two 3×3 convolutions of 10 channels, each with max pooling, and one linear layer (490 → 10 on MNIST)."""
     channels, height, width = shape
     return nn.Sequential(
         nn.Conv2d(channels, 10, 3, padding=1),

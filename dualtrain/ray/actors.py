@@ -1,4 +1,4 @@
-"""Ray's part of ``RayExecutor``: a placement group, and an actor for each rank. The only file that imports ray."""
+"""The part of ``RayExecutor`` that uses Ray: a placement group, and an actor for each rank. No other file imports ray."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def results(references: Sequence[Any], seconds: float | None, what: str) -> list
         return list(ray.get(list(references), timeout=seconds))
     except ray.exceptions.GetTimeoutError:
         raise UserError(
-            f"{what} took longer than {seconds:g} s: see the workers' state with `ray status`, or give a larger timeout_s"
+            f"{what} took longer than {seconds:g} s: look at the workers with `ray status`, or give a larger timeout_s"
         ) from None
 
 

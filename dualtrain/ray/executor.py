@@ -18,13 +18,13 @@ class RayExecutor:
     Args:
         settings: from :meth:`create_settings`, or Horovod's own; ``None`` for the defaults.
         num_workers: number of ranks.
-        num_hosts: number of hosts, in place of ``num_workers``: each gets ``num_workers_per_host`` ranks.
+        num_hosts: number of hosts, in place of ``num_workers``; each host gets ``num_workers_per_host`` ranks.
         num_workers_per_host: number of ranks on each of ``num_hosts``.
         cpus_per_worker: CPUs that Ray reserves for each rank.
         use_gpu: whether each rank gets GPUs.
         gpus_per_worker: GPUs of each rank; by default, 1 with ``use_gpu``.
         use_current_placement_group: whether to use the placement group of the calling task, if there is one.
-        elastic: min_workers, max_workers, reset_limit and similar arguments, which are refused unless they are ``None``.
+        elastic: ``min_workers``, ``max_workers``, ``reset_limit`` and similar arguments; refused unless they are ``None``.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RayExecutor:
     ) -> list[Any]:
         """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references to the results, in rank order.
 
-        If a rank fails, the others go on until :meth:`shutdown`.
+        If a rank fails, the other ranks continue until :meth:`shutdown`.
         """
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._execute(lambda _: fn(*given, **named))
@@ -126,8 +126,8 @@ class RayExecutor:
     ) -> list[Any]:
         """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all have ended, or one has failed.
 
-        If ``fn`` raises on a rank, or its process ends, all actors are ended with their objects, and Ray's exception is
-        raised, which names the rank. ``callbacks`` are ignored, as by Horovod's executor for a fixed number of workers.
+        If ``fn`` raises on a rank, or a rank's process ends, all actors are ended with their objects, and Ray's exception,
+        which names the rank, is raised. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
         """
         return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 
@@ -146,7 +146,7 @@ class RayExecutor:
             self._actors = None
 
     def _wait_for(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Return the results. If a rank fails, end the others, which might wait for it, or compute for nobody."""
+        """Return the results. If a rank fails, end the other ranks, which might wait for it without a limit."""
         try:
             return results(references, None, what)
         except Exception:

@@ -65,7 +65,7 @@ def placement(
     """Return the placement that the arguments of ``RayExecutor`` describe.
 
     Raises:
-        UserError: both or none of ``num_workers`` and ``num_hosts`` are given, a number is wrong, or
+        UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, a number is wrong, or
             GPUs are requested without ``use_gpu``.
     """
     if (num_workers is None) == (num_hosts is None):
@@ -77,6 +77,6 @@ def placement(
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"RayExecutor cannot have {size!r} ranks: give a whole number from 1")
     if gpus_per_worker and not use_gpu:
-        raise UserError("gpus_per_worker is given without use_gpu=True: give both, or none")
+        raise UserError("gpus_per_worker is given without use_gpu=True: give both, or neither")
     gpus = (gpus_per_worker or 1) if use_gpu else 0
     return Placement(size, num_hosts, cpus_per_worker, gpus, use_current_placement_group)

@@ -172,14 +172,14 @@ class Connection:
 def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: str, port: int) -> str:
     """Return an HMAC that only a holder of the secret can compute, for this one handshake.
 
-    It includes the port, so that a process which listens at another port cannot relay the two ends' proofs.
+    It includes the port, so that a process which listens at another port cannot pass one end's proof on to the other end.
     """
     facts = f"{end} {rank} {server_nonce} {client_nonce} {port}"
     return hmac.new(secret.encode(), facts.encode(), "sha256").hexdigest()
 
 
 def cut_off(error: Exception) -> bool:
-    """Return whether a connection ended because a host or the network failed, and not because the peer's process did."""
+    """Return whether a connection ended because a host or the network failed, rather than because the peer exited."""
     return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
 
@@ -204,7 +204,7 @@ class Ranks(Protocol):
 
 
 def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connection]:
-    """Connect every rank to rank 0. Return rank 0's connections, or another rank's only one. Collective; blocks.
+    """Connect every rank to rank 0. Return all connections of rank 0; on other ranks, the only one. Collective; blocks.
 
     Args:
         ranks: broadcasts the address and the secret.

@@ -48,7 +48,7 @@ def address(towards: str = "") -> str:
 
     Uses the first of these that is not a loopback address: the address of the interface that the user chose,
     the address on the route to the host ``towards``, the address that this host's name resolves to, the address on the
-    default route, and the address of any interface.
+    default route, and the address of any interface. Without such an address, returns 127.0.0.1.
     """
     overrides = (os.environ.get(name, "").partition(",")[0].lstrip("=") for name in OVERRIDES)
     found = [ipv4(name) for name in overrides if name]
@@ -101,7 +101,7 @@ def _resolved(host: str) -> str:
 
 
 def _route(towards: str) -> str:
-    """Return this host's address on the route to ``towards``. Connecting a UDP socket sends nothing."""
+    """Return this host's address on the route to ``towards``; ``connect`` of a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         try:
             unsent.connect((towards, 9))

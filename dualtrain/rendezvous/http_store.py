@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class HttpStore(ThreadingHTTPServer):
-    """HTTP server on a free port of one address, until it is closed."""
+    """Key-value server on a free port of one address. Serves until :meth:`close`."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -60,14 +60,14 @@ def join(world: World, timeout: float) -> Store:
     assert world.rendezvous is not None
     host, port = world.rendezvous
     # The parent of spawned ranks serves all worlds of the job; otherwise each subset of ranks has its own server.
-    place = host, port, *(("", 0) if world.served else (world.name, world.size))
-    if place not in _JOINED:
+    key = host, port, *(("", 0) if world.served else (world.name, world.size))
+    if key not in _JOINED:
         if world.rank == 0 and not world.served:
-            _JOINED[place] = _serve(world, host, port)
+            _JOINED[key] = _serve(world, host, port)
         else:
             ports = range(port, port + world.ports)
-            _JOINED[place] = dial(host, ports, world.rank, _secret(world), timeout, world.name)
-    return _JOINED[place]
+            _JOINED[key] = dial(host, ports, world.rank, _secret(world), timeout, world.name)
+    return _JOINED[key]
 
 
 def _secret(world: World) -> str:
@@ -77,17 +77,17 @@ def _secret(world: World) -> str:
 
 def leave(world: World) -> None:
     """Undo :func:`join`, for a world that could not start."""
-    for place in [place for place in _JOINED if place[:2] == world.rendezvous]:
-        _JOINED.pop(place).close()
+    for key in [key for key in _JOINED if key[:2] == world.rendezvous]:
+        _JOINED.pop(key).close()
 
 
 def _serve(world: World, host: str, port: int) -> StoreServer:
     if (host, port) in _RESERVED:
         return serve(_RESERVED.pop((host, port)), world.size, _secret(world), world.name)
     # Many hosts resolve their own name to a loopback address, which other hosts cannot reach.
-    misled = not world.single_host and host != "localhost" and not host.startswith("127.") and is_loopback(host)
+    unreachable = not world.single_host and host != "localhost" and not host.startswith("127.") and is_loopback(host)
     try:
-        listening = listen(address() if misled else host, range(port, port + world.ports), world.size)
+        listening = listen(address() if unreachable else host, range(port, port + world.ports), world.size)
         return serve(listening, world.size, _secret(world), world.name)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -103,11 +103,11 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
 
 def world_of(comm: Any, world: World) -> World:
     """Return the world of an mpi4py communicator's processes. Collective over the communicator; blocks."""
-    place = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
-    if place.size == 1:
-        return replace(place, name="")
-    rendezvous, secret = _share(place, comm.bcast, comm.allgather)
-    return replace(place, rendezvous=rendezvous, secret=secret)
+    found = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
+    if found.size == 1:
+        return replace(found, name="")
+    rendezvous, secret = _share(found, comm.bcast, comm.allgather)
+    return replace(found, rendezvous=rendezvous, secret=secret)
 
 
 def ranks_in_world(comm: Any) -> list[int]:
@@ -120,7 +120,7 @@ def ranks_in_world(comm: Any) -> list[int]:
 
 #: Servers of horovodrun through which this process has compared names.
 _COMPARED: set[str] = set()
-#: A (host, port) and a secret.
+#: The (host, port) of a store, and its secret.
 Meeting = tuple[tuple[str, int], str]
 Result = TypeVar("Result")
 _REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused
@@ -172,8 +172,8 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
 
 def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
     hosts = allgather(identity())
-    place = reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
-    (host, port), secret = bcast(place, root=0)
+    meeting = reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
+    (host, port), secret = bcast(meeting, root=0)
     return (str(host), int(port)), str(secret)
 
 
@@ -181,12 +181,12 @@ def reserve(single_host: bool) -> Meeting:
     """Listen on a free port, on which this process will serve its job's store; return the address and a new secret."""
     host = "127.0.0.1" if single_host else address()
     listening = listen(host, [0], backlog=128)
-    place = host, int(listening.getsockname()[1])
-    _RESERVED[place] = listening
-    return place, secrets.token_hex(32)
+    where = host, int(listening.getsockname()[1])
+    _RESERVED[where] = listening
+    return where, secrets.token_hex(32)
 
 
-#: Without proxies: a proxy cannot reach the job's own server, and must not see its secret.
+#: Opens a URL without a proxy: a proxy cannot reach the job's own server, and must not see its secret.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
@@ -210,8 +210,8 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
     If the names differ, it blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
-    when the first one exits. The list is empty without such a server, under elastic horovodrun, and for every call
-    of a process after the first.
+    when the first one exits. The list is empty without such a server, under elastic horovodrun, and in all calls of a
+    process but the first.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.

@@ -43,6 +43,8 @@ def place_ranks(
 ) -> World:
     """Return ``world`` with local and cross ranks that follow from the hosts of all ranks. Collective; blocks.
 
+    Also checks that all ranks use the same backend, and that their hosts can reach each other.
+
     Args:
         store: the job's store, without keys of earlier worlds.
         world: this process's place.

@@ -68,8 +68,8 @@ def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | No
         reason = os.strerror(error.errno) if error.errno else f"no answer within {_SECONDS:g} s"
         return (
             f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other} at {host}:{port} ({reason}): "
-            "each host of a job needs any port of the others; open the firewall between them, or choose the interface that "
-            "connects them (GLOO_SOCKET_IFNAME)"
+            "each host of a job must be able to connect to any port of the others; open the firewall between them, or "
+            "choose the interface that connects them (GLOO_SOCKET_IFNAME)"
         )
     return None
 

@@ -33,8 +33,8 @@ class Store(Hashable, Protocol):
         """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
 
         ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to a
-        value and returns the sum. ``"swap"`` takes [old, new], sets new if the value is old (``""``: not set), and returns
-        the value after that. ``"drop"`` removes a key. ``"has"`` returns whether all keys of a list are set in time.
+        value and returns the sum. ``"swap"`` takes [old, new], sets new if the value is old (``""`` means not set), and
+        returns the resulting value. ``"drop"`` removes a key. ``"has"`` returns whether all keys of a list are set in time.
         ``"count"`` returns the number of keys.
         """
         ...
@@ -141,7 +141,7 @@ class StoreServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # probably too many open files, until unauthenticated peers are disconnected
+                time.sleep(0.05)  # probably too many open files: try again once unauthenticated peers are disconnected
                 continue
             with self._changed:
                 accepted = self._handshakes < _UNAUTHENTICATED + self._size

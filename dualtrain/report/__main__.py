@@ -1,6 +1,6 @@
 """``python -m dualtrain.report RUN [RUN …] [--out PAGE.html] [--watch]``: show the results of runs on one page.
 
-Runs may be finished, running or interrupted. The charts show all runs in the same axes. Without --out, the page is
+Runs may be finished, running or interrupted. Each chart shows all runs. Without --out, the page is
 report.html, in the run's folder if there is one run, else in the current folder. The page is one file that loads nothing.
 
 With --watch no file is written. Instead, the page is served on this host alone, at an address that is printed, and follows

@@ -4,7 +4,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const REFRESH_SECONDS = 2;
   const LOAD = 20; // least pause between two refreshes, in multiples of the time that a refresh takes
-  const off = { run: new Set(), kind: new Set() }; // hidden runs and kinds of curves; kept at a refresh
+  const off = { run: new Set(), kind: new Set() }; // hidden runs and kinds of curves; a refresh keeps them
   let charts = [];
 
   const make = (name, attributes, content) => {
@@ -28,7 +28,7 @@
       return { run: group.dataset.run, label: group.dataset.label, color: group.getAttribute("class"), kind, name, points };
     });
     const chart = { figure, svg, curves, zero: "zero" in svg.dataset, view: null };
-    // Chromium does not draw paths in a viewBox of less than about one unit, as of learning rates: enlarge the coordinates.
+    // Chromium draws no paths in a viewBox smaller than about one unit, as learning rates need: enlarge the coordinates.
     const { left, right, low, high } = rangeOf(chart);
     chart.scale = [1000 / (right - left), 1000 / (high - low)];
     for (const path of svg.querySelectorAll(".plot path")) {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dualtrain.report.document import text
 from dualtrain.report.runs import Points, Run
 
-MOST_POINTS = 600  # points of a drawn curve at most, about one per pixel
+MOST_POINTS = 600  # largest number of points of a drawn curve, about one per pixel
 WIDER = 4.0  # largest difference in width between equal curves, in pixels
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 #: CSS class of each kind of curve.

@@ -1,6 +1,6 @@
 """Server of the report of running runs, on the loopback interface. The page reloads itself while it is open.
 
-Other users of the host can connect to the port too. Therefore the path is a secret; other paths get status 403.
+Other users of the host can connect to the port too. Therefore the address contains a secret; other paths get status 403.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks in Spark's barrier mode: all tasks of a stage start together, and each runs its rank as a child process.
+"""Ranks in Spark's barrier mode: all tasks of a stage start together, and each task runs one rank as a child process.
 
 The task of rank 0 serves the ranks' store. No other file imports pyspark.
 """
@@ -61,7 +61,8 @@ def run(
         args: its positional arguments.
         kwargs: its keyword arguments.
         num_proc: number of ranks; by default, ``spark.default.parallelism``.
-        start_timeout: seconds within which Spark must start all tasks; by default HOROVOD_SPARK_START_TIMEOUT, else 600.
+        start_timeout: seconds within which Spark must start all tasks; by default, the value of the environment variable
+            HOROVOD_SPARK_START_TIMEOUT, or 600 if that is not set.
         use_mpi, use_gloo, extra_mpi_args, verbose, prefix_output_with_timestamp: ignored.
         env: more environment variables for the ranks.
         stdout, stderr: not supported: the ranks' output is in the logs of Spark's executors.
@@ -86,7 +87,7 @@ def run(
         raise UserError("there is no SparkContext: start Spark first, as with SparkSession.builder.getOrCreate()")
     size = context.defaultParallelism if num_proc is None else num_proc
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise UserError(f"num_proc={num_proc!r} is no number of ranks: give a whole number from 1")
+        raise UserError(f"num_proc={num_proc!r} is not a number of ranks: give a whole number from 1")
     variables = dict(env or {})
     for interface in list(nics or ())[:1]:
         variables["GLOO_SOCKET_IFNAME"] = interface
@@ -124,7 +125,8 @@ class _Task:
             context.barrier()  # the store must serve until all ranks have ended
         except RankFailedError as error:
             if error.by_peer:
-                time.sleep(GRACE_SECONDS)  # Spark reports the task that fails first, which must be the failed rank's task
+                # Spark reports the task that fails first. That must be the task of the rank that caused the failure.
+                time.sleep(GRACE_SECONDS)
             raise error from None
         finally:
             if store is not None:
@@ -190,7 +192,7 @@ class _Job:
         raise UserError(
             f"Spark started {self._active()} of {self._size} tasks within {seconds:g} s, and ranks must start together; it "
             f"has {self._context.defaultParallelism} task slots (spark.default.parallelism): give a smaller num_proc, or a "
-            "longer start_timeout where executors are started on demand"
+            "longer start_timeout if executors are started on demand"
         )
 
 

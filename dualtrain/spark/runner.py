@@ -22,8 +22,8 @@ class HorovodRunner:
     def __init__(self, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
         if isinstance(np, bool) or not isinstance(np, int) or np == 0:
             raise UserError(
-                f"HorovodRunner(np={np!r}) gives no number of ranks: give a number of Spark tasks above 0, or below 0 a "
-                "number of processes on the driver"
+                f"HorovodRunner(np={np!r}) gives no number of ranks: give the number of Spark tasks, or a negative number "
+                "for processes on the driver"
             )
         if driver_log_verbosity not in ("all", "log_callback_only"):
             raise UserError(f"driver_log_verbosity={driver_log_verbosity!r} is unknown: give 'all' or 'log_callback_only'")

@@ -28,7 +28,7 @@ from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
 from dualtrain.user_code import in_one_line, user_traceback
 
-#: How many samples are searched for the cause of a loss that is not finite.
+#: Largest number of samples that are searched for the cause of a loss that is not finite.
 LARGEST_SEARCH = 10_000
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -86,11 +86,11 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         _try_sample(model, next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device)), what)
         for inputs, targets in stored_tensors(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
-    training_mode(model)  # a model of the user's own may be made in evaluation mode
+    training_mode(model)  # the user's own function may return a model in evaluation mode
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
-    """Yield the samples ``numbers`` as batches of one; nothing if they are stored in another form, such as files."""
+    """Yield the samples ``numbers`` as batches of one; nothing if ``source.stored``: ``contents`` then has no batches."""
     if getattr(source, "stored", False):
         return
     for sample in contents_of(source, numbers):
@@ -99,12 +99,12 @@ def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
 
 
 def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
-    """Return the first of the samples ``numbers`` whose inputs are not all finite, as far as it can be found."""
+    """Return the first of the samples ``numbers`` whose inputs are not all finite; ``None`` if none is found."""
     try:
         for number, (inputs, _) in zip(numbers[:LARGEST_SEARCH], stored_tensors(source, numbers), strict=False):
             if not inputs.isfinite().all():
                 return number
-    except Exception:  # a sample that cannot be read is not the reason
+    except Exception:  # a sample cannot be read, so it is not the one that training has read
         return None
     return None
 
@@ -115,7 +115,7 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
     try:
         try:
             outputs = model(inputs)
-        except ValueError as error:  # BatchNorm without running statistics needs several values of a channel
+        except ValueError as error:  # BatchNorm without running statistics needs several values per channel
             if isinstance(error, UserError):
                 raise
             inputs, targets = (torch.cat([part, part]) for part in sample)
@@ -169,7 +169,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
     if section.sync_batchnorm:
         synchronize_norms(model, backend)
     model = model.to(backend.device)
-    # Parameters of lazy layers have no layout yet.
+    # Don't convert unless requested: parameters of lazy layers have no memory format yet.
     return model.to(memory_format=torch.channels_last) if section.channels_last else model
 
 
@@ -210,7 +210,9 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
         return
     flag = f"--virtual-ranks {virtual}"
     if step.compress != "none":
-        raise UserError(f"--compress rounds each rank's own sums, so bits depend on the ranks: leave it or {flag} out")
+        raise UserError(
+            f"--compress rounds each rank's sums, so bits depend on the number of ranks: leave it or {flag} out"
+        )
     if model.compile:
         raise UserError(f"--compile may give other bits at each number of ranks: leave it or {flag} out")
     if run.data_parallel:
@@ -230,7 +232,7 @@ def compiled(model: nn.Module) -> Forward:
         try:
             outputs: torch.Tensor = fast(inputs)
         except compile_error() as error:
-            lines = str(error).strip().splitlines() or [""]  # the reason may be below a line "backend='inductor' raised:"
+            lines = str(error).strip().splitlines() or [""]  # the reason may follow a line "backend='inductor' raised:"
             reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
             raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
         return outputs
@@ -250,7 +252,7 @@ def compile_error() -> type[Exception]:
 
 @contextmanager
 def determinism(requested: bool) -> Iterator[None]:
-    """In the block, if ``requested``, allow only operations whose results repeat bit for bit; others raise an error."""
+    """If ``requested``, allow only operations whose results repeat bit for bit inside the block; others raise an error."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if requested:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS

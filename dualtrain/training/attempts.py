@@ -1,7 +1,7 @@
 """Record the attempts of a run (one for each start) in its folder: the failure that ended each, and the cost of recovery.
 
-``attempts.jsonl`` has a line for each event, and ``.progress`` the last step (:mod:`dualtrain.training.last_step`). Each
-attempt replaces both files, so a process of an earlier attempt, which has the old files open, cannot write to the new ones.
+``attempts.jsonl`` has a line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.training.last_step`).
+Each attempt replaces both files: a process of an earlier attempt has the old files open and cannot write to the new ones.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Death:
 
     Attributes:
         attempt: the attempt's name.
-        time: when a rank noticed the death; if none did, when the last step ended, or the attempt started.
+        time: when a rank detected the death; if none did, when the last step ended, or the attempt started.
         cause: the recorded cause, else ``UNKNOWN``.
         rank: the rank that failed first, if known.
         requested: whether a signal stopped all ranks.
@@ -108,7 +108,7 @@ class Recovery:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read the events of a run's folder, in order; skip lines that are no events. Raises OSError."""
+    """Read the events of a run's folder, in order; skip lines that are not events. Raises OSError."""
     try:
         text = read_text(folder / NAME, errors="replace")
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
         return None
     progress = last_step_of(folder, name)
     step, moment = progress or (start["step"], start["time"])
-    # The first failure is the cause of the others.
+    # The first recorded failure is the cause of the others.
     failure = next((event for event in own if event["event"] == "failure"), None)
     if failure is None:
         return Death(name, moment, UNKNOWN, None, False, step, progress is not None)
@@ -304,7 +304,7 @@ class Attempt:
 
     @contextmanager
     def noting(self, backend: Backend) -> Iterator[None]:
-        """Record the error that ends the block, or the failure of another rank; then close the files."""
+        """Record the error or the failure of another rank that ends the block; then close the files."""
         watch = backend.watch
         report = None if watch is None else watch.on_peer_failure
 
@@ -347,5 +347,5 @@ class Attempt:
 
 
 def _records_failure_of(failed: int, backend: Backend) -> bool:
-    """Return whether this rank must record the failure of rank ``failed``."""
+    """Return whether this rank must record the failure of rank ``failed``: rank 0 does, or rank 1 if rank 0 failed."""
     return backend.rank == (0 if failed else 1)

@@ -1,7 +1,7 @@
 """Checkpoints: plain values and tensors in one safetensors file, whole or absent, verified when read.
 
 The file's header holds the structure as JSON, which refers to the tensors by name, and a SHA-256 over structure and
-tensors. A checkpoint contains no code, no backend's name and no world size, so a run can resume under either backend.
+tensors. A checkpoint contains no code and nothing that only one backend can use, so a run can resume under either backend.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def drop_old(folder: Path, kept: int, lock: FolderLock) -> None:
-    """Remove all but the ``kept`` newest checkpoints; the best one has its own file. Raises OSError, SupersededError."""
+    """Remove all but the ``kept`` newest checkpoints; the best has a separate file. Raises OSError, SupersededError."""
     for old in found(folder)[kept:]:
         lock.check()
         old.unlink(missing_ok=True)
 
 
 def keep_as_best(path: Path) -> None:
-    """Link a checkpoint to the name of the best one, or copy it where the file system has no links. Raises OSError."""
+    """Make a hard link to a checkpoint, named as the best one; a copy if the file system has no links. Raises OSError."""
     link_whole(path, path.with_name(BEST))
 
 
@@ -120,7 +120,7 @@ def load(path: Path) -> dict[str, Any]:
         raise DamagedError(what) from error
     except MemoryError:
         raise
-    except Exception as error:  # safetensors raises many types on bad bytes
+    except Exception as error:  # safetensors raises errors of many types for bad bytes
         raise DamagedError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
     structure = header.get("structure")
     if structure is None:
@@ -182,7 +182,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
 
 
 def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
-    """Rename ``path`` to ``name``.aside, with a number if that file exists. Nothing reads such files.
+    """Rename ``path`` to ``name`` with the suffix .aside, and a number if that file exists. Nothing reads such files.
 
     Raises OSError, SupersededError.
     """
@@ -194,7 +194,7 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 
 
 def step_in(path: Path) -> int | None:
-    """Read the step of a run's checkpoint from its header alone; ``None`` where the file cannot be read."""
+    """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read."""
     try:
         step = _rebuild(parse_json(_header(path)["structure"]), _NoTensors())["cursor"]["step"]
     except Exception:  # not a checkpoint of a run
@@ -210,7 +210,7 @@ def generation_in(path: Path) -> tuple[int, str]:
     try:
         header = _header(path)
         return int(header.get("generation", "0")), header.get("sha256", "")
-    except Exception:  # safetensors raises many types on bad bytes
+    except Exception:  # safetensors raises errors of many types for bad bytes
         return 0, ""
 
 
@@ -247,7 +247,7 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(structure.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(as_bytes(tensor).numpy().data)  # not a copy: making one would hold the GIL
+        digest.update(as_bytes(tensor).numpy().data)  # a view, since making a copy would hold the GIL
     return digest.hexdigest()
 
 

@@ -56,8 +56,8 @@ class Writer:
         Args:
             step: the step of the checkpoint.
             state: what to write.
-            best: the model's weights, if this state is the best so far. The state's files replace those of the best
-                state before; if that fails, the next write tries again.
+            best: the model's weights, if this state is the best so far. Its files then replace those of the previous best
+                state; if that fails, the next write tries again.
         """
         self.wait()
         if best is not None:
@@ -88,7 +88,7 @@ class Writer:
         try:
             state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
-            # Last: if the best state's files could not be written, a resumed run restores them from that step's checkpoint.
+            # Remove last: if the best state's files could not be written, a resumed run restores them from its checkpoint.
             drop_old(self._checkpoints, self._kept, self._lock)
             self.failed = None
         except SupersededError:

@@ -68,13 +68,13 @@ class CommonBuffers:
         #: Largest change of a counter. The shards' changes are compared by the sum of their squares, which must be exact.
         self._largest = math.isqrt(_EXACT // shards)
         # The numbers are sent with gradients, so the narrowest parameter limits their precision.
-        exact = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
+        narrowest = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
         self._averaged: list[_Place] = []
         self._counters: list[_Place] = []
         self._constant: list[_Place] = []
         for place in _places(model):
             buffer = place.read()
-            if buffer.is_floating_point() and buffer.dtype.itemsize <= max(exact, 4) and buffer.numel():
+            if buffer.is_floating_point() and buffer.dtype.itemsize <= max(narrowest, 4) and buffer.numel():
                 self._averaged.append(place)
             elif buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex():
                 self._counters.append(place)
@@ -83,7 +83,7 @@ class CommonBuffers:
         self._all = [*self._averaged, *self._counters, *self._constant]
         self._sizes = [place.read().numel() for place in self._averaged]
         self._starts = [0, *accumulate(self._sizes[:-1])]
-        self._dtype = torch.float64 if exact > 4 else torch.float32
+        self._dtype = torch.float64 if narrowest > 4 else torch.float32
         self._bools = [place.read().dtype is torch.bool for place in self._counters]
         self._began = [buffer.clone() for buffer in self._read()]
         self._writable = list[torch.Tensor]()  # buffers that passed :meth:`_are_writable`
@@ -92,7 +92,7 @@ class CommonBuffers:
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
     def keep(self) -> None:
-        """Keep the present values as those at the start of a step.
+        """Record the present values as those at the start of a step.
 
         Raises:
             ValueError: the number of modules or buffers, or a buffer's shape or dtype, has changed.
@@ -122,7 +122,7 @@ class CommonBuffers:
             place.write(began)
 
     def _are_writable(self, now: list[torch.Tensor]) -> bool:
-        """Return whether values can be copied into all buffers. Of tensors that passed before, check only the shape."""
+        """Return whether values can be copied into all buffers. For tensors that passed before, check only the shape."""
         known = len(self._writable) == len(now)
         for number, (buffer, began) in enumerate(zip(now, self._began, strict=True)):
             same = known and buffer is self._writable[number] and buffer.shape == began.shape
@@ -136,7 +136,7 @@ class CommonBuffers:
         return {place.name: place.read().detach().cpu().clone() for place in self._all}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned. Raises KeyError where a buffer is missing."""
+        """Restore what :meth:`state_dict` returned. Raises KeyError if a buffer is missing."""
         for place in self._all:
             place.write(state[place.name].to(place.read().device))
 

@@ -94,7 +94,7 @@ _STORED = {"evaluated_step": "judged"}
 
 
 def _has_kind_of(value: Any, default: Any) -> bool:
-    """Check that ``value`` is of the kind of ``default``: counts and sums are not negative, metrics are any numbers."""
+    """Check that ``value`` is of the kind of ``default``. Counts and seconds must not be negative; other numbers may be."""
     if isinstance(default, dict):
         return isinstance(value, dict) and all(_is_number(part) for part in value.values())
     if isinstance(default, list):

@@ -1,10 +1,11 @@
-"""Describe the settings that objects and functions hold, as text that is equal on two ranks if the settings are.
+"""Describe the settings that objects and functions hold. Ranks with equal settings get equal texts.
 
 The text does not depend on addresses, the order of sets, or device numbers. No code of the objects is run. A function is
 described by its name, its code and the parts of captured variables that it uses; global variables are left out. An
 object is described by its class and its public attributes that are plain values, tensors, functions or modules.
 
-Attributes that may differ between ranks are left out: names with a leading underscore, or with rank, gpu or device.
+Attributes that may differ between ranks are left out: those whose names begin with an underscore, or contain the word rank,
+gpu or device.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dualtrain.backends.wire import as_bytes
 
-_DEPTH = 8  # of nested containers
-_ITEMS = 16  # longer lists do not count as settings of a module
+_DEPTH = 8  # containers that are nested more deeply are described by their class alone
+_ITEMS = 16  # a longer list is not regarded as a setting
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
 _ARRAYS = (numpy.generic, numpy.ndarray)
 _CONTAINERS = (Mapping, set, frozenset, list, tuple)
+#: Matches the names of attributes and variables that may differ between ranks.
 _OWN = re.compile("^_|(^|_)(rank|gpu|device)(_|$)")
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -156,7 +158,7 @@ def _words(code: types.CodeType) -> set[str]:
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """Return whether ``value`` is a plain value or a short list of them. Paths, which may differ between hosts, are not."""
+    """Return whether ``value`` is a plain value, or a short list of these; not a path, which may differ between hosts."""
     if isinstance(value, list | tuple):
         return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)

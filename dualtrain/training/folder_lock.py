@@ -1,8 +1,8 @@
 """Lock a run's folder, so that only one process uses it: the process of its newest generation (see ``generation.py``).
 
 On one host, the lock on that generation's file shows whether its process still runs. Locks may not reach other hosts, so
-a start on another host waits for a renewal of the file; if there is none, it makes the next generation. A process may have
-been stopped, or cut off from the disk, so before every write it checks that its generation is still the newest.
+a process that starts on another host waits for a renewal of the file; if there is none, it makes the next generation. A
+process may have been stopped, or cut off from the disk, so it checks before every write that its generation is the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualtrain.training.generation import Owner, Seen
 
 WAIT_SECONDS = 6.0  # longest wait for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
-#: A process of another host has ended if it misses this many renewals. A start that ``waits`` fails after it saw as many.
+#: A process of another host counts as ended if it misses this many renewals; ``take(waits=True)`` fails if it sees as many.
 RENEWALS = 3
 _POLL_SECONDS = 0.05
 
@@ -240,7 +240,7 @@ class _Wait:
         if now >= self._began + self._limit:
             raise UserError(
                 f"--run-dir {str(self._folder)!r} may be used by {seen}: wait for its end, or give a --timeout above "
-                f"{2 * seconds:g} s, since a start may spend half of the timeout on finding out",
+                f"{2 * seconds:g} s, since at most half of the timeout is spent on finding out",
                 transient=True,
             )
         self._warn_once(f"may be used by {seen}: waiting {seconds:g} s for a renewal of that process's file")

@@ -1,7 +1,7 @@
 """The files ``generation-N`` of a run's folder: one for each process that has used the folder. Only the newest is valid.
 
-A file names its process, which locks it (flock) and renews it every few seconds. The file appears with its content and its
-lock, and only if its number is free: of two processes that try, one succeeds. Older files are removed.
+A file names its process, which locks it (flock) and renews it every few seconds. A new file appears only if its number is
+free, and it has its content and its lock from the start: of two processes that try, one succeeds. Older files are removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Owner:
         since: when it began, by its host's clock; for messages.
         job: its job; empty if unknown.
         run: the job whose run is in the folder.
-        renewals: how many there were; each renewal changes the file.
+        renewals: the number of renewals so far; each renewal changes the file.
         ended: whether the process has left the folder.
     """
 
@@ -52,7 +52,7 @@ class Owner:
         return f"process {self.process} on {self.host} since {self.since}"
 
     def write(self, descriptor: int) -> None:
-        """Replace the content of a generation's file by this owner. Raises OSError."""
+        """Replace the content of a generation's file by this record. Raises OSError."""
         os.pwrite(descriptor, json.dumps(asdict(self)).ljust(_BYTES - 1).encode() + b"\n", 0)
         os.fdatasync(descriptor)  # other hosts see the new content only after this call
 
@@ -134,7 +134,7 @@ def remove_older(folder: Path, number: int) -> None:
 def is_newest(folder: Path, number: int, status: os.stat_result) -> bool:
     """Return whether generation ``number``, whose file has this ``status``, is still the newest. Raises OSError.
 
-    This opens the file, since network file systems then look up other hosts' changes.
+    This opens the file, because network file systems look up other hosts' changes when a file is opened.
     """
     try:
         descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -181,7 +181,7 @@ def _rename(temporary: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file if it is free; return whether it was free, or ``None`` without support of locks. Raises OSError."""
+    """Lock an open file if it is free; return whether it was; ``None`` on a file system without locks. Raises OSError."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -87,7 +87,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]:
     settings = config.plain()
-    compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
+    compare_settings(settings, backend)  # first, because ranks with different settings would call different collectives
     name = run_name(config.run.recipe, config.data.dataset, config.model.name)
     seconds, first = config.output.log_seconds, backend.rank == 0
     with Waiting("looking for the run's checkpoints", seconds, shown=first):
@@ -97,7 +97,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         return start.summary
     if start.saved is not None:
         settings = adopted(settings, start.saved["config"])
-    # Bits of matrix products depend on the number of threads: with virtual ranks, it must not depend on a machine's cores.
+    # The number of threads changes the bits of matrix products. With virtual ranks, it must not depend on the cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
@@ -142,7 +142,7 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: The number of parts of a global batch: one for each virtual rank, else one for each rank. All arithmetic uses it.
+        #: The number of parts of a global batch, for batch sizes and learning rates: the virtual ranks, else the ranks.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -229,7 +229,7 @@ class Run:
         folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
         if saved["global_batch"] != self.sampler.global_batch:
             raise UserError(
-                f"the checkpoint was trained with {saved['global_batch']} samples a step and this run has "
+                f"the checkpoint was trained with {saved['global_batch']} samples per step and this run has "
                 f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}, or start anew"
                 f"{with_its_weights(folder)}",
                 shared=True,
@@ -332,7 +332,7 @@ class Run:
         """
         flags, cursor = self.signals.take(), self.cursor
         ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
-        # Don't save by time if the end of the epoch saves anyway, nor during a write: the loop would wait for that write.
+        # Don't save by time if the end of the epoch saves anyway, or during a write: the loop would wait for that write.
         ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
@@ -406,7 +406,7 @@ class Run:
             self._save(best=best)
 
     def _evaluation(self, part: int) -> Iterator[Tensors]:
-        """Yield one part of the evaluation's samples: every ``parts``-th, so that no sample is evaluated twice."""
+        """Yield one part of the validation samples: every ``parts``-th sample, so that no sample is evaluated twice."""
         mine = torch.arange(len(self.task.val))[part :: self.parts]
         size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
         batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
@@ -420,7 +420,7 @@ class Run:
     def _diverge(
         self, what: str, step: int, split: str = "", source: Source | None = None, numbers: torch.Tensor | None = None
     ) -> NoReturn:
-        """End the run on all ranks. If one of the samples ``numbers`` of the ``split`` has caused it, name that sample."""
+        """End the run on all ranks. If one of the samples ``numbers`` of ``split`` is the cause, name that sample."""
         self.writer.wait()
         saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
@@ -492,7 +492,7 @@ class Run:
             self.records.print(f"note: {line}")
 
     def _facts(self) -> RunFacts:
-        """Return what decides whether a setting has an effect on this run."""
+        """Return the facts that decide whether a setting has an effect on this run."""
         dataset, sampler = self.config.data.dataset, self.sampler
         return RunFacts(
             steps=self.total_steps,

@@ -54,7 +54,7 @@ def use_threads(number: int, backend: Backend) -> None:
     """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS differs."""
     torch.set_num_threads(number)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    # torchrun sets the variable to 1 if the user has not set it. The line must be true in both cases.
+    # torchrun sets the variable to 1 if the user has not set it. The line must be true whoever has set it.
     if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
         show(
             f"OMP_NUM_THREADS={text} has no effect: the number of intra-op threads of a rank is {number}, "
@@ -65,7 +65,7 @@ def use_threads(number: int, backend: Backend) -> None:
 def processor(backend: Backend) -> Facts:
     """Return the facts about this rank's processor, by the names in ``PROCESSOR``; unknown facts are ``None``."""
     described = _described(Path("/proc/cpuinfo"))
-    # MKL chooses its kernels by the vendor of the CPU, unless MKL_CBWR names some.
+    # MKL chooses its kernels by the vendor of the CPU, unless MKL_CBWR names the kernels.
     mkl = os.environ.get("MKL_CBWR") or described.get("vendor_id")
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return {

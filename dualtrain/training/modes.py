@@ -1,4 +1,4 @@
-"""The training and evaluation modes of a model's modules, which may differ: layers may be frozen in evaluation mode."""
+"""Training and evaluation mode of a model. Modules may have different modes: layers may be frozen in evaluation mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.train(training)  # a method of the user's own may do more than set the mode
+        model.train(training)  # the user's own train() may do more than set the mode
         for module, mode in before:
             if mode != training:
                 module.training = mode
@@ -26,6 +26,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def training_mode(model: nn.Module) -> None:
     """Call ``model.train()``. If the model was in training mode, modules in evaluation mode stay in it."""
     apart = [module for module in model.modules() if not module.training] if model.training else []
-    model.train()  # also then: a method of the user's own may freeze layers, as is common with BatchNorm
+    model.train()  # in training mode too: the user's own train() may freeze layers, as is common with BatchNorm
     for module in apart:
         module.training = False

@@ -56,7 +56,7 @@ def cross_entropy(
     with torch.no_grad():
         # In double precision, so that the sum hardly depends on how the samples are split into batches.
         total = losses.sum(dtype=torch.float64)
-        # The five likeliest classes, or all where there are fewer; a hit is never IGNORED.
+        # The five likeliest classes, or all if there are fewer. IGNORED is not a class, so it is never a hit.
         hits = logits.topk(min(5, logits.shape[1]), 1).indices == targets[:, None]
         counts = [torch.count_nonzero(each) for each in (targets != IGNORED, hits[:, 0], hits)]
         return losses, torch.stack([total, *counts])
@@ -71,7 +71,7 @@ def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Count the targets that are not ``IGNORED``, and those that are the ``best`` class: tensors or arrays."""
+    """Count the ``targets`` that are not ``IGNORED``, and those equal to ``best``; both are tensors, or both arrays."""
     return count_nonzero(targets != IGNORED), count_nonzero(best == targets)
 
 
@@ -156,7 +156,7 @@ class TorchCrossEntropy:
         self._loss, self._other = loss, Adapted(loss)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. With class weights, a target's weight, also in the accuracy, is that of its class.
+        """See :class:`Objective`. With class weights, a target has the weight of its class, in the accuracy too.
 
         For class probabilities as targets, and for outputs of more than two dimensions, each row has weight 1, and correct
         predictions are not counted.

@@ -71,7 +71,7 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-_FACTORED = ("row_var", "col_var")  # state of Adafactor: sums over rows and columns
+_FACTORED = ("row_var", "col_var")  # Adafactor's second moments, factored into rows and columns
 #: Options that choose an implementation of the step. Some implementations cannot run on meta tensors.
 _HOW = ("capturable", "foreach", "fused")
 
@@ -109,7 +109,7 @@ def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: di
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state that a first step makes, as meta tensors; empty if the optimizer cannot step on meta tensors."""
+    """Return the state that a first step creates, as meta tensors; empty if the optimizer cannot step on meta tensors."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: group[name] for name in optimizer.defaults if name in known and name not in _HOW}
     twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
@@ -163,7 +163,7 @@ def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr
 
 
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
-    """Return the factor on the learning rate at each of ``steps`` steps after the warm-up."""
+    """Return a function from the number of a step after the warm-up (of ``steps``) to the factor of the learning rate."""
     floor = section.lr_min / lr
     if floor > 1:
         raise UserError(f"--lr-min {section.lr_min:g} is above the learning rate {lr:g}: lower it")

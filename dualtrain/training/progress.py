@@ -44,7 +44,7 @@ class Ticker:
 
 
 class Waiting(Ticker):
-    """Inside the block, on rank 0 (``shown``), print every ``seconds`` how long the phase ``what`` has lasted."""
+    """A thread that prints, inside its block, how long the current phase has lasted. On rank 0 alone (``shown``)."""
 
     def __init__(self, what: str, seconds: float, *, shown: bool) -> None:
         super().__init__(seconds if shown else 0, lambda: f"{self._what} for {duration(time.monotonic() - self._began)}")
@@ -109,7 +109,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str) -> None:
-        """Begin the phase ``what``, which the lines name while no step ends."""
+        """Begin the phase ``what``. Lines name it while no step ends."""
         self._phase, self._phase_began, self._batches = what, time.monotonic(), 0
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
@@ -119,7 +119,7 @@ class Progress:
             yield batch
 
     def step(self, samples: int, values: dict[str, float]) -> None:
-        """Advance by one optimizer step of ``samples`` samples; ``values`` has its ``loss``, ``accuracy`` and ``lr``."""
+        """Advance by one optimizer step of ``samples`` samples; ``values`` are its ``loss``, ``accuracy`` and ``lr``."""
         self._step, self._samples, self._loss = self._step + 1, self._samples + samples, values["loss"]
         if self._first is None:
             self._first = self._step, time.monotonic()

@@ -82,7 +82,7 @@ class Records:
         losses = f"train loss {values['train_loss']:.4f}  val loss {values['val_loss']:.4f}"
         rest = f"val accuracy {values['val_accuracy']:.4f}  {values['samples_per_second']:.0f} samples/s"
         self.progress.print(f"epoch {epoch}/{epochs}  step {step}  {losses}  {rest}")
-        self._since, self._samples = time.perf_counter(), 0  # leaves the evaluation out of the next speed
+        self._since, self._samples = time.perf_counter(), 0  # the next speed must not include the evaluation's time
 
     def print(self, line: str) -> None:
         """Print a line."""

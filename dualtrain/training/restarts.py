@@ -23,7 +23,7 @@ from dualtrain.training.attempts import Attempt, Death, Event, append_events, as
 from dualtrain.training.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # this many in a row, after the same step, forbid a restart
+DEATHS = 3  # number of consecutive deaths after the same step that forbids a restart
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 
@@ -31,8 +31,8 @@ _UNRELATED = ("resume", "run_dir")
 def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
     """Refuse a start that would end like the previous one. On rank 0, which has locked the folder if there is a run in it.
 
-    A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person gives.
-    A start with ``--resume auto`` is refused, since a launcher repeats this flag when it restarts a job.
+    A start with other settings is allowed. So is a start with a plain ``--resume`` or ``--resume FILE``, since these flags
+    are given by a person. A start with ``--resume auto`` is refused, since a launcher that restarts jobs repeats this flag.
 
     Raises:
         UserError: with the reason why the run ended, and the cure.
@@ -79,9 +79,9 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def step_of_deaths(deaths: Sequence[Death]) -> int | None:
-    """Return the step after which the last ``DEATHS`` deaths came, if it is the same step for all of them.
+    """Return the step after which all of the last ``DEATHS`` deaths came; ``None`` if there is no such step.
 
-    Deaths before an attempt began to train do not count, nor stops of all ranks by a signal.
+    Deaths before an attempt began to train, and stops of all ranks by a signal, do not count.
     """
     steps = [death.step for death in deaths if death.trained and not death.requested][-DEATHS:]
     return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None

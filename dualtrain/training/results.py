@@ -99,7 +99,7 @@ def write_results(
         summary: the run's summary.
         failed: returns the error of the last checkpoint's write; called on rank 0.
         lock: the folder's lock.
-        again: the command line that continues the run.
+        again: the command that continues the run, in words.
 
     Raises:
         UserError: on every rank, if another process uses the folder now; nothing is written.

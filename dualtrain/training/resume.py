@@ -60,7 +60,7 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
 
 
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError if fixed settings differ from the checkpoint's: the run would mix two settings.
+    """Raise UserError if fixed settings differ from the checkpoint's: they must stay the same during a run.
 
     Args:
         tree: the checkpoint.
@@ -96,7 +96,7 @@ def with_its_weights(folder: Path, changed: Collection[str] = ()) -> str:
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in ``config`` of settings that a resumed run must keep but that differ in ``settings``."""
-    # The checkpoint's run had the default of a setting that is newer than the checkpoint.
+    # A setting that is newer than the checkpoint had its default in the checkpoint's run.
     written = {name: config.get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
     written |= {name: config[name] for name, one in SETTINGS.items() if one.resumed and config.get(name) is not None}
     return {name: value for name, value in written.items() if value != settings[name]}
@@ -118,7 +118,7 @@ def _check_form(tree: dict[str, Any]) -> None:
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's settings or platform are plain values, valid where a resumed run adopts them."""
+    """Return whether a checkpoint's settings or platform are plain values, and valid if a resumed run adopts them."""
     try:
         json.dumps(found)
     except TypeError:  # a tensor
@@ -150,7 +150,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     summary = folder / "summary.json"
     last_step = or_nothing(lambda: read_json(summary)).get("steps")
     if type(last_step) is int and last_step > step:
-        checkpoint.put_aside(summary, summary, lock)  # else a restart would conclude that the run has ended
+        checkpoint.put_aside(summary, summary, lock)  # otherwise a restart would conclude that the run has ended
 
 
 def restore_best(

@@ -43,9 +43,9 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
     With ``--resume auto``, and in a restart of the job that made the run, the folder determines where to start, so no other
-    start may change the folder meanwhile. Without ``--run-dir``, the folder's name contains the job's name, so that a
-    restart finds the folder. A start that resumes waits for a process that is about to end. All waits together last half of
-    ``timeout`` at most.
+    process may change the folder meanwhile. Without ``--run-dir``, the folder's name contains the job's name, so that a
+    restart finds the folder. With ``--resume`` and in a restart, wait for a process that is about to end. The waits take
+    at most half of ``timeout`` in total.
 
     Returns:
         The values that replace ``run_dir`` (``None`` if the folder must still be made) and ``resume`` in ``output``.
@@ -163,17 +163,17 @@ def step_of(path: Path) -> int | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one object a line. Each line is written at once, whole or not at all."""
+    """``metrics.jsonl``: one JSON object per line. Each line is written at once, whole or not at all."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
-        """Keep the metrics up to ``step``; call ``report`` if any lines are no metrics. Raises OSError, SupersededError."""
+        """Keep the metrics up to ``step``; call ``report`` if lines are not metrics. Raises OSError, SupersededError."""
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
             aside = aside_of(path, path)
             lock.check()
             link_whole(path, aside)
-            found = "1 line that is no metric" if unreadable == 1 else f"{unreadable} lines that are no metrics"
+            found = "1 line that is not a metric" if unreadable == 1 else f"{unreadable} lines that are not metrics"
             report(f"{path} has {found}, left out of the new file; the old file is {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)

@@ -1,6 +1,6 @@
 """Check that all ranks are in the same run: compare settings, versions, data and a trainer's arguments at the start.
 
-Ranks with different settings would train to different weights, or to a mixture, and end without an error.
+Otherwise, ranks with different settings would end without an error, with different weights or a mixture of them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
-_SAMPLES = 16  # this many are compared in each split
-_UNREADABLE = "unreadable"  # in place of the checksum of a sample that cannot be read, before the reason
-_SECONDS = 5.0  # after which no further sample is read to be compared
+_SAMPLES = 16  # number of samples of each split that are compared
+_UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
+_SECONDS = 5.0  # after this time, no further sample is read for the comparison
 
 
 def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
@@ -107,7 +107,7 @@ def compare_trainer(
         backend: the ranks.
         model: its modules' classes and plain attributes are compared.
         optimizer: its class, its groups' options, their parameters and its state are compared.
-        objects: losses, schedules and the like, by name.
+        objects: the loss, the schedule and other objects, by name.
         options: plain values by name.
 
     Raises:
@@ -189,11 +189,13 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
         return
-    unequal = [one for one in samples if len({_UNREADABLE in str(value) for value in one.values}) > 1]
-    samples = unequal or samples
-    unlike = any(one.name in PROCESSOR for one in found)
-    # Neither a processor nor a random dataset explains why only some ranks can read a sample.
-    reason = None if unequal else _why_not_comparable(backend, title, source, first, unlike=unlike)
+    partly_readable = [one for one in samples if len({_UNREADABLE in str(value) for value in one.values}) > 1]
+    samples = partly_readable or samples
+    processors_differ = any(one.name in PROCESSOR for one in found)
+    # If only some ranks can read a sample, the cause is not a different processor or a random dataset.
+    reason = (
+        None if partly_readable else _why_not_comparable(backend, title, source, first, processors_differ=processors_differ)
+    )
     seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of the compared samples)" if len(samples) > 1 else "")
     if reason is None:
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
@@ -202,7 +204,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
 
 
 def _why_not_comparable(
-    backend: Backend, title: str, source: Source, first: Mapping[str, str], *, unlike: bool
+    backend: Backend, title: str, source: Source, first: Mapping[str, str], *, processors_differ: bool
 ) -> str | None:
     """Return why equal data may have different checksums; ``None`` if they may not. Collective; equal on every rank."""
     try:
@@ -214,7 +216,7 @@ def _why_not_comparable(
         return "the dataset gives another value each time that a sample is read"
     # All ranks must make the same decision.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
-    return "different processors compute them" if unlike and not stored else None
+    return "different processors compute them" if processors_differ and not stored else None
 
 
 def _checksums(title: str, source: Source) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Measure when a checkpoint is due by time, and the time that the training loop spends in saves."""
+"""Decide when a checkpoint is due by time, and measure the time that the training loop spends in saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that request a save or a stop: the handler notes them, and all ranks act on them at the end of a step."""
+"""Signals that request a save or a stop: the handler records them, and all ranks act on them at the end of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 
-#: In the order of the control flags of a step. The first two end the run, the last one only saves a checkpoint.
+#: The signals, in the order of a step's control flags. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: A flag that ends the run: also set by rank 0 when another process uses the run's folder.
 STOP = SIGNALS.index(signal.SIGTERM)
@@ -26,9 +26,9 @@ _early: list[bool] = []
 
 
 def end_on_early_interrupt() -> None:
-    """Make a SIGINT outside of the run, as during the imports and the rendezvous, end this process with one line.
+    """Make a SIGINT that comes outside of the run (during imports, for example) end this process with one line.
 
-    An exception would not do: modules written in C turn a KeyboardInterrupt during their import into other errors.
+    Raising an exception is not enough: modules written in C turn a KeyboardInterrupt during their import into other errors.
     """
     signal.signal(signal.SIGINT, _end_early)
 
@@ -46,9 +46,9 @@ def _end_early(number: int, frame: FrameType | None) -> None:
 def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
-    If the signal comes before the first step, the state after that step is saved. Only for a process that does nothing but
-    train. While Python itself starts, only the parent process can keep the signal from ending this process: by blocking or
-    ignoring the signal (``trap '' USR1``).
+    If the signal comes before the first step, the state after that step is saved. Call this only in a process whose sole
+    task is training. While Python itself starts, only the parent process can keep the signal from ending this process, by
+    blocking or ignoring the signal (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
 
@@ -66,7 +66,7 @@ def ignore_late_requests() -> None:
 
 
 class Signals:
-    """Handlers that note ``SIGNALS`` inside a ``with`` block; in a thread other than the main one, nothing is noted."""
+    """Handlers that record ``SIGNALS`` inside a ``with`` block; outside of the main thread, nothing is recorded."""
 
     def __init__(self) -> None:
         self._noted: dict[int, float] = {}

@@ -39,7 +39,7 @@ from dualtrain.training.resume import (
 from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
-#: How many runs this process has started for each job. The count is part of a run's job name; a restart counts anew.
+#: The number of runs that this process has started for each job: part of a run's job name. A restarted process starts at 0.
 _runs: Counter[str] = Counter()
 
 
@@ -50,7 +50,7 @@ class Start:
     Attributes:
         output: the output section, with ``run_dir`` and ``resume`` as rank 0 has found them.
         saved: the checkpoint from which the run resumes.
-        copies: checkpoints that rank 0's folder lacks, by file name.
+        copies: checkpoints to be copied into rank 0's folder, by file name.
         summary: the summary of a run that has ended.
     """
 
@@ -200,7 +200,7 @@ def _warn_of_missing_folders(folder: Path, exists: Sequence[bool], rank: int) ->
 def _newest(
     folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, by: str, needed: str
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
-    """Return the newest checkpoint that is good, and those that rank 0's folder lacks. Collective.
+    """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
 
     Raises UserError if none is good but one is needed; ``needed`` says why.
     """

@@ -1,7 +1,7 @@
 """``Trainer``: one optimizer step over all ranks, and all state that the next step depends on.
 
-``Trainer`` uses any ``Backend`` and a ``DistributedOptimizer``. ``loop.py`` passes it the batches of a run of the command
-line; your own program can pass any loader (``fit``).
+``Trainer`` uses any ``Backend`` and a ``DistributedOptimizer``. The loop of the command line (``loop.py``) calls ``step``
+for each batch; your own program can do the same, or pass a loader to ``fit``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Trainer:
         forward: computes the outputs in place of ``model``: its compiled form, or its replicas.
         measure: in training, an ``Objective`` that is called with (inputs, targets), in place of ``loss``.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
-            over any backend and transport, on one kind of processor and with one number of torch's threads. With several
-            threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: not all operations repeat without
-            it. ``None`` for one part of a step on each rank.
+            over any backend and transport, if the kind of processor and torch's number of threads are the same. With
+            several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, not all
+            operations repeat. ``None`` for one part of a step on each rank.
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
@@ -124,8 +124,8 @@ class Trainer:
         )
         measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
-        self._epochs = 0  # that fit() has taken
-        self._averages = False  # whether ``ema`` was updated
+        self._epochs = 0  # epochs that fit() has completed
+        self._ema_updated = False
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
@@ -205,9 +205,9 @@ class Trainer:
             with self.precision.skipped_step_allowed():
                 self.schedule.step()
         if self.ema is not None:
-            if not self._averages:  # the first forward pass may have made buffers, and torch pairs them by their order
+            if not self._ema_updated:  # the first forward pass may have made buffers, and torch pairs them by their order
                 _add_buffers(self.ema.module, self.model)
-                self._averages = True
+                self._ema_updated = True
             self.ema.update_parameters(self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
@@ -228,9 +228,9 @@ class Trainer:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
         Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps.
-        ``set_epoch`` of the loader's sampler and batch sampler is called, if there is one, with the number of epochs that
-        this trainer has taken in all calls, also before a saved state was restored. Modules in evaluation mode stay in it
-        if the model itself is in training mode.
+        If the loader's sampler or batch sampler has a method ``set_epoch``, it is called with the number of epochs that
+        this trainer has completed in all calls, including those before a saved state was restored. Modules in evaluation
+        mode stay in it if the model itself is in training mode.
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
@@ -279,7 +279,7 @@ class Trainer:
         if some and not all_have and any(isinstance(layer, kinds) and layer.training for layer in self.model.modules()):
             raise RanksDifferError(
                 "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in every step: "
-                "give every rank as many batches (DistributedSampler does), or use plain BatchNorm"
+                "give every rank the same number (DistributedSampler does), or use plain BatchNorm"
             )
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
@@ -335,7 +335,7 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model that is evaluated and saved: the average of the weights, if there is one."""
+        """The model that is evaluated and saved: with ``ema``, the one with averaged weights."""
         return self.model if self.ema is None else self.ema.module
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -343,8 +343,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State of single ranks is included once for each rank: running statistics, random numbers, and the buffers of a
-        ``loss`` that is a module of your own. With virtual ranks, only the latter belongs to a single rank.
+        State that differs between ranks is included once for each rank: running statistics, random numbers, and the buffers
+        of a ``loss`` that is a module of your own. With virtual ranks, only these buffers may differ.
         """
         return {
             "model": dict(self.model.state_dict()),
@@ -365,11 +365,12 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
 
-        With virtual ranks, the next steps are the same at any world size. If the state has no average of the weights, and
-        this trainer keeps one (``ema``), it begins with the loaded weights.
+        With virtual ranks, the next steps are the same at any world size. If this trainer averages the weights (``ema``)
+        and the state has no average, the average begins with the loaded weights.
 
         Raises:
-            UserError: the state is of another number of virtual ranks; or only one of it and this trainer has a schedule.
+            UserError: the state is of another number of virtual ranks, or only one of the state and this trainer has a
+                schedule.
         """
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
@@ -393,7 +394,7 @@ class Trainer:
             _add_buffers(self.ema.module, self.model)
             own = dict(self.model.named_buffers())
             for name, average in self.ema.module.named_buffers():
-                if name in own:  # an evaluation may have made others
+                if name in own:  # an evaluation may have made further buffers in the average
                     average.copy_(own[name])
 
     def save(self, path: str | Path) -> None:
@@ -402,7 +403,7 @@ class Trainer:
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 
     def resume(self, path: str | Path) -> None:
-        """Restore the state in a file of :meth:`save`, or in a run's checkpoint. Every rank reads the file. Collective.
+        """Restore the state from a file of :meth:`save` or from a run's checkpoint, which every rank reads. Collective.
 
         Raises:
             UserError: the file is missing or damaged, or is of another model or optimizer.
@@ -439,7 +440,7 @@ def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) 
     """Return ``loss`` if it is a module of the user's own with buffers, which training may change.
 
     Raises:
-        ValueError: the optimizer has parameters of it.
+        ValueError: the optimizer trains parameters of the loss.
     """
     if not isinstance(loss, nn.Module):
         return None

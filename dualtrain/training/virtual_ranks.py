@@ -116,7 +116,7 @@ class VirtualRanks:
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
-        """Take a step inside the block; if it fails, restore the buffers."""
+        """Count the block as one step, and seed the generators after it; if the block fails, restore the buffers."""
         self._buffers.keep()
         try:
             yield
@@ -134,7 +134,7 @@ class VirtualRanks:
     def _seed_all(self, *parts: object) -> None:
         """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``parts``."""
         value = derived(self._seed, "shard", *parts)
-        # Not torch.manual_seed, which takes long and seeds the other ranks' GPUs.
+        # Don't call torch.manual_seed: it takes long, and also seeds the other ranks' GPUs.
         torch.default_generator.manual_seed(value)
         if self._backend.device.type == "cuda":
             with torch.cuda.device(self._backend.device):
@@ -143,9 +143,9 @@ class VirtualRanks:
         random.seed(value)
 
     def _flags(self, mine: Sequence[float]) -> Sequence[float]:
-        """Return the flags that this rank sends with its first shard, so that they add up to the sum of all ranks' flags.
+        """Return the flags that this rank sends with its first shard: over all shards, they add up to the ranks' sum.
 
-        Collective only if some ranks own no shard and so send nothing.
+        Collective if some ranks own no shard, and therefore send nothing: rank 0 then sends the sum.
         """
         if self._backend.size <= self.count:
             return mine

@@ -791,7 +791,7 @@ def disagree(backend, what):
         "object": (lambda: backend.barrier() if odd else backend.allgather_object(1), "allgather_object", "barrier"),
         "alltoall": (lambda: backend.alltoall(torch.zeros(backend.size, 1 + odd)), "any×1)", "any×2)"),
         "reducescatter": (lambda: backend.reducescatter(torch.zeros(5 + odd)), "average) (float32, 5)", "(float32, 6)"),
-        # The device "meta" stands for a GPU: a tensor on it cannot be sent, so the error must come before.
+        # The device "meta" stands for a GPU: a tensor on it cannot be sent, so the error must be raised before sending.
         "device": (lambda: backend.allreduce(torch.zeros(3, device="meta" if odd else "cpu")), "32, 3)", "32, 3, meta)"),
     }
     call, expected_first, expected_second = calls[what]
@@ -815,7 +815,7 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(man
 
 
 def other_calls(backend):
-    """Every pair of different checked calls, whatever they exchange before they compare."""
+    """Make two different checked calls at the same time, one on rank 0 and one on the other ranks, for every such pair."""
     rows = torch.zeros(2 * backend.size)
     weight = torch.nn.Parameter(torch.ones(2))
     reducer = GradientReducer([("weight", weight)], backend)
@@ -854,7 +854,7 @@ def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many)
 
 
 def after_other_sums(backend):
-    """Sums on "meta", which stands for a GPU, and calls there share a group, as with NCCL."""
+    """Make sums and calls on the device "meta", which stands for a GPU, share a group, as with NCCL."""
     backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
     with pytest.raises(BackendError) as caught:
         backend.allreduce(torch.ones(2, device="meta"), "sum")

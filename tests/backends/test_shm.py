@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,9 @@ SIZES = (1, 63, 64, 65, 129, 1000, 262143, 262144, 300001)
 HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (0, 1, 1, 0, 0, 1)}
 
 
+@cache
 def values(rank, count, dtype):
+    """Return the values of a rank, which must not be changed."""
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype.is_floating_point:
         return torch.randn(count, generator=generator).to(dtype)
@@ -109,8 +111,8 @@ def interleaved(backend):
             works.append((n, backend.start_sum(tensors[n], f"t{n}")))
         if step % 3 == 0:
             assert backend.exchange_short([backend.rank, step]) == [[rank, step] for rank in range(backend.size)]
-        for place in torch.randperm(len(works), generator=generator).tolist():
-            n, work = works[place]
+        for index in torch.randperm(len(works), generator=generator).tolist():
+            n, work = works[index]
             if step % 2:
                 while not work.done():
                     time.sleep(0)
@@ -243,7 +245,7 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
 
 
 def short_among_other_calls(backend):
-    """Short reductions, after calls that do not match, while a sum is pending, and by ranks that are late in turn."""
+    """Make short reductions after calls that do not match and while a sum is pending; the ranks are late in turn."""
     last = backend.rank == backend.size - 1
     for step in range(12):
         values = torch.arange(5.0) + 10 * backend.rank + step

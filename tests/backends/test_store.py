@@ -26,7 +26,7 @@ LOCAL = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Give each call a different process id, as if each were made by another process."""
+    """Give each call of ``serve`` or ``dial`` a different process id, as if a different process had made it."""
     monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
 
 

@@ -100,7 +100,7 @@ def rank_order(backend, cases):
 
 
 def test_a_sum_in_rank_order_has_different_bits():
-    """The sum of these tests' values has other bits if they are added in another order."""
+    """The other tests can fail: with their values, another order of the additions gives other bits."""
     cases = [(4, 1000)]
     with pytest.raises(AssertionError):
         assert_equal(run_threads(4, rank_order, cases), cases)

@@ -540,7 +540,10 @@ def test_leaving_without_a_failure_calls_no_callback():
 
 
 def forks_a_child(backend):
-    """On rank 1, end two forked children, by leaving and by an error; then report another error. Return the failure."""
+    """Fork two children on rank 1: one leaves, one reports an error. Then report an error of rank 1 itself.
+
+    Rank 0 returns the failure that it has received.
+    """
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
         assert in_child(watch.leave) == 0

@@ -19,8 +19,9 @@ from tests.pool import ROOT
 
 SECONDS = 60.0
 
-# The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the version of torch is
-# in the file "torch"; other calls go to Python. When pip builds Horovod's wheel, the file "build" gets its env.
+# The fake interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the file "torch" has
+# the version of torch; other calls go to Python. When pip builds Horovod's wheel, its environment is written to the file
+# "build".
 PYTHON = """#!/bin/bash
 here={folder}
 case "$1 $2" in
@@ -107,7 +108,7 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit: complete, or nvcc alone. A file "nvcc" makes this nvcc fail."""
+        """Make a CUDA toolkit, complete or with nvcc alone. If the test writes a file "nvcc", this nvcc fails."""
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:

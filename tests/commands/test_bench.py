@@ -682,7 +682,8 @@ def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeyp
     here = {name for name in virtual_only if not ENTRIES[name].needs or find_spec(ENTRIES[name].needs)}
     assert (set(virtual.entries), virtual.jobs) == (here, VIRTUAL)
     assert launched.entries == ["plain", "virtual"]
-    assert "4 virtual ranks: left out: its number of ranks is 1, but --launch sets it for all" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "4 virtual ranks: left out: its number of ranks is 1, but --launch sets the number for all" in said
 
 
 def test_a_contender_may_have_its_own_number_of_ranks(tmp_path, monkeypatch):
@@ -798,13 +799,13 @@ def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
     found, counts, ended, said = rounds_at(monkeypatch, tmp_path, 60, [40], 1140)
     assert found.step_fractions == [0.125] * 2
     assert (counts, ended <= 1140) == ([2, 2, 2], True)
-    assert said[-1] == "2 of 7 rounds were run: another would not end within 19 minutes"
+    assert said[-1] == "2 of 7 rounds were run: another round would not end within 19 minutes"
 
 
 def test_a_round_ends_when_no_time_is_left_for_the_next_contender(monkeypatch, tmp_path):
     found, counts, _, said = rounds_at(monkeypatch, tmp_path, 10, [1, 30], 185)
     assert (found.rounds, counts) == (2, [1, 2, 2])
-    assert said[-1] == "round 2 of 7 ends before no communication: no time is left"
+    assert said[-1] == "round 2 of 7 ends: no time is left for 'no communication'"
 
 
 def test_a_single_round_takes_all_steps():

@@ -159,7 +159,7 @@ def test_remaining_processes_of_a_job_are_ended(rank):
 
 
 def test_a_launcher_that_hangs_in_the_kernel_is_one_of_the_processes_that_are_left(tmp_path, monkeypatch):
-    """It survives SIGKILL, which neither the drill nor a test can force."""
+    """The hang is simulated, because a test cannot make a process survive SIGKILL."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
 
     def wait(seconds):

@@ -73,7 +73,7 @@ def _main_of(module: str) -> str:
     return module if (ROOT / f"{module.replace('.', '/')}.py").exists() else f"{module}.__main__"
 
 
-#: ``python -m dualtrain`` whose ranks are forked; the next test starts one as a new interpreter.
+#: ``python -m dualtrain`` with forked ranks, which start faster. The test below starts a rank as a new interpreter.
 PROGRAM = """
 import runpy, torch.multiprocessing
 from tests.afresh import AfreshContext
@@ -98,7 +98,7 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
     """Python puts the installed script's folder into ``sys.path``; the rank, a new interpreter, inherits the path."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
-    # The forked process has the command of its server, where a new interpreter has its own.
+    # In the forked process, sys.orig_argv is the command of its parent: set the command that a new interpreter would have.
     own = "sys.orig_argv = [sys.executable, *sys.argv]"
     script.write_text(f"import sys\n{own}\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")
     model = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))"
@@ -112,7 +112,7 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
     assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not that of a rank
 
 
-# A module that is interrupted while it is imported, and turns the exception into another error, as modules written in C do.
+# A module whose import is interrupted, and which then raises another exception, as modules written in C do.
 INTERRUPTED = """
 import os, signal, time
 try:

@@ -86,7 +86,7 @@ def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_pa
         assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(60) == 1
-        # With Horovod, Gloo's own timeout may come first, if rank 0 has computed for some seconds: its error has no number.
+        # With Horovod, Gloo's own timeout may expire first if rank 0 has computed for some seconds: then "6 s" is missing.
         said = r"error \(rank 0 of 2\): after step [0-9]+: .* failed on rank 0 of 2: waited( 6 s)? for rank 1, which has "
         assert re.search(said, ranks[0].errors), ranks[0].errors
     finally:
@@ -119,7 +119,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
         assert "failing_step" in end.stderr  # the traceback
 
 
-# All cases run in turn in the same processes. Without the patch, rank 1 would wait before it reports a mistyped flag.
+# All cases run one after another in the same processes. Rank 1 waits before it reports a mistyped flag: skip this wait.
 REFUSED = """
 import sys
 from types import SimpleNamespace

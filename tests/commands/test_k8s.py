@@ -1,7 +1,8 @@
 """launch/k8s: the manifests are valid for the operators, as far as can be checked without a cluster.
 
-The rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1) are written out here. If
-the package kubeflow-training is installed, names and types of all fields, down to the pods, are compared with its models.
+This file contains the rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1). If
+the package kubeflow-training is installed, the names and types of all fields, also of the pods, are compared with its
+models.
 tests/launch/test_k8s.py runs the pods' own commands.
 """
 

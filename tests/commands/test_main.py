@@ -147,7 +147,7 @@ def test_the_error_has_do_not_restart_if_a_restart_would_repeat_it(capsys, error
 
 
 def test_a_run_that_its_folder_forbids_has_do_not_restart(tmp_path, capsys):
-    """The line is in the output of the run that fails while it trains, and of each restart."""
+    """The error begins with "do not restart" when the run fails while it trains, and in each restart."""
     flags = ["--max-steps", "4", "--threads", "1", "--run-dir", str(tmp_path), "--resume", "auto"]
     assert [command.main([*flags, "--lr", "1e30"]) for _ in range(2)] == [1, 2]
     first, again = capsys.readouterr().err.splitlines()
@@ -155,7 +155,7 @@ def test_a_run_that_its_folder_forbids_has_do_not_restart(tmp_path, capsys):
     assert again.startswith(f"{first}; the run would end in the same way again")
     (tmp_path / "do-not-restart.json").unlink()
     assert command.main([*flags, "--epochs", "nothing"]) == 2
-    assert command.main([*flags, "--model", "mlp"]) == 2  # nothing was restarted
+    assert command.main([*flags, "--model", "mlp"]) == 2  # refused before the run trains
     assert "do not restart" not in capsys.readouterr().err
 
 

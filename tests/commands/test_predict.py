@@ -1,4 +1,4 @@
-"""Prediction from image files: they are transformed like evaluation images, and wrong input causes a one-line error."""
+"""Prediction from image files. The images are transformed like evaluation images, and wrong input is a one-line error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train on the digits, with normalization, for four epochs."""
     folder = tmp_path_factory.mktemp("predict") / "run"
     with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
-        # Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other.
+        # Use one thread: on a busy machine, two threads that share a tiny batch mostly wait for each other.
         patch.setattr(loop, "threads", lambda backend: 1)
         loop.train(parse(["--epochs", "4", "--normalize", "dataset", "--run-dir", str(folder)]), backend)
     task = {"shape": [1, 8, 8], "classes": 10, "kind": "classes", "class_names": None}

@@ -1,7 +1,7 @@
 """launch/setup.sh: what it installs for each purpose, and the repair of an interrupted set-up.
 
-A fake interpreter makes the environment, so a set-up takes a second and needs no network. It records pip's arguments; a
-test writes into a file what pip does.
+A fake interpreter makes the environment, so a set-up takes a second and needs no network. The fake records pip's arguments,
+and a test may write shell code that runs in place of pip.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.pool import ROOT
 def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(setup):
     status, output, errors = setup.run(DUALTRAIN_WITH="tree")
     assert status == 0, errors
-    assert "beside the next steps" in output
+    assert "during the next steps" in output
     assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
     calls = setup.calls()
     assert sum(call.startswith("wheel ") for call in calls) == 1
@@ -56,7 +56,7 @@ def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setu
     (tmp_path / "go").touch()
     output, errors = second.communicate(timeout=SECONDS)
     assert second.returncode == 0, errors
-    assert "an earlier set-up did not end: removing what it left" in output
+    assert "an earlier set-up did not end: removing its files" in output
     assert not (setup.venv / "half").exists()
 
 
@@ -114,7 +114,7 @@ def test_a_failed_step_ends_the_build(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# In the first case, installing torch fails. In the second, it ignores the full disk, and the build of Horovod fails.
+# In the first case, the installation of torch fails. In the second, it ignores the full disk, and Horovod's build fails.
 @pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
@@ -136,7 +136,7 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
     assert errors.startswith(f'setup: error: "{step}')
     assert f"failed: no space left on device (free: 0 MB on {setup.venv}" in errors
     assert "make room" in errors
-    assert "an earlier set-up did not end: removing what it left" in output
+    assert "an earlier set-up did not end: removing its files" in output
     assert output.splitlines()[-1].startswith("setup: ready")
 
 

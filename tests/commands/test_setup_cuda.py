@@ -31,7 +31,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
     status, output, errors = setup.run(**NCCL)
     assert status == 0, errors
-    assert "compiling Horovod 0.28.1 with NCCL, MPI and Gloo for torch 2.15.0+cu1377, sm_75, sm_90 beside" in output
+    assert "compiling Horovod 0.28.1 with NCCL, MPI and Gloo for torch 2.15.0+cu1377, sm_75, sm_90 during" in output
     (wheels,) = (call for call in setup.calls() if "nvidia-cuda-nvcc" in call)
     for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"):
         assert f"{name}==13.77.*" in wheels
@@ -124,8 +124,8 @@ def test_a_toolkit_that_does_not_fit_is_not_used_for_cuda_13(setup):
     [
         ({}, "torch 2.13.0+cpu is a CPU build; set DUALTRAIN_TORCH"),
         ({"DUALTRAIN_GPU": "cuda"}, "DUALTRAIN_GPU=cuda is not known; set it to cpu or nccl, or unset it"),
-        ({"DUALTRAIN_TORCH": "newest"}, "DUALTRAIN_TORCH=newest is no version; set it to such as 2.15.0"),
-        ({"DUALTRAIN_TORCH": "2.4.1"}, "DUALTRAIN_TORCH=2.4.1 is older than 2.5, the oldest that dualtrain supports"),
+        ({"DUALTRAIN_TORCH": "newest"}, "DUALTRAIN_TORCH=newest is not a version; set it to a version such as 2.15.0"),
+        ({"DUALTRAIN_TORCH": "2.4.1"}, "DUALTRAIN_TORCH=2.4.1 is older than 2.5, the oldest version that dualtrain"),
     ],
 )
 def test_a_build_that_is_not_possible_is_refused_in_one_line(env, part, setup):
@@ -134,14 +134,14 @@ def test_a_build_that_is_not_possible_is_refused_in_one_line(env, part, setup):
 
 def test_bad_architectures_and_a_missing_nccl_are_one_line(setup, tmp_path):
     setup.torch("2.15.0+cu1377", "13.77")
-    assert "HOROVOD_BUILD_CUDA_CC_LIST=9.0 is no list" in refusal(setup, HOROVOD_BUILD_CUDA_CC_LIST="9.0")
+    assert "HOROVOD_BUILD_CUDA_CC_LIST=9.0 is not a list" in refusal(setup, HOROVOD_BUILD_CUDA_CC_LIST="9.0")
     assert f"no NCCL in {tmp_path} (include/nccl.h" in refusal(setup, HOROVOD_NCCL_HOME=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("version", "said", "part"),
     [
-        ("13.78", "", "nvcc is of CUDA 13.78, and torch of CUDA 13.77"),
+        ("13.78", "", "nvcc is of CUDA 13.78, but torch is of CUDA 13.77"),
         (
             "13.77",
             "x.h:1:\nx.h:9: error: -- unsupported GNU version!\n",
@@ -235,7 +235,7 @@ def test_without_gpu_operations_horovod_imports_no_torch_and_looks_for_no_toolki
     setup.pip('case "$1" in wheel) cp "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" "$here" ;; esac')
     status, output, errors = setup.run(DUALTRAIN_WITH="none")
     assert status == 0, errors
-    assert "with MPI and Gloo for torch 2.15.0+cu1377 beside" in output
+    assert "with MPI and Gloo for torch 2.15.0+cu1377 during" in output
     found = (tmp_path / "FindPytorch.cmake").read_text()
     assert 'set(Pytorch_VERSION "2.15.0+cu1377")' in found
     assert "set(Pytorch_CUDA FALSE)" in found

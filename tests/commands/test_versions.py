@@ -1,7 +1,7 @@
 """tests/versions.sh: refused versions, environments that are made once, and the table of results.
 
-A fake interpreter makes the environments, so a run takes a second and needs no network. It records
-pip's arguments. A test writes what pip, pytest and torchrun do, as shell code, into files of these names.
+A fake interpreter makes the environments, so a run takes a second and needs no network. The fake records
+pip's arguments. A test writes shell code into files named pip, pytest and torchrun; it runs in place of these programs.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_samples_that_cannot_be_batched_are_refused_in_one_line():
 
 
 def build_targets():
-    """Build training data of which sample 7 has a target that is too large, and validation data with float targets."""
+    """Build training data in which the target of sample 7 is too large, and validation data with float targets."""
     inputs, classes = torch.zeros(9, 2), torch.arange(9).clamp(max=1)
     classes[2], classes[7] = -100, 2
     return [*zip(inputs, classes, strict=True)], [*zip(inputs, classes.float(), strict=True)]

@@ -69,7 +69,7 @@ def test_gradients_equal_those_of_one_process(typical, body):
 
 
 def beside_buckets(backend):
-    """A call in backward, before or after which ranks send another bucket: only rank 0 uses ``side`` in the second step."""
+    """Call allreduce in backward while ranks send different buckets: after the first step, only rank 0 uses ``side``."""
     early, side, big = params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     reducer = GradientReducer([("early", early), ("side", side), ("big", big)], backend, transfer=Transfer(bucket_bytes=0))
     found = []
@@ -94,7 +94,7 @@ def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
 
 
 def gradient_of(backend, call, leaf, mine):
-    """Return the gradient of ``leaf``, which only some ranks' input ``mine`` depends on."""
+    """Return the gradient of ``leaf``, on which ``mine`` depends; ``None`` on a rank whose ``mine`` needs no gradient."""
     result = call(mine)
     assert result.requires_grad
     (result * (backend.rank + 1)).sum().backward()

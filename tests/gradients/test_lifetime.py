@@ -113,9 +113,9 @@ def test_after_close_gradients_are_this_ranks_own(alone, make):
 class RecordingBackend(LocalBackend):
     """Backend that records the order in which buckets are sent."""
 
-    def start_sum(self, tensor, name, factor=1.0, unscaled=0):
+    def start_sum(self, tensor, name, factor=1.0, tail=0):
         self.sent.append(int(name.rpartition(".")[2]))
-        return super().start_sum(tensor, name, factor, unscaled)
+        return super().start_sum(tensor, name, factor, tail)
 
 
 def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):

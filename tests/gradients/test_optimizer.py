@@ -500,7 +500,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical, as_numb
 
 
 def closure_of_sgd(backend):
-    """A closure may return a loss, which is averaged, or on all ranks any other object."""
+    """A closure may return a loss, which is averaged; or any other object, if it does so on all ranks."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [

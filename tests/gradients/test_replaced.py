@@ -121,9 +121,9 @@ def replaces(backend):
             verify(backend, horovods, hvd, replace, expected(backend.size, replace))
 
 
-def verify(backend, train, place, replace, wanted):
+def verify(backend, train, interface, replace, wanted):
     model = net()
-    train(place, model, replace)
+    train(interface, model, replace)
     what = f"{train.__name__}, {replace.__name__}"
     assert same_on_all(backend, list(model.parameters())), what
     for p, oracle in zip(model.parameters(), wanted, strict=True):
@@ -162,13 +162,13 @@ def load_assigned(model, optimizer):
 def append(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     params.append(nn.Parameter(torch.ones(2)))
-    return r"group 0 parameter 4 \(2,\) came into the optimizer's param_groups", params.pop
+    return r"group 0 parameter 4 \(2,\) was added to the optimizer's param_groups", params.pop
 
 
 def exchange_equal(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     before, params[1] = params[1], nn.Parameter(params[1].detach().clone())
-    return r"group 0 parameter 1 \(6,\) came into the optimizer's param_groups", lambda: params.__setitem__(1, before)
+    return r"group 0 parameter 1 \(6,\) was added to the optimizer's param_groups", lambda: params.__setitem__(1, before)
 
 
 def misplace(model, optimizer):

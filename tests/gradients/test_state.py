@@ -146,7 +146,7 @@ def test_tensors_that_would_be_left_out_are_refused():
 
 
 def named_alike(backend):
-    """A tensor is sent although its name ends as that of a module's extra state does."""
+    """A tensor is sent even if its name ends in ``_extra_state``, as the key of a module's extra state does."""
     tensors = {
         "rnn_extra_state": torch.full((2,), float(backend.rank)),
         "lstm._extra_state": torch.full((1,), float(backend.rank)),

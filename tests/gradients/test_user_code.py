@@ -14,12 +14,13 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.gradients import GradientReducer, Transfer
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
-#: Elements of a gradient that is copied with those of its whole bucket, and of one that is copied as soon as it is ready.
+#: Numbers of elements of a small gradient, which is copied with the other gradients of its bucket, and of a large one,
+#: which is copied as soon as it is ready.
 SIZES = 1000, 20000
 
 
 def keeps(backend, numel, unused):
-    """Keep the gradients of three backward passes; the last one is of another parameter alone."""
+    """Keep the gradients of three backward passes; the last pass uses only the second parameter."""
     params = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(3))]
     reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend, unused=unused)
     mean = (backend.size + 1) / 2
@@ -78,12 +79,12 @@ def test_a_step_copies_no_gradient():
         assert [id(slot.alias) for slot in optimizer.reducer.slots] == found
 
 
-def test_gradients_that_nobody_keeps_are_not_copied():
-    # The count of references is Python's and torch's own affair: without this test, every gradient might be copied.
+def test_gradients_that_the_program_does_not_keep_are_not_copied():
+    # Reference counts depend on the versions of Python and torch. If this count were higher, all gradients would be copied.
     slot = buckets.Slot("p", nn.Parameter(torch.zeros(3)))
-    place = torch.zeros(3)
-    slot.alias, slot.address = place.detach(), place.data_ptr()
-    slot.view, slot.strides = place, place.stride()
+    memory = torch.zeros(3)
+    slot.alias, slot.address = memory.detach(), memory.data_ptr()
+    slot.view, slot.strides = memory, memory.stride()
     alias = id(slot.alias)
     slot.param.grad = slot.alias
     slot.param.grad = None
@@ -92,7 +93,7 @@ def test_gradients_that_nobody_keeps_are_not_copied():
     kept = slot.alias
     slot.move_kept()
     assert slot.alias is not kept
-    assert kept.data_ptr() != place.data_ptr()
+    assert kept.data_ptr() != memory.data_ptr()
 
 
 def zeroes_in_hooks(backend, first, sizes):

@@ -19,7 +19,7 @@ HEAD = "import torch\nimport dualtrain.hvd as hvd\nhvd.init()\n"
 WRAP = "optimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
 START = f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 
-#: (script, script after --fix, or None if nothing is repaired); both are appended to START.
+#: (script, script after --fix or None if nothing is repaired). Both scripts are appended to START.
 REPAIRS = [
     (
         "for x in data:\n    loss(x).backward()\n    # Clip.\n    clip_grad_norm_(p, 1)\n    optimizer.step()  # go\n",

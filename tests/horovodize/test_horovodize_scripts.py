@@ -25,12 +25,12 @@ def report(model, losses, **more):
     sys.stdout.write(f"report {json.dumps(more)}\n")
 
 def shapes(count):
-    # There are four kinds of pictures; each picture is a noisy copy of its kind's pattern.
+    # There are four classes. Each image is its class's pattern with added noise.
     generator = torch.Generator().manual_seed(5)
     patterns = torch.randn(4, 1, 8, 8, generator=generator)
-    kinds = torch.arange(count) % 4
-    pictures = patterns[kinds] + 0.5 * torch.randn(count, 1, 8, 8, generator=generator)
-    return torch.utils.data.TensorDataset(pictures, kinds)
+    labels = torch.arange(count) % 4
+    images = patterns[labels] + 0.5 * torch.randn(count, 1, 8, 8, generator=generator)
+    return torch.utils.data.TensorDataset(images, labels)
 
 def network():
     from torch import nn
@@ -74,7 +74,7 @@ def learned(reports):
     return reports[0]["weights"], losses
 
 
-PICTURES = r"""
+IMAGES = r"""
 import argparse
 import time
 import torch
@@ -112,18 +112,18 @@ def main(options):
         began = time.perf_counter()
         model.train()
         sampler.set_epoch(epoch)
-        for pictures, kinds in batches:
+        for images, labels in batches:
             optimizer.zero_grad()
-            F.cross_entropy(model(pictures), kinds).backward()
+            F.cross_entropy(model(images), labels).backward()
             optimizer.step()
         slowest = hvd.allreduce(torch.tensor(time.perf_counter() - began), op=hvd.Max, name="seconds")
         model.eval()
         loss = right = 0.0
         with torch.no_grad():
-            for pictures, kinds in test_batches:
-                scores = model(pictures)
-                loss += F.cross_entropy(scores, kinds, reduction="sum").item()
-                right += (scores.argmax(1) == kinds).float().sum().item()
+            for images, labels in test_batches:
+                scores = model(images)
+                loss += F.cross_entropy(scores, labels, reduction="sum").item()
+                right += (scores.argmax(1) == labels).float().sum().item()
         losses.append(averaged(loss / len(test_sampler), "loss"))
         accuracy = averaged(right / len(test_sampler), "accuracy")
         if hvd.rank() == 0:
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("options", [(), ("--fp16", "--predivide", "2.0"), ("--adasum",)], ids=" ".join)
 def test_image_classification_learns(options, tmp_path):
-    reports, lines = start(tmp_path, PICTURES, *options)
+    reports, lines = start(tmp_path, IMAGES, *options)
     learned(reports)
     assert reports[0]["losses"] == reports[1]["losses"]
     assert reports[0]["accuracy"] == reports[1]["accuracy"] > 0.9
@@ -149,7 +149,7 @@ def test_image_classification_learns(options, tmp_path):
 
 
 def test_image_classification_learns_on_one_rank(tmp_path):
-    reports, _ = start(tmp_path, PICTURES, ranks=1)
+    reports, _ = start(tmp_path, IMAGES, ranks=1)
     learned(reports)
 
 
@@ -175,15 +175,15 @@ def train(epoch):
     sampler.set_epoch(epoch)
     loss, accuracy = Mean("train.loss"), Mean("train.accuracy")
     with tqdm(total=len(batches), disable=hvd.rank() != 0) as bar:
-        for number, (pictures, kinds) in enumerate(batches):
+        for number, (images, labels) in enumerate(batches):
             set_lr(epoch, number / len(batches))
             optimizer.zero_grad()
-            parts = math.ceil(len(pictures) / SMALL)
-            for first in range(0, len(pictures), SMALL):
-                scores = model(pictures[first : first + SMALL])
-                part = F.cross_entropy(scores, kinds[first : first + SMALL])
+            parts = math.ceil(len(images) / SMALL)
+            for first in range(0, len(images), SMALL):
+                scores = model(images[first : first + SMALL])
+                part = F.cross_entropy(scores, labels[first : first + SMALL])
                 # Metrics are averaged while gradients are being accumulated.
-                accuracy.add((scores.argmax(1) == kinds[first : first + SMALL]).float().mean())
+                accuracy.add((scores.argmax(1) == labels[first : first + SMALL]).float().mean())
                 loss.add(part)
                 part.div_(parts)
                 part.backward()
@@ -271,20 +271,20 @@ optimizer = hvd.DistributedOptimizer(
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-pictures, kinds = torch.randn(4, 3, 32, 32), torch.randint(1000, (4,))
+images, labels = torch.randn(4, 3, 32, 32), torch.randint(1000, (4,))
 losses = []
 
 def step():
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(pictures), kinds)
+    loss = F.cross_entropy(model(images), labels)
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
 
 timeit.timeit(step, number=2)
-speeds = [len(pictures) * 3 / timeit.timeit(step, number=3) for _ in range(2)]
+speeds = [len(images) * 3 / timeit.timeit(step, number=3) for _ in range(2)]
 if hvd.rank() == 0:
-    print(f"pictures/s on {hvd.size()}: {hvd.size() * np.mean(speeds):.1f} +- {1.96 * np.std(speeds):.1f}")
+    print(f"images/s on {hvd.size()}: {hvd.size() * np.mean(speeds):.1f} +- {1.96 * np.std(speeds):.1f}")
 statistics = hvd.allgather(model.bn1.running_mean[None], name="statistics")
 report(model, losses, one_batch=bool((statistics == statistics[0]).all()))
 """
@@ -295,7 +295,7 @@ def test_a_torchvision_benchmark_runs_with_sync_batch_norm(tmp_path):
     learned(reports)
     assert [report["one_batch"] for report in reports] == [True, True]
     assert len(lines) == 1
-    assert lines[0].startswith("pictures/s on 2: ")
+    assert lines[0].startswith("images/s on 2: ")
 
 
 ELASTIC = r"""
@@ -320,7 +320,7 @@ def train(state):
     attempts.append((state.epoch, state.batch))
     while state.epoch < EPOCHS:
         total, first = 0.0, state.batch
-        for number, (pictures, kinds) in enumerate(batches):
+        for number, (images, labels) in enumerate(batches):
             state.batch = first + number
             if state.batch % 2 == 0:
                 state.commit()
@@ -330,7 +330,7 @@ def train(state):
                 # A collective raises this if a rank has failed; here all ranks still run.
                 raise hvd.HorovodInternalError("lost")
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(pictures), kinds)
+            loss = F.cross_entropy(model(images), labels)
             loss.backward()
             state.sampler.record_batch(number, BATCH)
             optimizer.step()

@@ -41,7 +41,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Return a function that records a training with two optimizers, one rank after another in this process."""
+    """Return a function that trains with two optimizers, one rank after another in this process, and returns the record."""
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
     count = iter(range(99))
 
@@ -350,8 +350,8 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
     assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # the other difference is in step 3 of optimizer 1
 
 
-def test_the_difference_that_the_defects_leave_is_the_first_in_time(simulated):
-    """It is in step 3 of an optimizer that takes every second step, so after step 5 of the other."""
+def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simulated):
+    """It is in step 3 of an optimizer that takes every second step, which comes after step 5 of the other optimizer."""
 
     def explained(rank, step, models, optimizers):
         if step == 5:
@@ -454,7 +454,7 @@ def test_the_distance_of_runs_that_are_not_repeatable_has_its_own_step(simulated
 
 
 def test_a_spread_of_dualtrain_alone_is_a_difference(simulated):
-    """Runs on Horovod that agree show that the script is repeatable: a single other run with dualtrain is an error."""
+    """If all runs on Horovod agree, the script is repeatable: one run with dualtrain that differs is an error."""
     other = simulated(scaled_by(1 + 1e-4))
     verdict = verdict_of(Evidence([simulated() for _ in range(3)], [simulated(), simulated(), other]), [])
     begins = (
@@ -465,7 +465,7 @@ def test_a_spread_of_dualtrain_alone_is_a_difference(simulated):
     horovod = [simulated(), simulated(scaled_by(1 + 1e-6))]
     verdict = verdict_of(Evidence(horovod, [simulated(), other]), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (1, "differs by more than twice the script's own spread")
-    # With a single run on Horovod, which a record is, only dualtrain's runs have a spread.
+    # A record is a single run on Horovod, so only dualtrain's runs have a spread.
     verdict = verdict_of(Evidence([simulated()], [simulated(), other], recorded=True), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (0, "within twice the script's own spread")
 
@@ -623,7 +623,7 @@ def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
         (lambda path: path.write_text(path.read_text().replace('"kind": "step"', '"kind": "leap"')), "is not a record"),
         (lambda path: path.unlink(), "lacks the record of rank 1"),
         (lambda path: path.write_text(path.read_text().replace('"seed": null', '"seed": "x"')), "is not a record"),
-        (lambda path: path.write_text(path.with_name("rank-0.jsonl").read_text()), "is of rank 0 of 2, beside 2 ranks"),
+        (lambda path: path.write_text(path.with_name("rank-0.jsonl").read_text()), "by rank 0 of 2, instead of rank 1 of"),
         (lambda path: path.with_name("rank-2.jsonl").write_text(path.read_text()), "mixes several runs"),
     ],
 )
@@ -726,7 +726,7 @@ def hold_workspace(connection):
 def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
     """Processes and folders disappear at the end of the block, and also if the process itself is killed.
 
-    Batch systems send SIGTERM to all processes of a job, also to the one that removes the folders.
+    Batch systems send SIGTERM to all processes of a job, including the process that removes the folders.
     """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -771,7 +771,7 @@ def test_runs_that_only_measure_the_speed_are_shorter(simulated):
     run = simulated(steps=8, until=8)
     for rank in run.ranks:
         rank.seconds = [(number, 1.0) for number, _ in rank.seconds]
-    assert steps_to_measure(Evidence([run], [run])) == 5  # of one step, none would be timed
+    assert steps_to_measure(Evidence([run], [run])) == 5  # the first step is not timed, so one step would not suffice
 
 
 LONG, SHORT = 50, 10
@@ -808,7 +808,7 @@ def test_a_difference_is_compared_with_the_defects_after_the_first_round(simulat
     evidence, runs = collected(simulated, monkeypatch, 2, at(3, 1, nudge))
     assert runs == [*long, ("dualtrain", LONG, True), *long[::-1]]
     assert evidence.compat is not None
-    # If this run fails, the comparison of the sides is kept.
+    # If the run with the defects fails, the comparison of the sides is kept.
     evidence, runs = collected(simulated, monkeypatch, 1, at(3, 1, nudge), compat_fails=True)
     assert (evidence.compat, runs) == (None, [*long, ("dualtrain", LONG, True), long[0]])
     assert "with the defects of Horovod: dualtrain: the script failed" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_joined_ranks_are_left_out_of_reductions_only():
     harness.receive(0, "broadcast", root=0)
     harness.receive(1, "broadcast", root=0)
     [(do, why)] = harness.answers(1, "do", "why")[-1:]
-    assert (do, why) == ("fail", "broadcast.noname is not possible while rank 2 has joined")
+    assert (do, why) == ("fail", "broadcast.noname is not possible, because rank 2 has joined")
     harness.receive(1, "join", divide_by="initial")
     last = harness.receive(0, "join", divide_by="initial")
     assert harness.answers(0, "do", "id", "last")[-1] == ("joined", last, 0)

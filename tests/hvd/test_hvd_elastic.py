@@ -303,7 +303,7 @@ def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
-def test_the_driver_is_queried_for_updates_before_training(resets, monkeypatch):
+def test_the_notification_manager_is_initialized_before_training(resets, monkeypatch):
     order = []
     monkeypatch.setattr(common.notification_manager, "init", lambda: order.append("init"))
     common.run_fn(lambda held: order.append("train"), resets.init)(recorded())
@@ -355,7 +355,7 @@ def test_updates_reach_the_state_of_the_running_training(resets, sent):
     train(held)
     assert epochs == [0, 1, 2]
     resets.init.assert_called_once_with()
-    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no training is registered any more
+    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no state is registered any more
     assert interrupted(held) is None
 
 

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: optimizers that ranks use in different orders or not equally often."""
+"""dualtrain/hvd/README.md#matching-and-errors: optimizers that ranks use in different orders or numbers of times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Ranks run one backward or two, and some have no gradient of ``b``; every step still has one exchange."""
+    """Run one or two backward passes per rank, some without a gradient of ``b``; every step still has one exchange."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -109,7 +109,7 @@ def different_thresholds(backend):
     with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
         p, optimizer = wrapped(hvd, name="threshold")
         p.sum().backward()
-        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"parameters differ: at most .*\b0 bytes"):
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"options differ: buckets of at most .*\b0 bytes"):
             optimizer.step()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 

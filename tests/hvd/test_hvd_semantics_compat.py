@@ -93,7 +93,7 @@ def added(hvd):
 
 
 def narrow(hvd, scale, **options):
-    """Scale the weights so that gradients are small, and send the gradients as float16, in which they have few bits."""
+    """Scale the weights so that gradients are small, and send the gradients as float16, which rounds them coarsely."""
     model = model_of()
     with torch.no_grad():
         for p in model.parameters():

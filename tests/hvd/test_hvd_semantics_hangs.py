@@ -30,7 +30,7 @@ def unnamed_calls_after_join(hvd):
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-def a_group_of_which_only_some_ranks_use_a_parameter(hvd):
+def a_group_with_a_parameter_that_only_some_ranks_use(hvd):
     p, q = (torch.nn.Parameter(torch.ones(1)) for _ in "pq")
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], 1.0), [("p", p), ("q", q)], groups=[[p, q]])
     (p.sum() + (q.sum() if hvd.rank() == 0 else 0)).backward()
@@ -42,7 +42,7 @@ BODIES = [
     alltoall_without_a_dimension,
     unnamed_calls_of_another_kind_on_one_rank,
     unnamed_calls_after_join,
-    a_group_of_which_only_some_ranks_use_a_parameter,
+    a_group_with_a_parameter_that_only_some_ranks_use,
 ]
 
 

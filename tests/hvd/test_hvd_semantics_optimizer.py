@@ -18,7 +18,7 @@ class Net(nn.Module):
     def __init__(self, sparse):
         super().__init__()
         torch.manual_seed(3)
-        self.embedding = nn.Embedding(6, 19, sparse=sparse)  # with vectors of SIMD and a rest
+        self.embedding = nn.Embedding(6, 19, sparse=sparse)  # 19: whole SIMD vectors, and a remainder
         self.first = nn.Linear(19, 8)
         self.norm = nn.BatchNorm1d(8)
         self.last = nn.Linear(8, 2)

@@ -127,7 +127,7 @@ def barriers(backend, folder):
         pair = hvd.add_process_set([0, 1])
         hvd.barrier()
         if me == 1:
-            time.sleep(0.15)  # rank 0 would now leave a barrier that does not wait
+            time.sleep(0.15)  # if the barrier did not wait, rank 0 would leave it now
             (folder / "enters 1").touch()
         if me == 2:
             # Rank 2 reaches no barrier before both members have left theirs.
@@ -183,7 +183,7 @@ def optimizer_before_its_set(backend):
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], process_set=pair, **options)
 
             def step(p=p, optimizer=optimizer):
-                optimizer.load_state_dict(optimizer.state_dict())  # forgets a step that failed
+                optimizer.load_state_dict(optimizer.state_dict())  # discards a failed step
                 optimizer.zero_grad()
                 (p.sum() * (me + 1)).backward()
                 optimizer.step()

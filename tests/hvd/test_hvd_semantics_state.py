@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#state-of-one-rank-for-all: broadcasts of parameters, optimizer states and objects."""
+"""dualtrain/hvd/README.md#broadcasts-of-state: broadcasts of parameters, optimizer states and objects."""
 
 from __future__ import annotations
 
@@ -212,8 +212,12 @@ def test_states_keep_their_dtypes(real):
     assert real(other_dtypes) == [(torch.float64, [2 + 2.0**-40] * 2)] * 2
 
 
-def groups_of_before(backend, compat):
-    """Set a learning rate as a scheduler does that was made before the wrapping; return that of the wrapped optimizer."""
+def learning_rates(backend, compat):
+    """Change the learning rate after a broadcast; return the wrapped optimizer's learning rate after each change.
+
+    First change it in the inner optimizer, as a scheduler does that was made before the wrapping, then in a group that was
+    read before the broadcast.
+    """
     with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:
         model = nn.Linear(2, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -229,7 +233,7 @@ def groups_of_before(backend, compat):
 @pytest.mark.parametrize("compat", ["0", "1"])
 @PAIR
 def test_a_broadcast_keeps_the_objects_of_the_groups(real, compat):
-    assert real(groups_of_before, compat) == [(0.25, 0.125)] * 2
+    assert real(learning_rates, compat) == [(0.25, 0.125)] * 2
 
 
 def every_optimizer(backend):

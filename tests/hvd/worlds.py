@@ -37,7 +37,7 @@ def ours() -> Any:
 
 @contextmanager
 def library(backend: Any, **env: str) -> Iterator[Any]:
-    """Return Horovod's API for the world of ``backend``: Horovod itself, or ``dualtrain.hvd`` in torch's worlds."""
+    """Yield Horovod's API for the world of ``backend``: Horovod itself, or ``dualtrain.hvd`` in torch's worlds."""
     if backend.name == "horovod":
         import horovod.torch as theirs
 

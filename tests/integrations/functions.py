@@ -1,4 +1,4 @@
-"""Functions that Spark and Ray run. Training functions are written for Horovod."""
+"""Functions that Spark and Ray run. The training function is written for Horovod."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dies() -> None:
 
 
 def fails_beside(file: str) -> None:
-    """Raise on rank 1, once rank 0, which waits without a collective, has written its process id to ``file``."""
+    """Raise on rank 1 once rank 0 has written its process id to ``file``; rank 0 then sleeps, outside of any collective."""
     if os.environ["RANK"] == "0":
         with open(f"{file}.new", "w") as new:
             new.write(str(os.getpid()))

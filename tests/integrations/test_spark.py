@@ -69,7 +69,7 @@ failure(lambda: run(functions.launcher, num_proc=2))
     assert died == ["RankFailedError", "rank 1 of 2 was ended by SIGKILL before its function returned", False, False]
     assert crowded[0] == "UserError"
     assert crowded[1].startswith("Spark started 0 of 3 tasks within 3 s")
-    assert none[:2] == ["UserError", "num_proc=0 is no number of ranks: give a whole number from 1"]
+    assert none[:2] == ["UserError", "num_proc=0 is not a number of ranks: give a whole number from 1"]
     assert later == ["spark", "spark"]
     assert stopped[1].startswith("there is no SparkContext")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import processes
+from tests.forked import run_ranks
+from tests.launch.jobs import ENV, processes, summary
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,3 +28,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Return the hash of the weights for each world size, from forked ranks without a launcher."""
+    folder, found = tmp_path_factory.mktemp("reference"), dict[int, str]()
+    for size in (1, 2):
+        command = ("-m", "dualtrain.main", "--backend", "torch", "--max-steps", "5", "--run-dir", folder / str(size))
+        for end in run_ranks(size, command, folder, env=ENV):
+            assert end.returncode == 0, end
+        found[size] = str(summary(folder / str(size))["weights_sha256"])
+    return found

@@ -1,8 +1,8 @@
 """Two hosts on one machine: namespaces with their own network, name, processes and shared memory, joined by a veth pair.
 
-The hosts share the disk, as hosts of a cluster share a home. Each host resolves the other's name (/etc/hosts), and with
-``ssh=True`` accepts logins from the other (sshd with temporary keys). Nothing outside the namespaces is changed. When the
-first process of a host ends, the kernel kills the host's other processes and removes its network.
+The hosts share the disk, as in a cluster with shared home directories. Each host resolves the other's name (/etc/hosts),
+and with ``ssh=True`` accepts logins from the other (sshd with temporary keys). Nothing outside the namespaces is changed.
+When the first process of a host ends, the kernel kills the host's other processes and removes its network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
 #: Cores for the hosts, one each, because sums depend on the number of threads, and a rank has as many threads as cores.
-#: Listed twice, for a machine with one core.
+#: Each core is listed twice, because the machine may have only one.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
@@ -112,7 +112,7 @@ class Host:
     def booted(self) -> None:
         """Block until the host is up."""
         assert self._first.stdout is not None
-        if self._first.stdout.readline() != "up\n":  # an empty line if the process has exited
+        if self._first.stdout.readline() != "up\n":  # the line is empty if the process has exited
             raise RuntimeError(f"{self.name} did not start: {self._log.read_text()}")
 
     def inside(self, *command: str) -> list[str]:

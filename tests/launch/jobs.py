@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import require_horovod
@@ -31,6 +32,11 @@ def alone(*arguments: str) -> list[str]:
 
 def run(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
+
+
+def by(*launcher: str) -> Callable[[Path, Path], subprocess.CompletedProcess[str]]:
+    """Return a function that runs a script with a folder as its argument under ``launcher``."""
+    return lambda script, folder: run([*launcher, str(script), str(folder)])
 
 
 def summary(folder: Path) -> dict[str, object]:
@@ -63,3 +69,35 @@ def rank_of(pid: int) -> int | None:
         if name in env:
             return int(env[name])
     return None
+
+
+#: Both backends in one launch, because the launch takes most of the time.
+PROGRAM = """
+import sys
+from dualtrain.console import leave
+from dualtrain.main import main
+
+for backend in ("torch", "horovod"):
+    status = main(["--backend", backend, "--max-steps", "5", "--run-dir", f"{sys.argv[1]}/{backend}"])
+    if status:
+        break
+leave(status)
+"""
+
+
+def train_on_both(start: Callable[[Path, Path], subprocess.CompletedProcess[str]], folder: Path) -> None:
+    """Let ``start(script, folder)`` start the ranks; the script trains on one backend and then on the other."""
+    require_horovod()
+    script = folder / "train.py"
+    script.write_text(PROGRAM)
+    end = start(script, folder)
+    assert end.returncode == 0, end.stderr
+
+
+def check_results(folder: Path, launcher: str, weights: dict[int, str]) -> None:
+    """Check what the ranks of :func:`train_on_both` have recorded. ``weights`` has the hash for each world size."""
+    for backend in ("torch", "horovod"):
+        result = summary(folder / backend)
+        assert (result["backend"], result["launcher"]) == (backend, launcher)
+        assert result["world_size"] == (1 if launcher == "none" else 2)
+        assert result["weights_sha256"] == weights[result["world_size"]]

@@ -1,4 +1,4 @@
-"""Calls in which Horovod hangs or crashes. tests/hvd/ shows that dualtrain.hvd does neither in these calls."""
+"""Calls in which Horovod hangs or crashes. tests/hvd/ shows that they succeed or are refused with dualtrain.hvd."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_hosts_that_resolve_their_own_names_to_loopback(launcher, backend, own, 
     if backend == "torch":
         assert statuses == [0, 0], job.output()
         assert summary(folder)["world_size"] == 2
-    else:  # Horovod's Gloo would use the loopback address, and end the process
+    else:  # Horovod's Gloo would use the loopback address and end the process, so the run is refused
         assert all(statuses), job.output()
         assert job.errors(), job.output()
         assert all("resolves its own name to a loopback address, which Horovod would send" in line for line in job.errors())
@@ -170,7 +170,7 @@ def losses(folder: Path, epochs: int) -> list[float]:
     return [row["val_loss"] for row in rows if row["kind"] == "epoch"][:epochs]
 
 
-# Open MPI's threads poll while they wait and compete with the ranks: on two cores this takes from ten seconds to minutes.
+# Open MPI's threads poll while they wait, and compete with the ranks: on two cores, a job takes ten seconds to minutes.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
 def test_mpi_between_hosts_gives_nearly_the_same(launcher, backend, cluster, alone, tmp_path):

@@ -1,4 +1,4 @@
-"""The tests of tests/training/test_kills.py, with Horovod, with virtual ranks, and with other killed ranks."""
+"""Kills in every phase, as in tests/training/test_kills.py, with Horovod, with virtual ranks, and of other ranks."""
 
 from __future__ import annotations
 

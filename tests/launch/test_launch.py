@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
 
 
 def script(folder: Path, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a copy of a launch script with a stub of setup.sh: the real one would install this tree into the environment."""
+    """Run a copy of a launch script with a stub of setup.sh, because setup.sh would change the environment."""
     (folder / "launch").mkdir()
     shutil.copy(ROOT / "launch" / name, folder / "launch")
     (folder / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')

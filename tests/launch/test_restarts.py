@@ -22,7 +22,7 @@ SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
-#: Without this variable, the other agent keeps the killed agent's address if the new agent gets rank 0.
+#: Without this variable, the remaining agent would use the killed agent's address if the new agent gets rank 0.
 FRESH = {**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -69,7 +69,7 @@ def progress(folder: Path) -> int:
     return 0
 
 
-@pytest.mark.timeout(900)  # eleven starts, each of some seconds on an idle machine
+@pytest.mark.timeout(900)  # eleven starts, each of which takes some seconds on an idle machine
 def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, capsys):
     log, port = tmp_path / "log", free_port()
 

@@ -44,7 +44,7 @@ def weights(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a Slurm; return its SLURM_CONF. Slurm ends when its standard input closes, even if the tests are killed."""
+    """Start a private Slurm; return its SLURM_CONF. It ends when its standard input closes, or the tests are killed."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
@@ -61,7 +61,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ):
         assert process.stdin
         assert process.stdout
-        conf = process.stdout.readline().strip()  # the script's own waits have timeouts
+        conf = process.stdout.readline().strip()  # this wait is bounded, because the script's own waits have timeouts
         if not conf and process.wait(SECONDS) == 2:
             pytest.skip(f"needs a private Slurm: {log.read_text().strip()}")
         assert conf, log.read_text()

@@ -289,7 +289,11 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
     trained: list[int] = []
     step = loop.Run._step
     monkeypatch.setattr(loop.Run, "_step", lambda run: (trained.append(run.cursor.step), step(run))[1])
-    for folder in (tmp_path, tmp_path, Path(os.path.relpath(tmp_path))):  # another name of the folder is no other setting
+    for folder in (
+        tmp_path,
+        tmp_path,
+        Path(os.path.relpath(tmp_path)),
+    ):  # another path to the folder: the settings are the same
         with pytest.raises(UserError) as refusal:
             auto(folder, *DIVERGING)
         assert str(refusal.value).startswith(f"{end.value}; the run would end in the same way again: ")

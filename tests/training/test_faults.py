@@ -86,7 +86,7 @@ def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, capsy
         interrupted_resume(tmp_path, earlier)
     assert best_of(tmp_path) == (4, 4)  # not the files of step 6, which this run has not reached
     assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
-    # If no checkpoint of the best step is left, the run forgets that step.
+    # If no checkpoint of the best step is left, the run drops that evaluation: a later one becomes the best.
     (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
     state = checkpoint.load(earlier)
     state["cursor"]["best"] = {**state["cursor"]["best"], "step": 3}
@@ -208,7 +208,7 @@ def test_a_single_line_that_is_no_metric_is_reported_as_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nno metric\n')
     said: list[str] = []
     MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
-    assert ["metrics.jsonl has 1 line that is no metric, " in line for line in said] == [True]
+    assert ["metrics.jsonl has 1 line that is not a metric, " in line for line in said] == [True]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
     mine.write_text("not of a run")
     train(tmp_path, 2, "--resume")
     printed = capsys.readouterr().out
-    assert "metrics.jsonl has 5 lines that are no metrics" in printed
+    assert "metrics.jsonl has 5 lines that are not metrics" in printed
     assert "step-00000009.safetensors' cannot be read (Too many levels of symbolic links)" in printed
     assert metrics.read_text().startswith(good)
     assert all(isinstance(json.loads(line)["step"], int) for line in metrics.read_text().splitlines())

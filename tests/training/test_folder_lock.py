@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder through another open file."""
+    """Lock the folder in this process, through another open file."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:
@@ -62,7 +62,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, capl
             train(tmp_path, *resume, "--epochs", "2")
         assert caught.value.shared  # every rank raises the error, and rank 0 prints it
         assert content(tmp_path) == before
-    # A start that resumes waits, because it may be a restart, whose old process is about to end.
+    # With --resume, the second job waits: it may be a restart, and the old process may be about to end.
     assert ["waiting up to 0.2 s" in record.getMessage() for record in caplog.records] == ([True] if resume else [])
 
 

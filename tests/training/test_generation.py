@@ -109,7 +109,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
     first.take(tmp_path, LIMIT)
     first.sign()
     monkeypatch.setattr(folder_lock, "identity", lambda: 7)
-    with pytest.raises(UserError, match=r"may be used by process .* give a --timeout above 1\.8 s, since a start"):
+    with pytest.raises(UserError, match=r"may be used by process .* give a --timeout above 1\.8 s, since at most"):
         FolderLock().take(tmp_path, 0.2)
     second = FolderLock()
     second.job = "one"
@@ -242,7 +242,7 @@ def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
 def run_superseded_at(
     folder: Path, number: int, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, tuple[bytes, int]] | None, UserError | None]:
-    """Train in ``folder``, which another process takes over at check ``number`` of the generation.
+    """Train in ``folder``. When the run checks its generation for the ``number``-th time, another process takes over.
 
     Returns:
         The files at that moment, or ``None`` if the run checks less often; and the error of the run, if any.
@@ -288,7 +288,7 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
         else:
             assert "process 7 on elsewhere since now took over" in str(error), number
             assert error.shared, number  # every rank ends with it, and rank 0 prints it
-        # A file that was being written is removed.
+        # The temporary file of the write that was interrupted is removed.
         assert content(folder) == {name: held for name, held in before.items() if not name.endswith(".tmp")}, number
     assert error is None
     assert number > 20
@@ -313,7 +313,7 @@ from dualtrain.main import main
 from dualtrain.training.folder_lock import FolderLock
 
 last, is_mine = threading.local(), FolderLock.is_mine
-# The index of the file's argument.
+# For each audit event, the index of the argument that is the file's path.
 changes = {"open": 0, "os.mkdir": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}
 
 def check(lock):

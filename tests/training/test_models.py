@@ -127,7 +127,7 @@ def test_pooling_before_the_relu_changes_no_bit(name, amp, layout):
     model = build(name, (1, 28, 28), 10).to(memory_format=layout)
     other = as_in_the_tutorials(copy.deepcopy(model))
     assert [type(layer) for layer in other] != [type(layer) for layer in model]
-    # Few different numbers: some windows have several equal maxima, and some have no positive number.
+    # Use few different values, so that some pooling windows have several equal maxima, and some have no positive value.
     inputs = torch.randint(-2, 3, (16, 1, 28, 28)).float().contiguous(memory_format=layout)
     targets = torch.randint(10, (16,))
     for one in (model, other):

@@ -1,4 +1,4 @@
-"""Losses of torch and of the user as objectives: weights and counts over all ranks are those of one batch."""
+"""Losses of torch and of the user as objectives: weights and counts over all ranks equal those of the whole batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(
-    ("loss", "share"),
+    ("loss", "class_weights"),
     [
         (nn.CrossEntropyLoss(weight=WEIGHTS), WEIGHTS),
         (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1, label_smoothing=0.1), WEIGHTS * (torch.arange(6) != 1)),
@@ -40,7 +40,7 @@ WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5, 2.0, 3.0])
         (functional.cross_entropy, torch.ones(6)),
     ],
 )
-def test_a_weighted_loss_is_that_of_the_whole_batch(typical, loss, share):
+def test_a_weighted_loss_is_that_of_the_whole_batch(typical, loss, class_weights):
     inputs, targets = batch()
     with connect("local") as alone:
         weight, trained, evaluated = one_step(alone, loss, [(inputs, targets)])
@@ -50,8 +50,8 @@ def test_a_weighted_loss_is_that_of_the_whole_batch(typical, loss, share):
         model.bias.zero_()
     mean = loss(model(inputs), targets)
     mean.backward()
-    hits = share[targets] * (model(inputs).argmax(1) == targets)
-    accuracy = (hits.sum() / share[targets].sum()).item()
+    hits = class_weights[targets] * (model(inputs).argmax(1) == targets)
+    accuracy = (hits.sum() / class_weights[targets].sum()).item()
     assert trained == pytest.approx({"loss": mean.item(), "accuracy": accuracy})
     assert accuracy > 0
     assert evaluated["val_loss"] == pytest.approx(mean.item())

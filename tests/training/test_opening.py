@@ -155,7 +155,7 @@ def test_a_setting_without_effect_is_one_line(flags, line):
         (
             "--dataset mine:data --workers 4",
             {"workers": False},
-            "--workers 4 has no effect: mine:data returns data that are read without them",
+            "--workers 4 has no effect: mine:data returns data that worker processes do not read",
         ),
         ("--dataset mine:data --data-dir x", {"folder": False}, "--data-dir x has no effect: mine:data takes no argument"),
         ("--workers 4", {"workers": False}, "--workers 4 has no effect: --dataset digits is in memory, and needs no proc"),
@@ -167,7 +167,7 @@ def test_a_setting_without_effect_is_one_line(flags, line):
         (
             "--dataset mine:data --workers 8",
             {"cores": 1},
-            "--workers 8 is more for each rank than the 1 core that it may use: fewer are probably as fast",
+            "--workers 8 starts more workers for each rank than the 1 core that it may use: fewer are probably as fast",
         ),
     ],
 )
@@ -201,6 +201,6 @@ def test_a_run_notes_what_its_own_data_do_not_use(tmp_path, monkeypatch, capsys)
         "note: --transport native has no effect: the run has one rank",
         "note: --drop-last has no effect: all batches have 4 samples",
         "note: --classes 7 has no effect: unused:data returns data of 2 classes",
-        "note: --workers 1 has no effect: unused:data returns data that are read without them",
+        "note: --workers 1 has no effect: unused:data returns data that worker processes do not read",
         "note: --data-dir . has no effect: unused:data takes no argument",
     ]

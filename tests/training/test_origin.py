@@ -23,7 +23,7 @@ from tests.threads import run_threads
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a Git work tree with one commit, and change to a subfolder of it."""
+    """Make a Git work tree with one commit, and change to its folder."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)

@@ -1,4 +1,4 @@
-"""Models, data, schedules and batches of the user's own in forms that a program may reasonably use."""
+"""The user's own models, data, schedules and batches, in less usual forms that must work or be refused clearly."""
 
 from __future__ import annotations
 

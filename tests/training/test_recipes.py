@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Make data for the recipes that need files."""
+    """Make data for the recipes that need files; return the paths."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("recipes")
@@ -152,7 +152,7 @@ def test_a_run_resumes_on_the_other_backend_with_the_same_bits(pool: Pool, place
 
 
 def test_a_run_resumes_at_another_world_size(processes, places, tmp_path):
-    # 300 samples a step on any number of ranks: the same samples in the same batches.
+    # 300 samples per step on any number of ranks: the same samples in the same batches.
     arguments = [*flags("digits", places, tmp_path / "part")[:-1], "300"]
     whole = train_alone([*flags("digits", places, tmp_path / "whole")[:-1], "300"])
     assert "after step 4" in train_alone(arguments, stop_after=4)

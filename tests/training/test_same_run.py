@@ -22,7 +22,7 @@ from dualtrain.data.wrapped import wrap
 from dualtrain.errors import RanksDifferError, UserError
 from tests.threads import run_threads
 
-#: Settings that are compared. A new setting belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
+#: Settings that are compared. Add a new setting here, or to ``same_run.MAY_DIFFER`` with the reason.
 COMPARED = {
     *("backend", "transport", "nproc", "threads", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
     *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),

@@ -187,7 +187,7 @@ def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
 
 
 def test_of_two_checkpoints_of_one_step_that_of_the_newer_generation_is_used(monkeypatch):
-    """Rank 0's was written by a process that another host has replaced."""
+    """Rank 0's checkpoint is of generation 1: another host has replaced the process that wrote it."""
     owners: list[int] = []
 
     def send(folder: Path, name: str, owner: int, backend: Any) -> tuple[dict[str, Any], str]:

@@ -131,8 +131,8 @@ def averages(backend) -> None:
         for mean, now in zip(kept.parameters(), model.parameters(), strict=True):
             mean.data = now.data.clone() if number == 0 else decay * mean.data + (1 - decay) * now.data
     close(kept, trainer.evaluated)
-    sums = functional.cross_entropy(kept(data()[0]), data()[1]).item()
-    assert trainer.evaluate([part_of(backend, data())])["val_loss"] == pytest.approx(sums, abs=1e-6)
+    loss = functional.cross_entropy(kept(data()[0]), data()[1]).item()
+    assert trainer.evaluate([part_of(backend, data())])["val_loss"] == pytest.approx(loss, abs=1e-6)
 
 
 def test_averaged_weights_are_evaluated(typical):
@@ -528,7 +528,7 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Program that compiles without code generation, which takes seconds. tests/launch/test_compile.py generates code.
+# Program that compiles without generating code, because that takes seconds. tests/launch/test_compile.py generates code.
 COMPILED = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a ``Trainer`` keeps between epochs, evaluations and resumes: modes, epochs, buffers, optimizer state, averages."""
+"""State that a ``Trainer`` keeps over epochs, evaluations and resumes: modes, epochs, buffers, optimizer, averages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_frozen_layers_keep_their_mode_and_a_failed_evaluation_restores_it():
         try_out(Task(source, source, (4,), 3), model, "data", "model")
         assert modes == [module.training for module in model] == [True, False, True]
         assert torch.equal(model[1].running_mean, frozen)
-        model.eval()  # as models of some libraries are made
+        model.eval()  # some libraries return models in evaluation mode
         try_out(Task(source, source, (4,), 3), model, "data", "model")
     assert all(module.training for module in model.modules())
 
@@ -141,8 +141,8 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def buffers_after(backend, folder, size):
-    """Return the buffers of a model with ``size`` steps after a resume by all ranks, and by one rank alone."""
+def buffers_after(backend, folder):
+    """Take two steps and save the state; return the buffers of another model that all ranks resume from the file."""
     model = Counting()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
     inputs, targets = batch()
@@ -159,7 +159,7 @@ def buffers_after(backend, folder, size):
 
 
 def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
-    found = typical(buffers_after, tmp_path, 2)
+    found = typical(buffers_after, tmp_path)
     counts = [2 * (1 + rank) for rank in range(len(found))]
     assert [rank["count"] for rank in found] == [rank["kept"] for rank in found] == counts
     with connect("local") as backend:
@@ -263,7 +263,7 @@ def test_buffers_of_the_loss_are_restored_on_each_rank(typical, tmp_path):
     typical(losses_resume, tmp_path)
 
 
-def test_parameters_of_the_loss_belong_into_the_model():
+def test_parameters_of_the_loss_belong_in_the_model():
     model, loss = net(), Centred()
     loss.scale = nn.Parameter(torch.ones(1))
     with connect("local") as backend, pytest.raises(ValueError, match=r"parameters to train \(scale\)"):
@@ -332,9 +332,8 @@ class Frozen(nn.Sequential):
 
 
 def test_a_models_own_train_method_decides():
-    model = Frozen(
-        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
-    )  # in training mode as a whole: train() was not called
+    # Its train() was not called yet, so all modules are in training mode.
+    model = Frozen(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     frozen = model[1].running_mean.clone()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)

@@ -188,25 +188,25 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-def unlike_or_bad(training: dict[int, torch.Tensor], validation: dict[int, torch.Tensor]):
-    """Build datasets of 8 samples of zeros, of which some are replaced."""
-    return tuple([(bad.get(number, torch.zeros(3)), number % 2) for number in range(8)] for bad in (training, validation))
+def with_samples(training: dict[int, torch.Tensor], validation: dict[int, torch.Tensor]):
+    """Build two datasets of 8 samples: the given inputs, and zeros for all other samples."""
+    return tuple([(own.get(number, torch.zeros(3)), number % 2) for number in range(8)] for own in (training, validation))
 
 
 def nan_in_training():
-    return unlike_or_bad({5: torch.tensor([0.0, math.nan, 0.0])}, {})
+    return with_samples({5: torch.tensor([0.0, math.nan, 0.0])}, {})
 
 
 def infinite_in_validation():
-    return unlike_or_bad({}, {6: torch.tensor([0.0, math.inf, 0.0])})
+    return with_samples({}, {6: torch.tensor([0.0, math.inf, 0.0])})
 
 
 def longs_in_training():
-    return unlike_or_bad(dict.fromkeys(range(8), torch.zeros(3, dtype=torch.int64)), {})
+    return with_samples(dict.fromkeys(range(8), torch.zeros(3, dtype=torch.int64)), {})
 
 
 def wide_in_training():
-    return unlike_or_bad(dict.fromkeys(range(8), torch.zeros(4)), {})
+    return with_samples(dict.fromkeys(range(8), torch.zeros(4)), {})
 
 
 def linear():

@@ -143,7 +143,7 @@ def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
     [
         (
             ["--compress", "fp16"],
-            "--compress rounds each rank's own sums, so bits depend on the ranks: leave it or --virtual-ranks 4 out",
+            "--compress rounds each rank's sums, so bits depend on the number of ranks: leave it or --virtual-ranks 4 out",
         ),
         (["--compile"], "--compile may give other bits at each number of ranks"),
         (["--data-parallel"], "--data-parallel splits batches over GPUs by itself"),
@@ -163,7 +163,7 @@ def test_a_number_of_virtual_ranks_out_of_bounds_is_refused(value):
 
 
 def few(folder):
-    """A dataset with fewer validation samples than shards."""
+    """Build a training and a validation dataset; the latter has fewer samples than there are shards."""
     return [TensorDataset(torch.linspace(-1, 1, n * 4).view(n, 4), torch.arange(n) % 3) for n in (8, 2)]
 
 

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
         self.head = nn.Linear(8, tokens, bias=False)
         self.head.weight = self.embedding.weight
-        # The mean of three equal values of this kind differs from the value by rounding: a test fails if a constant buffer
+        # Averaging three equal copies of this buffer changes its values by rounding, so a test fails if a constant buffer
         # is averaged.
         self.register_buffer("position", torch.linspace(0.1, 1.7, length * 8).view(length, 8), persistent=False)
 

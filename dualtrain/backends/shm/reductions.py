@@ -5,7 +5,7 @@ shard of all buffers, in rank order, and writes the result into all of them. Whe
 holds the whole result. On one host no data is sent, and the fixed order gives the same bits in every run.
 
 A short tensor is copied to a slot in shared memory instead, and every rank reduces all ranks' values for itself
-(``short.py``): one signal instead of two, which take longer than the reduction.
+(``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a short tensor.
 
 With several hosts, the ranks that have the same shard all-reduce it over the library before they write the result.
 
@@ -80,8 +80,8 @@ class SharedMemory:
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: Buffers through which tensors outside shared memory are copied.
         self.stage = self._new_region(_STAGE_BYTES)
-        places = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
-        self._vectors = [[memoryview(place) for place in two] for two in places]  # each begins with its length
+        pairs = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
+        self._vectors = [[memoryview(vector) for vector in pair] for pair in pairs]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
         #: Values of short tensors: those of reductions, and those that accompany an exchanged vector.
         halves = zip(*(slot.view(2, -1) for slot in self._new_region(4 * SHORT_BYTES).slots), strict=True)
@@ -195,7 +195,7 @@ class SharedMemory:
                 self._raise_failure(until.what)
 
     def finish(self) -> None:
-        """Block until all operations have ended. Call this before waiting for the library, which advances none of them."""
+        """Block until all operations have ended. Call this before a wait for the library, which does not advance them."""
         with self._lock:
             if self._pending:
                 self.advance(self._pending[-1])

@@ -1,9 +1,9 @@
-"""Semaphores between the processes of a host that order their accesses to the memory they share.
+"""Semaphores with which the processes of a host order their accesses to shared memory.
 
-What a process wrote before it posts is visible to the process whose wait returns, on every processor: the functions of
-POSIX semaphores "synchronize memory with respect to other threads" (POSIX.1-2017, 4.12, where processes are threads of
-control too). Semaphores are used because Python has no atomics. Each ordered pair of ranks has one semaphore per kind of
-signal: with a shared one, a second post of a fast rank would be mistaken for the first post of a slow rank.
+What a process writes before a post is visible, on every processor, to the process whose wait consumes the post: the
+functions of POSIX semaphores "synchronize memory with respect to other threads" (POSIX.1-2017, 4.12; this includes threads
+of other processes). Semaphores are used because Python has no atomics. Each ordered pair of ranks has one semaphore per
+kind of signal: if ranks shared one, a second post of a fast rank would be mistaken for the first post of a slow rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Semaphores:
     """
 
     def __init__(self, memory: torch.Tensor, kinds: int, size: int, rank: int, *, spin: bool) -> None:
-        self._memory = memory  # mapped as long as this reference exists
+        self._memory = memory  # this reference keeps the memory mapped
         self.others = [other for other in range(size) if other != rank]
         self._spins = _SPINS if spin else 1
         first = memory.data_ptr()

@@ -63,7 +63,7 @@ class Region:
 class Tree(NamedTuple):
     """A sum along the tree of ``order``.
 
-    Each rank's newest partial sum is in the region whose plan is made; ``others`` hold its earlier ones.
+    Each rank's newest partial sum is in the region whose plan is made; ``others`` hold each rank's earlier partial sums.
     """
 
     order: SumOrder

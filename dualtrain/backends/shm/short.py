@@ -19,7 +19,7 @@ _LAYOUTS = 64  # largest number of (dtype, length) pairs whose views an object c
 
 
 class ShortTensors:
-    """Two slots of ``SHORT_BYTES`` per rank: a rank fills one while other ranks may still read its other one.
+    """Two slots of ``SHORT_BYTES`` per rank: a rank writes to one while other ranks may still read its other slot.
 
     Args:
         slots: for each rank, in rank order, memory of ``2 * SHORT_BYTES`` bytes that all ranks share, as uint8.
@@ -38,7 +38,7 @@ class ShortTensors:
     def write(self, tensor: torch.Tensor, number: int) -> list[torch.Tensor]:
         """Copy ``tensor`` (one-dimensional) to this rank's slot ``number`` (0 or 1); return that slot of all ranks.
 
-        Read them after each rank has signalled that it has written.
+        Read another rank's slot only after that rank has signalled that it has written to the slot.
         """
         key = tensor.dtype, tensor.numel()
         if key not in self._values:

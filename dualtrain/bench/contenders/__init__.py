@@ -1,7 +1,6 @@
-"""The contenders: for each library, a training loop as its users would write it.
+"""The contenders: for each library, a training loop as users of the library would write it.
 
-Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`. Apart from the
-backends, only these modules import torch.distributed and Horovod.
+Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "tuned": {"gradient_as_bucket
 
 
 class Ddp(Contender):
-    """Raw torch.distributed."""
+    """Training loop with DistributedDataParallel."""
 
     def __init__(self, option: str, device: torch.device) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

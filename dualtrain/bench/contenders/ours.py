@@ -20,7 +20,7 @@ from dualtrain.errors import UserError
 
 
 class Ours(Contender):
-    """dualtrain's public interface, used as in the README."""
+    """Training loop with dualtrain's public interface, as in the README."""
 
     def __init__(self, option: str, device: torch.device) -> None:
         name, _, transport = option.partition("/")
@@ -130,7 +130,7 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 
 
 def connected(name: str, transport: str, device: torch.device) -> Backend:
-    """Connect to the other ranks. Collective.
+    """Connect to the other ranks; on the CPU, also keep freed memory. Collective.
 
     Raises:
         UserError: ``transport`` requests shared memory, which these ranks or this device cannot use.

@@ -11,7 +11,7 @@ from dualtrain.bench.workloads import Task
 
 
 class RawHorovod(Contender):
-    """horovod.torch with its own optimizer."""
+    """Training loop with Horovod's own optimizer."""
 
     def __init__(self, device: torch.device) -> None:
         hvd.init()

@@ -52,7 +52,7 @@ def main(mark: str, folders: list[str]) -> None:
     sys.stdin.buffer.read()
     for pid in marked(mark):
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)  # the launcher also ends processes on which the mark was not passed
+            os.kill(pid, signal.SIGTERM)  # the launcher also ends processes that do not have the mark
     deadline = time.monotonic() + END_SECONDS
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -2,8 +2,10 @@
 
 The unmodified script runs alternately under real Horovod and under torchrun with dualtrain, for some optimizer steps.
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures both
-sides. The exit status is 0 if the script gives the same bits (or, if two runs on Horovod differ, is within twice their
-spread), 1 if not, and 2 if the script cannot be run.
+sides. The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
+result means the same bits, if necessary with Horovod's defects reproduced. Compared with a record from other hardware,
+weights may differ by 0.001 (relative). If two runs on Horovod differ (with --against, two runs with dualtrain), the sides
+may differ by twice as much.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
 copy the recorder to it: dualtrain horovodize --recorder > record.py
@@ -95,12 +97,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--timeout", type=seconds, default=300.0, help="seconds without a step after which a run is ended (default: 300)"
     )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="run on Horovod alone, once, and keep the record")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with this record in place of Horovod")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with this record; do not run Horovod")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as a page to this file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
-    parser.add_argument("script", help="the script, as python would run it")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", help="path of the script, or name of the module after -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     given = parser.parse_args(list(arguments))
     if given.record is not None and given.against is not None:
         raise UserError("--record runs only Horovod and --against only dualtrain: give one of them")
@@ -162,7 +164,7 @@ def _complete_record(folder: Path) -> RunRecord:
             what = (rank.end.error or f"exit status {rank.end.status}").splitlines()[-1]
             raise UserError(f"{on} failed after step {rank.steps}: {what}; record the script again")
         if not rank.steps:
-            raise UserError(f"{on} took no optimizer step: record the script with arguments with which it trains")
+            raise UserError(f"{on} took no optimizer step: record the script with arguments that make it train")
     return recorded
 
 
@@ -193,7 +195,8 @@ def _record_only(job: Job, folder: Path) -> None:
 def _collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     """Run the script alternately on both sides. If the sides differ, run dualtrain again with Horovod's defects.
 
-    If the weights of both sides agree in the first round, the other rounds only measure the speed, with fewer steps.
+    If the weights of both sides agree in the first round, the other rounds only measure the speed, with fewer steps. If the
+    sides differ and there is only one round, run one side once more, to check that its runs agree.
     """
     evidence = Evidence([], [], recorded=recorded is not None)
     if recorded is not None:
@@ -222,7 +225,7 @@ def _collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     if rounds == 1 and needs_compat(evidence) and not agrees(evidence):
         again: Side = "dualtrain" if recorded else "Horovod"
         runs = evidence.dualtrain if recorded else evidence.horovod
-        runs.append(_run(job, again, f"again, to check that runs are repeatable, {again}"))
+        runs.append(_run(job, again, f"{again} again, to check that its runs are repeatable"))
     if evidence.spread is not None:
         evidence.compat = None
     return evidence

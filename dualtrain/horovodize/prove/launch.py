@@ -112,7 +112,7 @@ def require_horovod() -> None:
     if not installed():
         raise UserError(
             "Horovod is not installed here: record the script on a machine that has it (see --recorder in --help), and "
-            "compare with that record by --against"
+            "name its record with --against"
         )
     if _launcher() is None:
         raise UserError("neither horovodrun nor mpirun was found: put the launcher that starts Horovod on the PATH")
@@ -202,7 +202,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         process.wait(END_SECONDS)
 
 
-# -- what went wrong ----------------------------------------------------------------------------------------------------
+# -- errors of a run ----------------------------------------------------------------------------------------------------
 
 
 def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: Path) -> None:
@@ -230,7 +230,7 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
     if not run.steps:
         raise RunError(
             f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank, and only the "
-            "weights of these optimizers are compared: give it arguments with which it trains"
+            "weights of such optimizers are compared: give the script arguments that make it train"
         )
 
 

@@ -134,7 +134,7 @@ class RunRecord:
 
     @property
     def platform(self) -> dict[str, Any]:
-        """Facts about rank 0 on which the bits of a result may depend: processor, torch, device and threads."""
+        """Facts about rank 0 that may affect the bits of a result: processor, torch, device and threads."""
         first = self.ranks[0]
         names = ("torch", "device", "threads")
         return {"processor": first.start["processor"], **{name: first.world.get(name) for name in names}}
@@ -201,8 +201,8 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     if foreign:
         world = ranks[foreign[0]].world
         raise UserError(
-            f"{shown} mixes several runs: rank-{foreign[0]}.jsonl is of rank {world['rank']} of {world['size']}, "
-            f"beside {size} ranks: record the script again, in a new folder"
+            f"{shown} mixes several runs: rank-{foreign[0]}.jsonl was written by rank {world['rank']} of "
+            f"{world['size']}, instead of rank {foreign[0]} of {size}: record the script again, in a new folder"
         )
     if missing:
         raise UserError(

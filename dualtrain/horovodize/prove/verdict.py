@@ -18,10 +18,10 @@ from dualtrain.horovodize.prove.records import RunRecord, median_of
 #: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
 ROUNDING = 1e-5
 OTHER_HARDWARE = 1e-3
-#: A larger relative spread between two runs on Horovod would hide differences between the libraries.
+#: A larger relative difference between two runs on one side would hide differences between the libraries.
 LARGEST_SPREAD = 1e-2
 MEASURED_PART = 5  # a run that only measures the speed takes 1/5 of the steps
-MEASURED_STEPS = 5  # and at least these, because the first step is not timed
+MEASURED_STEPS = 5  # but at least this many, because the first step is not timed
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Evidence:
 
 @dataclass
 class Verdict:
-    """The result of a proof.
+    """The result of ``--prove``.
 
     Attributes:
         line: the verdict in one line.
@@ -101,7 +101,7 @@ def needs_compat(evidence: Evidence) -> bool:
 
 
 def agrees(evidence: Evidence) -> bool:
-    """Return whether the first runs have the same bits, with or without Horovod's defects."""
+    """Return whether the first runs of both sides have the same bits, with or without Horovod's defects."""
     horovod, dualtrain = evidence.horovod[0], evidence.compat or evidence.dualtrain[0]
     return different_end(horovod, dualtrain) is None and first_difference(horovod, dualtrain) is None
 
@@ -202,13 +202,13 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
         after = first_difference(evidence.horovod[0], evidence.compat)
         details += _places(evidence.compat)
         if after is not None and after.order > difference.order:
-            # The defects explain the earlier difference, so that the cause of the other one is of interest.
+            # The defects explain the first difference. Report the first of those that remain.
             details.append(f"without these defects, the weights differ {where(difference)}")
             difference, once = after, f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
         elif after is not None:
             details.append(f"with these defects of Horovod reproduced, the weights still differ {where(after)}")
     own = evidence.changed or _own_cause(evidence, difference)
-    likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists more")
+    likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists all findings")
     details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
     compared = evidence.compat if once and evidence.compat is not None else evidence.dualtrain[0]
     apart, step = distance(evidence.horovod[0], compared)
@@ -263,7 +263,8 @@ def _by_tolerance(evidence: Evidence, difference: Difference) -> Verdict:
 def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     """Compare the sides by distance, because the script is not repeatable.
 
-    The spread is that of Horovod's runs; with a single run on Horovod, which --against gives, that of dualtrain's.
+    The spread is the largest distance between two runs on Horovod. With --against there is only one such run, so that the
+    spread is the largest distance between two runs with dualtrain.
     """
     only_dualtrain = not any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
     who = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"

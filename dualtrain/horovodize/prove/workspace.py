@@ -20,7 +20,7 @@ _IN_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the runs write.
+    """The folders of the runs, and the mark of their processes.
 
     Attributes:
         folder: the folder for records and output.
@@ -46,10 +46,10 @@ def workspace() -> Iterator[Workspace]:
     try:
         folder = Path(tempfile.gettempdir()) / f"dualtrain-prove-{mark}"
     except OSError as error:
-        raise UserError(f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one") from None
+        raise UserError(f"there is no writable folder for temporary files ({error.strerror}): set TMPDIR to one") from None
     shared = _IN_MEMORY / folder.name
     command = [sys.executable, "-I", "-S", cleaner.__file__, mark, str(folder), str(shared)]
-    # The program has its own session: Ctrl-C in a terminal, and SIGHUP when it is closed, must not end it.
+    # A session of its own keeps the program alive when Ctrl-C is pressed or the terminal is closed.
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         try:

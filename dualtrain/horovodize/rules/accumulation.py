@@ -100,7 +100,7 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
 
 
 def _steps_until_backward(block: list[ast.stmt]) -> int:
-    """Return how many optimizers the statements step, wrapped or not, before the next backward pass."""
+    """Return the number of steps, of wrapped and other optimizers, before the next backward pass in ``block``."""
     found = 0
     for call in (node for statement in block for node in ast.walk(statement) if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":

@@ -71,7 +71,7 @@ def horovod_run(source: Source) -> Iterator[Finding]:
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
-            message = "horovod.run() starts its ranks on this host only; start the script with one process, not by torchrun"
+            message = "horovod.run() starts its ranks on this host only; start the script as one process, without torchrun"
             yield Finding(call.lineno, "differs", message)
 
 

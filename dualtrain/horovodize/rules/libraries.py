@@ -21,7 +21,7 @@ def torchmetrics(source: Source) -> Iterator[Finding]:
     if call is not None and not re.search(r"dist_sync_fn|distributed_available_fn|sync_on_compute", source.text):
         message = (
             "torchmetrics combines metrics over torch.distributed's default group, which neither Horovod nor dualtrain "
-            "creates, so each rank has the metric of its own samples; pass dist_sync_fn, or gather results by hvd.allgather"
+            "creates, so each rank has the metric of its own samples; pass dist_sync_fn, or gather results by allgather"
         )
         yield Finding(call.lineno, "trap", message)
 
@@ -31,8 +31,8 @@ def ignite(source: Source) -> Iterator[Finding]:
     call = _first_call(source, r"ignite\.(metrics|distributed|contrib\.metrics)\.")
     if call is not None:
         message = (
-            "ignite detects ranks by its own `import horovod.torch`, which needs the runner; start the script "
-            "with dualtrain horovodize, and do not change the script's import"
+            "ignite itself imports horovod.torch to detect ranks; start the script with dualtrain horovodize, which "
+            "provides this module, and do not change the script's import"
         )
         yield Finding(call.lineno, "differs", message)
 

@@ -77,7 +77,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Call set_epoch in the loop over epochs. No edits unless there is one such loop and ``sampler`` is known in it."""
+    """Call set_epoch in the loop over epochs; return no edits unless there is one such loop that can use ``sampler``."""
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []

@@ -49,7 +49,7 @@ def _trains(source: Source) -> bool:
 
 
 def _drawn_for_samples(source: Source) -> set[str]:
-    """Return the random generators that samples are augmented with."""
+    """Return the libraries (torch, numpy, random) whose random numbers augment samples."""
     found = {"torch"} if any(_AUGMENTATIONS.search(source.name(call.func)) for call in source.calls) else set()
     for node in source.nodes:
         if isinstance(node, Function) and node.name == "__getitem__":
@@ -64,7 +64,7 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
         return True
     names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     if isinstance(value, ast.Name) and value.id in source.parameters(value):
-        if depth > 2:  # through many functions, or one that passes the seed on to a method with its own name
+        if depth > 2:  # a long chain of calls, or a method that passes the seed to a method of the same name
             return True
         found = [_depends_on_rank(source, guards, given, depth + 1) for given in _arguments(source, value)]
         return not found or any(found)  # a caller in another file may add the rank
@@ -87,7 +87,7 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 
 
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
-    """Add the rank to the seed; no edits if some random numbers must be equal on all ranks, or ``init`` comes later."""
+    """Add the rank to the seed; return no edits if ranks may need equal random numbers, or ``init`` comes later."""
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
     same_place = any(source.scope(init) is source.scope(call) for init in before)

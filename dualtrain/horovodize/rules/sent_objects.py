@@ -24,7 +24,7 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
-    """Return a description of code in ``value``, or None. Looks into containers, and follows a name's assignments."""
+    """Return a description of code in ``value``, its elements or the values assigned to it; None if there is no code."""
     if isinstance(value, ast.Lambda):
         return "a lambda"
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:

@@ -29,7 +29,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
 
 
 def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
-    """Make the call change its input, or wait for the handle of the call; no edits if the input is not a variable."""
+    """Make the call change its input, or wait for its handle; return no edits if the input is not a variable."""
     value, layout = call.args[0] if call.args else None, source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return []

@@ -11,7 +11,7 @@ from dualtrain.horovodize.source import Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
-    """Insert synchronize() before an event, and put each optimizer's next step into skip_synchronize().
+    """Insert synchronize() before event ``number``, and put each optimizer's next step into skip_synchronize().
 
     Return no edits unless these steps certainly follow, and the optimizers are certainly wrapped.
     """
@@ -38,7 +38,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
 
 
 def skip_around(source: Source, step: Event) -> list[Edit]:
-    """Put the statement of a step into skip_synchronize()."""
+    """Put the statement of a step into ``with optimizer.skip_synchronize():``."""
     closure = step.kind == "step" and (step.node.args or step.node.keywords)
     if step.owner is None or closure or not can_synchronize(source, step.optimizer):
         return []

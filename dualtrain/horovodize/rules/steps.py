@@ -45,7 +45,7 @@ def second_reduction(source: Source) -> Iterator[Finding]:
             if event.kind not in STEPS or skips(source, event):
                 continue
             if has(since_backward(source, events, number), "synchronize", event.optimizer):
-                message = "this step reduces the gradients a second time; with op=Sum this multiplies them by the size"
+                message = "this step reduces the gradients again; with op=Sum this multiplies them by the number of ranks"
                 cure = "step inside `with optimizer.skip_synchronize():`"
                 yield Finding(event.node.lineno, "trap", f"{message}; {cure}", tuple(skip_around(source, event)))
 

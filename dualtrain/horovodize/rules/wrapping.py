@@ -64,7 +64,7 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def _freezes(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` freezes parameters, unless its function also unfreezes some, as a GAN's training does."""
+    """Return whether ``node`` freezes parameters; False if its function also unfreezes some, as for a GAN."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
         value = node.args[0] if node.args else keyword(node, "requires_grad")
         return _is(value, False) and not _unfreezes_too(source, node)

@@ -14,7 +14,7 @@ from dualtrain.hvd.mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Splits the samples of an epoch that no rank has processed yet among the ranks, in Horovod's order.
+    """Splits the unprocessed samples of an epoch among the ranks, in Horovod's order.
 
     Call ``record_batch`` after each batch, and ``set_epoch`` with the next epoch's number at the **end** of each epoch.
     In a :class:`TorchState`, the sampler splits the rest of the epoch again whenever this process joins a new world.

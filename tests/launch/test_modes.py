@@ -1,0 +1,50 @@
+"""Other modes of the launchers of tests/launch/test_smoke.py: ranks train on one backend, then on the other."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.launch.jobs import ENV, by, check_results, run, train_on_both
+from tests.pool import ROOT, free_port
+
+pytestmark = pytest.mark.xdist_group("smoke")  # so that the reference is computed once
+
+
+def two_agents(script, folder):
+    """Run torchrun twice, as on two hosts with c10d rendezvous; each agent starts one rank."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=matrix"]
+    command = ["torchrun", "--nnodes=2", "--nproc_per_node=1", *rendezvous, str(script), str(folder)]
+    other = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = run(command)
+        assert other.wait(60) == 0
+        return end
+    finally:
+        other.kill()
+        other.wait()
+
+
+def elastic(script, folder):
+    """Run horovodrun in its elastic mode, with a host discovery script. On one host, this needs --network-interfaces."""
+    hosts = folder / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:2\n")
+    hosts.chmod(0o755)
+    options = ["--min-np", "2", "--max-np", "2", "--host-discovery-script", str(hosts), "--network-interfaces", "lo"]
+    return run(["horovodrun", "--gloo", "-np", "2", *options, "python", str(script), str(folder)])
+
+
+#: Function that starts the ranks, and the launcher that the ranks detect.
+MODES = {
+    "torchrun, two agents": (two_agents, "torchrun"),
+    "horovodrun --mpi": (by("horovodrun", "--mpi", "-np", "2", "python"), "mpirun"),
+    "elastic horovodrun": (elastic, "horovodrun --gloo"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_starts_ranks_that_train_on_both_backends(mode, weights, tmp_path):
+    start, launcher = MODES[mode]
+    train_on_both(start, tmp_path)
+    check_results(tmp_path, launcher, weights)
