@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from dualtrain.config import Config, parse
+from dualtrain.config import Config, RunSection, parse
 from dualtrain.console import (
     leave,
     loading,
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         config = parse(arguments)
         if config.run.nproc is not None and world.launcher != "spawn":
-            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config, world)
+            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run, world)
     except UserError as error:
         record_for_torchrun(str(error))
         return refuse_on_all(error, world)
@@ -57,20 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(config, world)
 
 
-def _spawn(arguments: list[str], config: Config, world: World) -> int:
+def _spawn(arguments: list[str], run: RunSection, world: World) -> int:
     if world.launcher != "none":
         raise UserError(
             f"--nproc starts ranks itself, and {world.launcher} has started this process already: leave --nproc out, or "
             "start without a launcher"
         )
     from dualtrain.spawn import spawn
-    from dualtrain.training.progress import Waiting
 
-    with Waiting("loading torch", config.output.log_seconds, shown=True):
-        import torch.multiprocessing  # noqa: F401  spawn imports it too, without lines of progress
-
-    assert config.run.nproc is not None
-    return spawn(main, arguments, config.run.nproc, config.run.max_restarts)
+    assert run.nproc is not None
+    return spawn(main, arguments, run.nproc, run.max_restarts)
 
 
 def _run(config: Config, world: World) -> int:

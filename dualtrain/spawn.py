@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
@@ -30,7 +31,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Import torch in functions only: a rank imports this file before it is set up to end with its parent.
+# Don't import torch: the parent needs none, and a rank imports this file before it is set up to end with its parent.
 
 Body = Callable[[list[str]], int]
 
@@ -72,8 +73,6 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
             f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
-    import torch.multiprocessing  # noqa: F401  takes seconds: until then, a signal ends this process at once
-
     name = given_job() or new_job()  # a restart finds its run by this name
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
@@ -117,8 +116,6 @@ class _Job:
 
     def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         """Start one rank with each of ``environments``, its environment variables. Does not wait for the ranks."""
-        from torch.multiprocessing import get_context
-
         from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")

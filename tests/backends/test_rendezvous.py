@@ -244,10 +244,10 @@ def listening(pids):
 
 SPAWNING = """
 import sys
-import torch.multiprocessing
+import dualtrain.spawn
 from dualtrain.main import main
 from tests.afresh import AfreshContext
-torch.multiprocessing.get_context = lambda method: AfreshContext()
+dualtrain.spawn.get_context = lambda method: AfreshContext()
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -75,9 +75,9 @@ def _main_of(module: str) -> str:
 
 #: ``python -m dualtrain`` with forked ranks, which start faster. The test below starts a rank as a new interpreter.
 PROGRAM = """
-import runpy, torch.multiprocessing
+import runpy, dualtrain.spawn
 from tests.afresh import AfreshContext
-torch.multiprocessing.get_context = lambda method: AfreshContext()
+dualtrain.spawn.get_context = lambda method: AfreshContext()
 runpy.run_module("dualtrain", run_name="__main__", alter_sys=True)
 """
 
@@ -116,8 +116,9 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
 INTERRUPTED = """
 import os, signal, time
 try:
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGINT)
+    if os.environ["RANK"] == "{rank}":
+        time.sleep(0.5)
+        os.kill(os.{process}(), signal.SIGINT)
     time.sleep(30)
 except KeyboardInterrupt:
     raise ImportError("initialization failed")
@@ -127,10 +128,11 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("rank", ["0", "1", None], ids=["rank 0", "rank 1", "parent"])
 @pytest.mark.parametrize("command", [["dualtrain.main"], ["dualtrain", "train"]])
 def test_during_the_imports_there_are_lines_of_progress_and_a_ctrl_c_prints_one_line_for_the_job(tmp_path, command, rank):
-    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    given = {"rank": "1", "process": "getppid"} if rank is None else {"rank": rank, "process": "getpid"}
+    (tmp_path / "torch.py").write_text(INTERRUPTED.format(**given))
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    if rank is None:  # the command that would start the ranks
+    if rank is None:  # the command that starts the ranks
         place, command = {}, [*command, "--nproc", "2"]
     env = {**without_launchers(os.environ), **place, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", *command, "--log-seconds", "0.02"]

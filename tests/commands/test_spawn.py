@@ -26,7 +26,6 @@ SECONDS = 120.0  # for a job on a busy machine
 # Program that spawns ranks, each of which runs `body`.
 PROGRAM = """
 import os, signal, sys, threading, time
-import torch.multiprocessing
 import dualtrain.main
 import dualtrain.spawn
 from dualtrain.launchers import detect_world
@@ -38,7 +37,7 @@ def body(arguments):
     rank = int(os.environ["RANK"])
 {body}
 
-torch.multiprocessing.get_context = lambda method: AfreshContext()
+dualtrain.spawn.get_context = lambda method: AfreshContext()
 sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1]), {restarts}))
 """
 WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
@@ -223,7 +222,7 @@ def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restor
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=refuse))
-    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: context)
     earlier = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*temporarily unavailable.* smaller --nproc"):
         spawn(len, [], 2)
@@ -248,7 +247,7 @@ def test_a_signal_before_the_first_rank_starts_none(monkeypatch, capsys, number,
         os.kill(os.getpid(), number)
         return SimpleNamespace(Process=None)
 
-    monkeypatch.setattr("torch.multiprocessing.get_context", make)
+    monkeypatch.setattr("dualtrain.spawn.get_context", make)
     assert spawn(len, [], 8) == 128 + number
     assert capsys.readouterr().err == said
 
@@ -261,7 +260,7 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
-    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: context)
     assert spawn(len, [], 8) == 143
     assert len(started) == 1
 
@@ -287,7 +286,7 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
         code = left.pop(0)
         return SimpleNamespace(start=lambda: None, exitcode=128 - code if code > 128 else code, pid=None)
 
-    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=process))
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: SimpleNamespace(Process=process))
     assert spawn(len, ["a"], 1, restarts) == status
     assert left == []
     assert arguments == [["a"]] * len(statuses)
@@ -307,7 +306,7 @@ def test_a_job_that_was_stopped_is_not_restarted(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
-    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: context)
     assert spawn(len, [], 2, 5) == 143
     assert len(started) == 1
 
@@ -326,7 +325,7 @@ def test_a_job_is_not_restarted_beside_a_rank_that_cannot_be_killed(monkeypatch,
         processes.append(SimpleNamespace(start=start, name=name, pid=7, exitcode=None, join=lambda seconds: None))
         return processes[-1]
 
-    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=process))
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: SimpleNamespace(Process=process))
     assert spawn(len, [], 2, 5) == 1
     assert [process.name for process in processes] == ["rank 0", "rank 1"]
     assert sent[:2] == [signal.SIGTERM, signal.SIGKILL]
