@@ -514,6 +514,14 @@ def test_the_results_are_a_table_a_page_and_json_values(simulated):
     html = page("<script>.py", evidence, verdict)
     assert "&lt;script&gt;.py" in html
     assert all(cell in html for cell in rows[1])
+    columns = zip(*rows, strict=True)  # a side is a column of the page, and a row on the terminal
+    assert all("".join(f"<td>{cell}</td>" for cell in column) in html for column in [*columns][1:])
+    assert all(f"<dt>{name}</dt>" in html for name in ("measured", "processor", "cores", "load"))
+    assert "record of" not in html
+    one.ranks[0].start["processor"] = "<that of the record>"
+    there = page("script.py", Evidence([one], [other], recorded=True), verdict)
+    assert "<dt>record of" in there
+    assert "&lt;that of the record&gt;, torch" in there
     values = json.loads(json.dumps(facts(evidence, verdict)))
     assert values["difference"]["step"] == 3
     assert [len(runs) for runs in values["runs"].values()] == [2, 1, 1]
