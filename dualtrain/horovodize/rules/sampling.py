@@ -77,7 +77,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Call set_epoch in the loop over epochs; return no edits unless there is one such loop that can use ``sampler``."""
+    """Return edits that call set_epoch in the loop over epochs; none if there are several or it cannot use ``sampler``."""
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []
@@ -169,7 +169,11 @@ def _has_trainer(source: Source) -> bool:
 
 
 def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether the data set's name or the expressions that define it indicate that the data depend on the rank."""
+    """Return whether ``data`` may depend on the rank.
+
+    That is so if its name or an expression that defines it contains a word such as rank, or if it is an argument of the
+    function, whose value is unknown.
+    """
     if _SHARDED.search(ast.unparse(data)):
         return True
     names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
