@@ -42,7 +42,10 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state: one finding for all calls."""
+    """broadcast_optimizer_state: one finding for all calls, unless the optimizers have a state before the first step."""
+    kinds = {source.name(call.func) for call in source.calls if source.name(call.func).startswith("torch.optim.")}
+    if {name for name in kinds if ".lr_scheduler." not in name} == {"torch.optim.Adagrad"}:
+        return
     for call in list(source.hvd_calls("broadcast_optimizer_state"))[:1]:
         message = (
             "this call takes no step; on Horovod it steps an optimizer without state, so that weight decay changes the "
