@@ -77,6 +77,7 @@ def stub(rank, size):
     library.poll = lambda handle: True
     library.synchronize = lambda handle: handle
     library.join = lambda: 0
+    library.broadcast_parameters = lambda params, root_rank: None
     library.shutdown = lambda: None
     return library
 
@@ -85,6 +86,8 @@ def train(library, rank, until, change, every):
     """Train two models; the second one's optimizer takes only every ``every``-th step."""
     torch.manual_seed(3)
     models = nn.Linear(4, 3), nn.Linear(3, 2)
+    models[1].register_buffer("average", torch.ones(2))
+    library.broadcast_parameters(models[1].state_dict(), root_rank=0)
     inner = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
     inner[1].param_groups[0]["betas"] = (0.9, 0.999)  # an option with several values, as Adam has
     optimizers = [
@@ -299,6 +302,67 @@ def test_equal_runs_have_the_same_bits(simulated):
     assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
 
 
+def test_tensors_that_differ_after_the_last_step_are_found(simulated):
+    """BatchNorm's averages, weights without an hvd.DistributedOptimizer, and weights that change after the last step."""
+
+    def change_buffer(models, optimizers):
+        models[1].average += 1e-3
+
+    one, other = simulated(), simulated(at(2, 1, change_buffer))
+    found = first_difference(one, other)
+    assert (found.step, found.rank, found.names) == (STEPS, 1, ("average",))
+    assert distance(one, other) == (pytest.approx(1e-3, rel=1e-3), STEPS)
+    verdict = verdict_of(Evidence([one, one], [other, other]), [])
+    assert verdict.status == 1
+    assert verdict.line.startswith(f"differs at the end, after step {STEPS}, in 'average' by 1e-03 relative on rank 1: ")
+    # Runs that end at other steps, and records without these tensors, are compared by the weights after each step.
+    assert first_difference(simulated(steps=2, until=2), other) is None
+    for rank in other.ranks:
+        rank.state = []
+    assert first_difference(one, other) is None
+
+    def swap(rank, step, models, optimizers):  # the sum of the bits stays the same
+        if (rank, step) == (0, 4):
+            models[0].bias.data = models[0].bias.flip(0)
+
+    one, other = simulated(steps=20, until=4), simulated(swap, steps=20, until=4)
+    assert first_difference(one, other).names == ("weight", "bias")
+
+
+def test_parameters_of_a_group_that_is_added_are_compared(simulated):
+    def add(change):
+        def act(models, optimizers):
+            extra = nn.Parameter(torch.full((3,), change))
+            extra.grad = torch.ones(3)
+            optimizers[1].add_param_group({"params": [extra]})
+
+        return at(4, 0, act)
+
+    one, other = simulated(add(1.0)), simulated(add(2.0))
+    found = first_difference(one, other)
+    assert (found.step, found.names, found.relative) == (4, ("group 1 parameter 0",), pytest.approx(0.5, rel=0.1))
+    assert distance(one, other)[0] > 0.01
+    assert first_difference(one, simulated(add(1.0))) is None
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_on_one_side_are_not_within_a_tolerance(value, rank, side, simulated):
+    def spoil(models, optimizers):
+        with torch.no_grad():
+            models[0].weight[2, 3] = value
+
+    runs = [simulated(), simulated()]
+    runs[side] = simulated(at(3, rank, spoil))
+    there, here = runs
+    assert distance(there, here) == (float("inf"), STEPS)
+    there.ranks[0].start["processor"] = "another"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "in values that are NaN or infinite" in verdict.line) == (1, True)
+    assert json.loads(json.dumps(facts(Evidence([there], [here], recorded=True), verdict), allow_nan=False))
+
+
 def test_weights_that_are_not_finite_are_noted(simulated):
     def overflow(models, optimizers):
         with torch.no_grad():
@@ -390,6 +454,8 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     assert "once these defects of Horovod are reproduced: it takes a step" in verdict.line
     assert "train.py:12: it takes a step" in verdict.details
     assert any("without these defects" in line and "from step 0 on" in line for line in verdict.details)
+    evidence.compat = simulated(at(1, 0, nudge), until=3, defects=met)  # equal bits, but fewer steps
+    assert verdict_of(evidence, []).status == 1
     evidence.compat = simulated(at(4, 0, nudge), defects=met)
     verdict = verdict_of(evidence, [])
     assert verdict.status == 1
@@ -533,16 +599,42 @@ optimizer.step()
 def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CLIPPED)
-    found = likely_causes(script)
+    found = likely_causes([str(script)])
     assert found[0].startswith(f"{script}:7: ")
     assert any(line.startswith(f"{script}:5: ") for line in found)
     lines = CLIPPED.splitlines()
     inner = "\n".join(["def train(model, opt):", *(f"    {line}" for line in lines[5:7]), "    opt.step()"])
     script.write_text("\n".join([*lines[:4], inner, "train(model, optimizer)\n"]))
-    assert likely_causes(script)[0].startswith(f"{script}:7: ")
+    assert likely_causes([str(script)])[0].startswith(f"{script}:7: ")
     for text in ("not python (", "import torch\n"):
         script.write_text(text)
-        assert likely_causes(script) == []
+        assert likely_causes([str(script), "--lr"]) == []
+
+
+def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
+    """Another file wraps the optimizer that is stepped; a line that runs only without Horovod is no cause."""
+    step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
+    files = {
+        "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other\n"
+        "optimizer = hvd.DistributedOptimizer(o)\ntrain(model, optimizer, loss)\n",
+        "lib/__init__.py": "",
+        "lib/steps.py": f"from . import deep\nimport numpy\n{step}\n",
+        "lib/deep.py": "import horovod.torch as hvd\nif hvd.rank() == 0:\n    hvd.allreduce(loss)\n",
+        "lib/other.py": "not python (",
+        "unused.py": CLIPPED,
+    }
+    (tmp_path / "lib").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = likely_causes([str(tmp_path / "main.py")])
+    assert found[0].startswith(f"{tmp_path}/lib/steps.py:5: ")
+    assert any(line.startswith(f"{tmp_path}/lib/deep.py:3: ") for line in found)
+    assert not any("unused.py" in line for line in found)
+    monkeypatch.chdir(tmp_path)
+    assert likely_causes(["-m", "main"])[0].startswith("lib/steps.py:5: ")
+    guarded = CLIPPED.replace("torch.nn.utils", "if hvd.size() == 1:\n    torch.nn.utils")
+    (tmp_path / "main.py").write_text(guarded)
+    assert [line.split(" ")[0] for line in likely_causes(["main.py"])] == ["main.py:5:"]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -708,6 +800,8 @@ def hold_workspace(connection):
     with workspace() as space:
         sleeping = ["sleep", "60"]
         left = subprocess.Popen(sleeping, env={**os.environ, **space.variables}, start_new_session=True)
+        while marked(space.mark) != [left.pid]:  # a process has no environment for a moment while it starts its program
+            time.sleep(0.01)
         connection.send((space, left.pid))
         connection.recv()
     connection.send("left")

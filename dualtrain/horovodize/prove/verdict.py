@@ -150,7 +150,7 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
     if evidence.other_hardware:
         return _by_tolerance(evidence, difference)
-    if evidence.compat is not None and first_difference(horovod, evidence.compat) is None:
+    if evidence.compat is not None and agrees(evidence):
         return _by_defects(evidence, difference, steps)
     return _differs(evidence, difference, causes)
 
@@ -182,7 +182,7 @@ def _by_defects(evidence: Evidence, difference: Difference, steps: str) -> Verdi
     apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
     details.append(
         f"without these defects (as dualtrain runs unless DUALTRAIN_HVD_COMPAT=1), the weights differ from step "
-        f"{difference.step} on, and by {apart:.1e} relative after step {step}"
+        f"{difference.step} on, and {_by(apart)} after step {step}"
     )
     return Verdict(line, 0, details, difference)
 
@@ -212,7 +212,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
     compared = evidence.compat if once and evidence.compat is not None else evidence.dualtrain[0]
     apart, step = distance(evidence.horovod[0], compared)
-    details.append(f"all weights differ by {apart:.1e} relative after step {step}{once and ', with these defects'}")
+    details.append(f"all weights differ {_by(apart)} after step {step}{once and ', with these defects'}")
     return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
 
 
@@ -221,12 +221,18 @@ def where(difference: Difference) -> str:
     names = ", ".join(repr(name) for name in difference.names[:3])
     more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
     step = f"from step {difference.step}" if difference.step else "before the first step"
+    step = f"at the end, after step {difference.step}," if difference.at_end else step
     by = ""
     if difference.relative is not None:
         when = "" if difference.measured == difference.step else f" at step {difference.measured}"
-        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " in the last bits"
+        by = f" {_by(difference.relative, digits=0)}{when}" if difference.relative else " in the last bits"
     rank = f" on rank {difference.rank}" if difference.rank else ""
     return f"{step} in {names}{more}{by}{rank}"
+
+
+def _by(apart: float, digits: int = 1) -> str:
+    """Return a text such as "by 3.0e-04 relative"."""
+    return f"by {apart:.{digits}e} relative" if math.isfinite(apart) else "in values that are NaN or infinite"
 
 
 def _own_cause(evidence: Evidence, difference: Difference) -> str:
@@ -248,13 +254,13 @@ def _by_tolerance(evidence: Evidence, difference: Difference) -> Verdict:
     details = [f"first bits that differ: {where(difference)}"]
     once = ""
     if compat is not None and compat.defects and distance(horovod, compat)[0] < apart:
-        details += [*_places(compat), f"without these defects, weights differ by {apart:.1e} relative after step {step}"]
+        details += [*_places(compat), f"without these defects, weights differ {_by(apart)} after step {step}"]
         apart, once = distance(horovod, compat)[0], f", once these defects of Horovod are reproduced: {_defects(compat)}"
     if apart <= OTHER_HARDWARE:
         line = f"same weights within {apart:.1e} relative after step {step}, on another machine ({machines}){once}"
         return Verdict(line, 0, details, difference)
     line = (
-        f"differs by {apart:.1e} relative after step {step}; {OTHER_HARDWARE:g} is allowed for another "
+        f"differs {_by(apart)} after step {step}; {OTHER_HARDWARE:g} is allowed for another "
         f"machine ({machines}): record on a machine like this one, or compare on the machine with Horovod"
     )
     return Verdict(line, 1, details, difference)
@@ -352,7 +358,7 @@ def facts(evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
             "optimizer": difference.optimizer,
             "rank": difference.rank,
             "tensors": list(difference.names),
-            "relative": difference.relative,
+            "relative": difference.relative if math.isfinite(difference.relative or 0.0) else None,
             "measured_at_step": difference.measured,
         },
         "speed": _ratios(evidence),
