@@ -289,6 +289,17 @@ CASES = [
         "def other():\n    if not is_master():\n        return\n    torch.save(x, 'y')\nother()",
     ),
     (
+        "never_broadcast",  # a generator's seed does not affect the weights, nor does a comment
+        "g = torch.Generator()\ng.manual_seed(1)\nhvd.broadcast_optimizer_state(o, 0)  # not broadcast_parameters\n"
+        + WRAP.replace("\n", "  # HERE\n"),
+        "torch.manual_seed(1)\n" + WRAP,
+    ),
+    (
+        "different_splits",
+        "g = torch.Generator().manual_seed(1)\n" + WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
+        "def seed_all():\n    th.manual_seed(1)\n" + WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])",
+    ),
+    (
         "different_splits",
         WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
         WRAP + "torch.manual_seed(1)\na, b = torch.utils.data.random_split(data, [9, 1])",
