@@ -23,7 +23,7 @@ from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.prove import command, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
-from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference
+from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
 from dualtrain.horovodize.prove.records import read_record
@@ -547,6 +547,38 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert (verdict.status, "once these defects of Horovod are reproduced: it takes a step" in verdict.line) == (0, True)
     there.ranks[0].start["processor"] = "one"
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
+
+
+def test_a_difference_as_large_as_the_training_is_no_tolerance(simulated):
+    """With a low learning rate, all weights stay close to each other, whatever the two sides do."""
+
+    def slow(factor):
+        def change(rank, step, models, optimizers):
+            if step == 1:
+                for optimizer in optimizers:
+                    optimizer.param_groups[0]["lr"] = 1e-6
+            if step == 2:  # the gradients are larger, but the options are the same
+                with torch.no_grad():
+                    models[0].bias -= factor * 1e-6
+
+        return change
+
+    there, here, same = simulated(slow(0)), simulated(slow(100)), simulated(slow(1))
+    assert 5e-5 < distance(there, here)[0] < moved(there) < 1e-3
+    there.ranks[0].start["processor"] = "another"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "and all steps changed the weights by only" in verdict.line) == (1, True)
+    assert verdict_of(Evidence([there], [same], recorded=True), []).status == 0
+    verdict = verdict_of(Evidence([there, here], [here]), [])
+    assert (verdict.status, verdict.line.split(":")[0]) == (1, "not repeatable, so nothing is proven")
+
+    def other_rate(rank, step, models, optimizers):
+        slow(0)(rank, step, models, optimizers)
+        if step == 3:
+            optimizers[0].param_groups[0]["lr"] = 1.01e-6
+
+    verdict = verdict_of(Evidence([there], [simulated(other_rate)], recorded=True), [])
+    assert (verdict.status, "the optimizer's 'lr' is 1e-06 on Horovod and 1.01e-06" in verdict.line) == (1, True)
 
 
 def test_a_script_that_changed_since_it_was_recorded_is_the_likeliest_cause(simulated):

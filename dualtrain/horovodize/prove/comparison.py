@@ -145,6 +145,19 @@ def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
     return max(found)
 
 
+def moved(run: RunRecord) -> float:
+    """Return the distance from the initial to the last weights, relative to their norm: the smallest of all ranks'."""
+    found = []
+    for rank in run.ranks:
+        tensors: list[tuple[int, Summary, Summary]] = []
+        for each in rank.optimizers:
+            if 0 in each.weights:
+                last = each.weights[max(each.weights)]
+                tensors += list(zip(each.numels, each.weights[0].tensors, last.tensors, strict=False))
+        found.append(_relative(tensors))
+    return min(found)
+
+
 def _relative(tensors: Iterable[tuple[int, Summary, Summary]]) -> float:
     """Return the distance of some tensors, given as (number of elements, one, other), relative to their norm."""
     apart = total = 0.0
