@@ -35,7 +35,7 @@ MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, no optimizer may reach STEPS.
 MOST_ROUNDS = 4
-KEPT = 8  # optimizers whose weights are summarized at the end of the script
+KEPT = 8  # optimizers, and tensors of one name, that are summarized at the end: a script may make models in a loop
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
@@ -76,7 +76,8 @@ class Recorder:
         self._joined = False
         self._latest: dict[int, Any] = {}  # the optimizers that were made last, by number
         self._names: list[list[str]] = []  # names of the parameters of each optimizer; empty before its first step
-        self._sent: dict[str, Any] = {}  # the tensors that the script has broadcast by broadcast_parameters, by name
+        # The tensors that the script has broadcast by broadcast_parameters: by name, then by address.
+        self._sent: dict[str, dict[int, Any]] = {}
         self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 
     def patch(self, library: Any) -> None:
@@ -126,13 +127,16 @@ class Recorder:
         pairs = params.items() if isinstance(params, dict) else params if isinstance(params, list) else ()
         for name, value in [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]:
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                self._sent[str(name)] = value
+                same = self._sent.setdefault(str(name), {})  # several models may have equal names
+                same[value.data_ptr()] = value
+                if len(same) > KEPT:
+                    del same[next(iter(same))]
 
     def _observe(self, optimizer: Any, named: Any) -> None:
         number = len(self.counts)
         self.counts.append(0)
         self._latest[number] = optimizer
-        self._latest.pop(number - KEPT, None)  # a script may make models in a loop, which must not fill the memory
+        self._latest.pop(number - KEPT, None)
         self._names.append([])
         names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
         cls = type(optimizer)  # both libraries create one class per optimizer
@@ -218,7 +222,7 @@ class Recorder:
             names = dict(enumerate(self._names[number]))
             found += [("weights", names[i], p) for i, p in enumerate(_params(optimizer)) if i in names]
         known = {p.data_ptr() for _, _, p in found}
-        for name, p in self._sent.items():
+        for name, p in [(name, p) for name, same in self._sent.items() for p in same.values()]:
             if p.data_ptr() not in known:
                 real = p.is_floating_point() or p.is_complex()
                 found.append(("buffers" if real else "integers", name, p))
