@@ -879,6 +879,28 @@ def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
     holder.join()
 
 
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
+)
+def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys):
+    """A second signal does not stop the removal of what the runs leave."""
+    ended = []
+
+    def run():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), number)
+            ended.append("the runs")
+
+    with pytest.raises(SystemExit) as seen, command._ending_by_signals():
+        run()
+    assert (seen.value.code, ended) == (status, ["the runs"])
+    assert capsys.readouterr().err == f"dualtrain: error: {said}; the script's runs are ended, and nothing was compared\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_runs_that_only_measure_the_speed_are_shorter(simulated):
     run = simulated(steps=50, until=50)
     for rank in run.ranks:
