@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import types
 from pathlib import Path
@@ -899,6 +900,16 @@ def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys
     assert (seen.value.code, ended) == (status, ["the runs"])
     assert capsys.readouterr().err == f"dualtrain: error: {said}; the script's runs are ended, and nothing was compared\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_interrupt_during_the_imports_is_one_line(monkeypatch, capsys):
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "dualtrain.horovodize.prove.command", Interrupted("command"))
+    assert main(["--prove", "train.py"]) == 130
+    assert capsys.readouterr().err == "dualtrain: error: interrupted\n"
 
 
 def test_runs_that_only_measure_the_speed_are_shorter(simulated):
