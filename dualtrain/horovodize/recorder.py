@@ -74,7 +74,9 @@ class Recorder:
         self._join: Any = None  # the library's own join()
         # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
         self._joined = False
-        self._latest: dict[int, Any] = {}  # the optimizers that were made last, by number
+        # The parameters of the optimizers that were made last. The optimizers themselves must not be kept: Horovod fails
+        # if an earlier optimizer of the same parameters still exists.
+        self._latest: dict[int, list[Any]] = {}
         self._names: list[list[str]] = []  # names of the parameters of each optimizer; empty before its first step
         # The tensors that the script has broadcast by broadcast_parameters: by name, then by address.
         self._sent: dict[str, dict[int, Any]] = {}
@@ -135,8 +137,6 @@ class Recorder:
     def _observe(self, optimizer: Any, named: Any) -> None:
         number = len(self.counts)
         self.counts.append(0)
-        self._latest[number] = optimizer
-        self._latest.pop(number - KEPT, None)
         self._names.append([])
         names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
         cls = type(optimizer)  # both libraries create one class per optimizer
@@ -180,11 +180,13 @@ class Recorder:
     def _end_step(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
         _wait_for_gpu()
         seconds = time.perf_counter() - self._resumed
-        if len(_params(optimizer)) != len(self._names[number]):  # the script has added a group
+        params = self._latest[number] = _params(optimizer)
+        self._latest.pop(number - KEPT, None)
+        if len(params) != len(self._names[number]):  # the script has added a group
             self._describe(number, optimizer, names)
         self.counts[number] += 1
         step = self.counts[number]
-        sums = checksums(_params(optimizer))
+        sums = checksums(params)
         self.record.write("step", optimizer=number, step=step, seconds=seconds, sums=sums, time=time.time())
         if step in MARKS or step == self.steps:
             self._write_weights(number, optimizer)
@@ -218,9 +220,8 @@ class Recorder:
         Tensors that are broadcast and in no optimizer are the model's buffers, and weights of other optimizers.
         """
         found = []
-        for number, optimizer in self._latest.items():
-            names = dict(enumerate(self._names[number]))
-            found += [("weights", names[i], p) for i, p in enumerate(_params(optimizer)) if i in names]
+        for number, params in self._latest.items():
+            found += [("weights", self._names[number][i], p) for i, p in enumerate(params)]
         known = {p.data_ptr() for _, _, p in found}
         for name, p in [(name, p) for name, same in self._sent.items() for p in same.values()]:
             if p.data_ptr() not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,21 @@ def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
         assert [number for number, _ in rank.seconds] == [0, 1] * 4
     assert run.memory > 1 << 20
     assert run.steps_per_second > 0
+
+
+def test_optimizers_that_the_script_drops_are_not_kept(tmp_path):
+    """Horovod fails if an earlier optimizer of the same parameters still exists, as in a loop that wraps in each epoch."""
+    watch, library, model = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS), stub(0, 1), nn.Linear(2, 1)
+    watch.patch(library)
+    dropped = []
+    for _ in range(2):
+        optimizer = library.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        dropped.append(weakref.ref(optimizer))
+        del optimizer
+    gc.collect()
+    assert [each() for each in dropped] == [None, None]
 
 
 def test_a_script_that_ends_before_the_last_step_is_recorded_too(simulated):
