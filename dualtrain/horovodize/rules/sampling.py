@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation
+from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
@@ -136,8 +137,7 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 def different_splits(source: Source) -> Iterator[Finding]:
     """A random_split that gives a different result on each rank."""
-    text = source.text
-    if not source.wraps or re.search(r"manual_seed|seed_everything|set_seed|fix_seed|seed_all", text):
+    if not source.wraps or seeds_torch(source):
         return
     for call in source.calls:
         if source.name(call.func) != "torch.utils.data.random_split" or len(call.args) > 2 or keyword(call, "generator"):
