@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": ("doctor", "check whether a run would work on this machine"),
     "bench": ("bench", "measure this machine: both backends, and other libraries"),
     "drill": ("drill", "kill processes of a job, and check that its result is the same"),
-    "horovodize": ("horovodize", "run an unmodified Horovod script on torch.distributed"),
+    "horovodize": ("horovodize", "check, repair and run Horovod scripts on torch.distributed"),
 }
 
 

@@ -75,25 +75,29 @@ def _run(config: Config, world: World) -> int:
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
         signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
-    # Change GC settings only if this module is the program.
-    with loading() if __name__ == "__main__" else nullcontext():
-        from dualtrain.backends import connect
-        from dualtrain.heap import keep_freed_memory
-        from dualtrain.training.loop import train
+    from dualtrain.training.progress import Waiting
 
-    try:
-        backend = connect(
-            config.run.backend,
-            world=world,
-            device=config.run.device,
-            timeout=config.run.timeout,
-            groups=False,
-            transport=config.run.transport,
-        )
-    except (UserError, BackendError) as error:
-        record_for_torchrun(str(error))
-        print_error(error, world.rank, world.size)
-        return 2 if isinstance(error, UserError) else 1
+    with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
+        # Change GC settings only if this module is the program.
+        with loading() if __name__ == "__main__" else nullcontext():
+            from dualtrain.backends import connect
+            from dualtrain.heap import keep_freed_memory
+            from dualtrain.training.loop import train
+
+        wait.phase("connecting the ranks")
+        try:
+            backend = connect(
+                config.run.backend,
+                world=world,
+                device=config.run.device,
+                timeout=config.run.timeout,
+                groups=False,
+                transport=config.run.transport,
+            )
+        except (UserError, BackendError) as error:
+            record_for_torchrun(str(error))
+            print_error(error, world.rank, world.size)
+            return 2 if isinstance(error, UserError) else 1
     if backend.device.type == "cpu":
         keep_freed_memory()
     reported = threading.Event()

@@ -22,8 +22,8 @@ def with_torchvision_shim(load: Callable[[], T]) -> T:
     """Return ``load()``, which imports torchvision. If operators are missing, declare them and call ``load`` again.
 
     PyPI's wheel is the CUDA build. With a CPU build of torch, its compiled operators cannot be loaded, and its import ends
-    in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). Declaring the two
-    operators that its Python code names lets models, datasets and transforms work; calling ``ops.nms`` still fails.
+    in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). The import needs only
+    the declarations of two operators. With them, models, datasets and transforms work; calling ``ops.nms`` still fails.
     """
     try:
         return load()

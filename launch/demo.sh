@@ -4,7 +4,8 @@
 #   bash launch/demo.sh [flags of dualtrain train, for both runs]
 #
 # RUNS  folder of the two runs (default: a new folder below runs/)
-# The script calls launch/setup.sh, whose --help lists more variables. DUALTRAIN_WITH is tree by default, without the tools for tests.
+# The script calls launch/setup.sh, whose --help lists more variables. Here, the default of DUALTRAIN_WITH is tree, not dev, so
+# that the tools for tests are not installed.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -11,7 +11,8 @@
 # WAYS   which ways (default: "nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi
 #        mpirun-torch mpirun-horovod chain"); one process is always first. The chain has 4, 1, 3 and 2 ranks
 # RUNS   folder of the runs (default: a new folder below runs/)
-# The script calls launch/setup.sh, whose --help lists more variables. DUALTRAIN_WITH is tree by default, without the tools for tests.
+# The script calls launch/setup.sh, whose --help lists more variables. Here, the default of DUALTRAIN_WITH is tree, not dev, so
+# that the tools for tests are not installed.
 set -euo pipefail
 
 refuse() { printf 'one_result.sh: error: %s\n' "$*" >&2; exit 2; }

@@ -13,7 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 refuse() { echo "torchrun.sh: error: $*" >&2; exit 2; }
 
-# Find the number of ranks on this host: in this host's entry of HOSTS, or without one in all entries, if they are equal.
+# Find the number of ranks on this host. It is in this host's entry of HOSTS; if there is no such entry, all entries must have
+# the same number.
 count_ranks
 here=" localhost $(hostname) $(hostname -s) $(hostname -I 2>/dev/null || true) "
 mine='' counts=()
@@ -27,7 +28,7 @@ for host in "${entries[@]}"; do
   if [[ " ${counts[*]-} " != *" ${host##*:} "* ]]; then counts+=("${host##*:}"); fi
 done
 if [ -z "$mine" ] && [ "${#counts[@]}" -gt 1 ]; then
-  refuse "HOSTS=$HOSTS has different numbers of ranks and no entry for this host: name it $(hostname) there, as hostname does"
+  refuse "HOSTS=$HOSTS has different numbers of ranks and no entry for this host: give its entry the name $(hostname)"
 fi
 nproc=${mine:-${counts[0]}}
 

@@ -147,9 +147,10 @@ def load_script_of(folder: Path) -> None:
         load_script(str(folder / "script.py"), [])
 
 
-def absent(value: int | None) -> None:
-    if value is None:
-        raise UserError("step-00000001 or model is not there")
+def refuse_none(step: int | None) -> None:
+    """Raise a UserError for readers that return ``None`` for a bad file. It names the files of both such readers."""
+    if step is None:
+        raise UserError("step-00000001 or model cannot be read")
 
 
 def continue_metrics(folder: Path) -> None:
@@ -176,8 +177,10 @@ READERS = {
     "published weights": Reader(make_weights, "w.pt", load_published),
     "checkpoint": Reader(make_run, STEP, lambda folder: checkpoint.load(folder / STEP)),
     "newest checkpoint": Reader(make_run, STEP, lambda folder: checkpoint.newest_good(folder / "checkpoints")),
-    "best checkpoint": Reader(make_run, STEP, lambda folder: absent(checkpoint.step_in(folder / STEP))),
-    "best weights": Reader(make_run, "model.safetensors", lambda folder: absent(step_of(folder / "model.safetensors"))),
+    "best checkpoint": Reader(make_run, STEP, lambda folder: refuse_none(checkpoint.step_in(folder / STEP))),
+    "best weights": Reader(
+        make_run, "model.safetensors", lambda folder: refuse_none(step_of(folder / "model.safetensors"))
+    ),
     "metrics of a resumed run": Reader(make_run, "metrics.jsonl", continue_metrics, fine=("empty", "half")),
     "image": Reader(make_images, "train/cat/1.png", read_image),
     "tree of images": Reader(
@@ -232,7 +235,8 @@ class HangsError(Exception):
 def read_each(requests: Connection) -> None:
     """Read the folders that another process sends, as (reader's name, folder, limit).
 
-    Answers each with the refusal, or ``None``, and the traceback of any other error, or "".
+    Answer each with two values: the text of the UserError (``None`` without one), and the traceback of any other error
+    ("" without one).
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:

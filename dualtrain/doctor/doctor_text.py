@@ -59,7 +59,8 @@ def _launcher(row: Mapping[str, Any]) -> str:
 
 def _cores(row: Mapping[str, Any]) -> str:
     quota = "" if row["quota"] is None else f" (CPU quota {row['quota']:g})"
-    return f"{len(row['cores'])} cores{quota}"
+    number = len(row["cores"])
+    return f"{number} core{'s' * (number != 1)}{quota}"
 
 
 def _pairs(values: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ with --check. --diff prints the changes as a diff for patch, and writes nothing.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -45,8 +46,11 @@ def main(arguments: Sequence[str]) -> int:
 
         return fix(rest)
     if first == "--prove":
-        from dualtrain.horovodize.prove.command import prove
-
+        try:
+            from dualtrain.horovodize.prove.command import prove
+        except KeyboardInterrupt:
+            show("dualtrain: error: interrupted", sys.stderr)
+            return 128 + signal.SIGINT
         return prove(rest)
     if first == "--recorder":
         from dualtrain.horovodize.prove.command import print_recorder

@@ -33,7 +33,9 @@ FORMAT = 1
 #: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
-MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: with a new optimizer in each epoch, none may reach STEPS
+#: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, no optimizer may reach STEPS.
+MOST_ROUNDS = 4
+KEPT = 8  # optimizers, and tensors of one name, that are summarized at the end: a script may make models in a loop
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
@@ -70,9 +72,14 @@ class Recorder:
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
         self._join: Any = None  # the library's own join()
-        self._joined = (
-            False  # whether the script has called join(), after which ranks have taken different numbers of steps
-        )
+        # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
+        self._joined = False
+        # The parameters of the optimizers that were made last. The optimizers themselves must not be kept: Horovod fails
+        # if an earlier optimizer of the same parameters still exists.
+        self._latest: dict[int, list[Any]] = {}
+        self._names: list[list[str]] = []  # names of the parameters of each optimizer; empty before its first step
+        # The tensors that the script has broadcast by broadcast_parameters: by name, then by address.
+        self._sent: dict[str, dict[int, Any]] = {}
         self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 
     def patch(self, library: Any) -> None:
@@ -106,10 +113,31 @@ class Recorder:
             return last
 
         library.join = join
+        broadcast = library.broadcast_parameters
+
+        @functools.wraps(broadcast)
+        def broadcast_parameters(params: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_sent(params)
+            return broadcast(params, *args, **kwargs)
+
+        library.broadcast_parameters = broadcast_parameters
+
+    def _note_sent(self, params: Any) -> None:
+        """Keep the tensors that the script broadcasts: they are the model, with its buffers."""
+        import torch
+
+        pairs = params.items() if isinstance(params, dict) else params if isinstance(params, list) else ()
+        for name, value in [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]:
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                same = self._sent.setdefault(str(name), {})  # several models may have equal names
+                same[value.data_ptr()] = value
+                if len(same) > KEPT:
+                    del same[next(iter(same))]
 
     def _observe(self, optimizer: Any, named: Any) -> None:
         number = len(self.counts)
         self.counts.append(0)
+        self._names.append([])
         names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
         cls = type(optimizer)  # both libraries create one class per optimizer
         original = cls.step
@@ -121,13 +149,13 @@ class Recorder:
             if not self.counts[number]:
                 self._begin(number, optimizer, names)
             result = original(this, *args, **kwargs)
-            self._end_step(number, optimizer)
+            self._end_step(number, optimizer, names)
             return result
 
         cls.step = step
 
     def _begin(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
-        """Write an optimizer's type, names and shapes, and its weights before the first step."""
+        """Write the world, the optimizer, and its weights before the first step."""
         if not self._resumed:
             import torch
 
@@ -135,21 +163,30 @@ class Recorder:
             facts["threads"] = torch.get_num_threads()
             facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
             self.record.write("world", library=_version(self.library), **facts)
-        tensors = []
+        self._describe(number, optimizer, names)
+        self._write_weights(number, optimizer)
+        self._resumed = time.perf_counter()
+
+    def _describe(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
+        """Write an optimizer's type, and the names and shapes of its parameters."""
+        tensors: list[list[Any]] = []
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 name = names.get(id(p), f"group {i} parameter {j}")
                 tensors.append([name, str(p.dtype).replace("torch.", ""), list(p.shape)])
+        self._names[number] = [name for name, _, _ in tensors]
         self.record.write("optimizer", optimizer=number, type=type(optimizer).__name__, tensors=tensors)
-        self._write_weights(number, optimizer)
-        self._resumed = time.perf_counter()
 
-    def _end_step(self, number: int, optimizer: Any) -> None:
+    def _end_step(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
         _wait_for_gpu()
         seconds = time.perf_counter() - self._resumed
+        params = self._latest[number] = _params(optimizer)
+        self._latest.pop(number - KEPT, None)
+        if len(params) != len(self._names[number]):  # the script has added a group
+            self._describe(number, optimizer, names)
         self.counts[number] += 1
         step = self.counts[number]
-        sums = checksums(_params(optimizer))
+        sums = checksums(params)
         self.record.write("step", optimizer=number, step=step, seconds=seconds, sums=sums, time=time.time())
         if step in MARKS or step == self.steps:
             self._write_weights(number, optimizer)
@@ -177,8 +214,26 @@ class Recorder:
         step = self.counts[number]
         self.record.write("weights", optimizer=number, step=step, tensors=tensors, options=options)
 
+    def _write_state(self) -> None:
+        """Write all weights at the end, which a script may change after its last step, and what it broadcast besides.
+
+        Tensors that are broadcast and in no optimizer are the model's buffers, and weights of other optimizers.
+        """
+        found = []
+        for number, params in self._latest.items():
+            found += [("weights", self._names[number][i], p) for i, p in enumerate(params)]
+        known = {p.data_ptr() for _, _, p in found}
+        for name, p in [(name, p) for name, same in self._sent.items() for p in same.values()]:
+            if p.data_ptr() not in known:
+                real = p.is_floating_point() or p.is_complex()
+                found.append(("buffers" if real else "integers", name, p))
+        tensors = [[group, name, p.numel(), summary(p)] for group, name, p in found]
+        self.record.write("state", tensors=tensors)
+
     def end(self, reason: str, status: int, **more: Any) -> None:
-        """Write the last line: how the script ended, and the memory that it used."""
+        """Write the last lines: the weights, how the script ended, and the memory that it used."""
+        if reason != "error" and any(self.counts):
+            self._write_state()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0

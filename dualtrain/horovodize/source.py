@@ -52,6 +52,11 @@ class Source:
         self.wrapped = {*self.own_wrapped, *wrapped}
 
     @cached_property
+    def code(self) -> str:
+        """The script without comments."""
+        return ast.unparse(self.tree)
+
+    @cached_property
     def layout(self) -> Layout:
         """Positions in the text, for repairs."""
         return Layout(self.text, self.tree)

@@ -217,7 +217,8 @@ class _Optimizer(NativeOptimizer):
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
         result = self.optimizer.step(closure and self._with_reduction(closure))
-        # No reset after skip_synchronize() without synchronize(): zero_grad() and backward must raise AssertionError.
+        # Do not reset if the caller used skip_synchronize() but had not called synchronize(): zero_grad() and backward must
+        # raise AssertionError then.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.reset_passes()

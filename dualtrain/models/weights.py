@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -57,6 +58,11 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
         raise UserError(f"--weights {file!r} cannot be read ({reason}): give a file that exists on every host") from error
     except ValueError as error:
         raise UserError(f"--weights {file!r} is damaged or holds more than weights: {advice}") from error
+    if Path(file).suffix == ".safetensors" and _is_checkpoint(file):
+        raise UserError(
+            f"--weights {file!r} is the checkpoint of a run: give that run's model.safetensors, or continue the run with "
+            f"--resume {file}"
+        )
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -77,6 +83,12 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
             return safetensors.torch.load_file(path)
         except Exception as error:  # a damaged file can make it raise almost any exception
             raise ValueError(str(error)) from error
+
+
+def _is_checkpoint(file: str) -> bool:
+    """Return whether a readable safetensors file is a run's checkpoint, in which tensors have numbers for names."""
+    with readable_path(file) as path, safetensors.safe_open(path, framework="pt") as content:
+        return "structure" in (content.metadata() or {})
 
 
 def read_pickled(file: str | Path) -> Any:

@@ -169,6 +169,9 @@ class RayExecutor:
 
 
 def visible_gpus(rank: int, places: Sequence[tuple[int, Sequence[str]]]) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES with the GPUs of all ranks on the host of ``rank``: local ranks are then GPU indices."""
+    """Return CUDA_VISIBLE_DEVICES with the GPUs of all ranks on the host of ``rank``, ordered by rank.
+
+    With one GPU for each rank, the index of a rank's GPU is then its local rank.
+    """
     visible = [gpu for host, gpus in places if host == places[rank][0] for gpu in gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}

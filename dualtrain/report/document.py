@@ -61,7 +61,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, short: bool = F
 
     def line(cells: Sequence[str], tag: str) -> str:
         if len(cells) == 1:
-            return f'<tr><td class="group" colspan="{len(head)}">{cells[0]}</td></tr>'
+            return f'<tr><td class="group" colspan="{len(head)}"><span>{cells[0]}</span></td></tr>'
         return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
 
     lines = [f"<thead>{line(head, 'th')}</thead>", "<tbody>", *(line(cells, "td") for cells in rows), "</tbody>"]

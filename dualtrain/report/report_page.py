@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dualtrain.report.document import asset, document, facts, table, text
 from dualtrain.report.report_charts import charts
-from dualtrain.report.runs import Run, Table, differing_settings, recoveries, results, same_weights, title
+from dualtrain.report.runs import RANKS, Run, Table, differing_settings, recoveries, results, same_weights, title
 from dualtrain.run_table import as_text
 
 
@@ -47,9 +47,15 @@ def _about(run: Run) -> list[str]:
     origin = [("folder", str(run.folder)), *run.origin.items()]
     parts = [f"<h2>Origin</h2>\n{facts(origin, 'origin')}"]
     if run.config:
-        settings = facts([(name, as_text(value)) for name, value in run.config.items()], "settings")
+        settings = facts([(name, _setting(run, name)) for name in run.config], "settings")
         parts.append(f"<h2>Settings</h2>\n{settings}")
     return parts
+
+
+def _setting(run: Run, name: str) -> str:
+    """Format a setting; if it is "auto", with what was chosen."""
+    value, chosen = as_text(run.config[name]), run.facts.get(name)
+    return f"auto: {chosen}" if value == "auto" and name in RANKS and chosen not in (None, "auto") else value
 
 
 def _folded(number: int, run: Run) -> str:

@@ -17,6 +17,8 @@ COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, â
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
 #: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
+#: Names of the facts in the origin that the summary of a run that has ended has too.
+RANKS = ("backend", "transport", "launcher", "world_size", "device")
 COMPARED = ("commit", "hosts", "versions")  # the facts that are compared between runs
 
 #: For each value of a recovery, its column heading and its format.
@@ -43,6 +45,7 @@ class Run:
         metrics: the lines of metrics.jsonl.
         summary: the contents of summary.json; empty if the run has not finished.
         origin: command, commit and other facts about the run's origin, as text.
+        ranks: the facts ``RANKS``, known from the start of a run.
         unreadable: number of lines of metrics.jsonl that are not metrics, not counting an incomplete last line.
     """
 
@@ -53,6 +56,7 @@ class Run:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     origin: dict[str, Any]
+    ranks: dict[str, Any]
     unreadable: int = 0
 
     def curve(self, kind: str, key: str) -> tuple[Points, int]:
@@ -75,10 +79,10 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Values for the table of runs: those of the summary have priority, then the latest metrics, then the settings."""
+        """Values for the table of runs: those of the summary have priority, then the latest metrics, then the start."""
         settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
         known = {key: value for line in self.metrics for key, value in line.items()}
-        return {**settings, **known, **self.summary, "finished": bool(self.summary)}
+        return {**settings, **self.ranks, **known, **self.summary, "finished": bool(self.summary)}
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
@@ -113,9 +117,10 @@ def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
     if is_finite(summary.get("steps")) and last > summary["steps"]:
         summary = {}  # the summary was written before the run was resumed
     written = or_nothing(lambda: read_json(folder / "config.json"))
-    origin = written.pop("origin", None)
-    facts = {**(origin if isinstance(origin, dict) else {}), **summary}
-    return Run(folder, label, color, _flat(written), metrics, summary, _origin(facts), unreadable)
+    found = written.pop("origin", None)
+    origin = found if isinstance(found, dict) else {}
+    ranks = {name: origin[name] for name in RANKS if name in origin}
+    return Run(folder, label, color, _flat(written), metrics, summary, _origin({**origin, **summary}), ranks, unreadable)
 
 
 def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]:

@@ -1,8 +1,9 @@
 """Describe the settings that objects and functions hold. Ranks with equal settings get equal texts.
 
-The text does not depend on addresses, the order of sets, or device numbers. No code of the objects is run. A function is
-described by its name, its code and the parts of captured variables that it uses; global variables are left out. An
-object is described by its class and its public attributes that are plain values, tensors, functions or modules.
+The text does not depend on addresses, the order of sets, or device numbers. Attributes are read from ``__dict__``, so that
+no property and no ``__getattr__`` of an object runs. A function is described by its name, its code and the parts of
+captured variables that it uses; global variables are left out. An object is described by its class and its public
+attributes that are plain values, tensors, functions or modules.
 
 Attributes that may differ between ranks are left out: those whose names begin with an underscore, or contain the word rank,
 gpu or device.

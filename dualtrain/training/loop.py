@@ -18,7 +18,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
-from dualtrain.config import Config, RunFacts, run_name, without_effect
+from dualtrain.config import Config, OutputSection, RunFacts, run_name, without_effect
 from dualtrain.cores import usable_cores
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
@@ -53,7 +53,7 @@ from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import adopted, restore_best, set_aside
+from dualtrain.training.resume import adopted, restore_best, set_aside, with_its_weights
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.save_clock import SaveClock
@@ -179,7 +179,7 @@ class Run:
         """Restore a checkpoint, if there is one, and claim the run's folder. Collective."""
         config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
-            self._resume(saved)
+            self._resume(saved, output)
         self.origin = origin_of(self.backend)
         content = {**config.plain(), "platform": self.platform, "origin": self.origin}
         name, limit = self.name, config.run.timeout
@@ -225,16 +225,22 @@ class Run:
             lock=self.lock,
         )
 
-    def _resume(self, saved: dict[str, Any]) -> None:
+    def _resume(self, saved: dict[str, Any], output: OutputSection) -> None:
+        folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
         if saved["global_batch"] != self.sampler.global_batch:
             raise UserError(
                 f"the checkpoint was trained with {saved['global_batch']} samples per step and this run has "
-                f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}",
+                f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}, or start anew"
+                f"{with_its_weights(folder)}",
                 shared=True,
             )
         if saved["data"] != self._data():
             had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
-            raise UserError(f"the checkpoint was trained on {had}, and this run has {has}: give the same data", shared=True)
+            raise UserError(
+                f"the checkpoint was trained on {had}, and this run has {has}: give the same data, or start anew"
+                f"{with_its_weights(folder, ['dataset'])}",
+                shared=True,
+            )
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
@@ -460,7 +466,7 @@ class Run:
         recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries
-        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more, **self.origin)
+        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), self.origin, **more)
         again = self.config.output.again(self.folder)
         write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock, again)
         if self.backend.rank == 0:

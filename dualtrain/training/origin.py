@@ -1,4 +1,4 @@
-"""Origin of a run: command, commit, hosts and versions, for config.json and summary.json."""
+"""Origin of a run: backend, ranks, command, commit, hosts and versions, for config.json and summary.json."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start o
 
 
 def origin_of(backend: Backend) -> dict[str, Any]:
-    """Return rank 0's command, commit and versions, and each host's number of ranks; equal on every rank. Collective."""
+    """Return how the ranks compute, rank 0's command, commit and versions, and each host's ranks. Collective.
+
+    The result is equal on every rank.
+    """
     hosts = Counter(backend.allgather_object(socket.gethostname(), name="host name"))
     return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_here(backend)})
 
 
 def _here(backend: Backend) -> dict[str, Any]:
     return {
+        "backend": backend.name,
+        "transport": backend.transport,
+        "launcher": backend.world.launcher,
+        "world_size": backend.size,
+        "device": str(backend.device),
         "command": shlex.join(sys.orig_argv),
         "commit": commit(),
         "versions": versions(backend),

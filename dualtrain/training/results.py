@@ -39,7 +39,12 @@ def write_task(folder: Path, task: Task, lock: FolderLock) -> None:
 
 
 def summarize(
-    trainer: Trainer, cursor: Cursor, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any], **more: Any
+    trainer: Trainer,
+    cursor: Cursor,
+    weights: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    origin: Mapping[str, Any],
+    **more: Any,
 ) -> dict[str, Any]:
     """Return the summary of a run that has ended, as ``summary.json`` holds it.
 
@@ -48,16 +53,12 @@ def summarize(
         cursor: the position at the end.
         weights: the model's weights.
         settings: all settings of the run by name.
+        origin: backend, ranks, command and other facts about the run's origin, by name.
         more: further entries.
     """
-    backend = trainer.backend
     return {
-        "backend": backend.name,
-        "transport": backend.transport,
-        "launcher": backend.world.launcher,
-        "world_size": backend.size,
+        **origin,
         "virtual_ranks": trainer.virtual_ranks,
-        "device": str(backend.device),
         "amp": settings["amp"],
         "threads": torch.get_num_threads(),
         "epochs": cursor.epoch,

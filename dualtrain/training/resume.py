@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from dualtrain.training.results import weights_of
 from dualtrain.training.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
 from dualtrain.training.trainer import Trainer
 
+#: Settings on which the shapes of a model's weights may depend, besides the model.
+_SHAPES = {"dataset", "classes", "shape", "image_size", "resize", "augment", "vocabulary", "sequence_length", "text_file"}
 _CHECKPOINTS = re.compile(r"(best|step-[0-9]+)\.safetensors")
 
 
@@ -80,12 +82,16 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
         raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or {anew}")
 
 
-def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
-    """Format the flag that starts another run from the weights of the run in ``folder``; "" if they cannot be used."""
+def with_its_weights(folder: Path, changed: Collection[str] = ()) -> str:
+    """Format the flag that starts another run from the weights of the run in ``folder``; "" if they cannot be used.
+
+    ``changed`` has the names of the settings that differ.
+    """
     files = [folder / name for name in (WEIGHTS, BEST_WEIGHTS) if (folder / name).exists()]
-    if not files or unlike.keys() & {"model", "dataset"}:
+    if not files or "model" in changed:
         return ""
-    return f" (--weights {files[0]}: with its weights)"
+    condition = ", if they fit" if _SHAPES.intersection(changed) else ""
+    return f" (--weights {files[0]}: with its weights{condition})"
 
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

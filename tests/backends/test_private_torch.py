@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch.distributed as dist
 
-ASYNC_OPTIONS = "options of the operations of process groups that are not the default one"
+ASYNC_OPTIONS = "the options of operations in process groups other than the default group"
 OWN_GROUPS = "process groups that are not subsets of the default group"
 INTERFACE = "the network interface of one Gloo group"
 USED = {

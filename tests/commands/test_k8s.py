@@ -119,7 +119,7 @@ def test_a_start_and_a_restart_have_the_same_command_without_a_shell(pod):
 
 
 def assert_type(value: Any, kind: str, models: Any, core: Any) -> None:
-    """Assert that ``value`` fits the OpenAPI type ``kind``: the type's model has each of its fields, with the same type."""
+    """Assert that ``value`` fits the OpenAPI type ``kind``: the type has every field of ``value``, and each one fits."""
     inner = re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind)
     if inner:
         for each in value.values() if isinstance(value, dict) else value:

@@ -16,7 +16,7 @@ from dualtrain.compare import COLUMNS, table
 from dualtrain.report.__main__ import main
 from dualtrain.report.report_charts import MOST_POINTS, PANELS, thinned
 from dualtrain.report.report_page import page
-from dualtrain.report.runs import COLORS, differing_settings, read_runs, results, same_weights
+from dualtrain.report.runs import COLORS, RANKS, differing_settings, read_runs, results, same_weights
 from dualtrain.run_table import read_summary
 
 SUMMARY = {
@@ -115,15 +115,18 @@ def test_a_single_run_shows_its_origin_and_all_of_its_settings(tmp_path):
         "started": "2030-01-02T03:04:05+00:00",
         "hosts": {"alpha": 1, "beta": 3},
         "versions": {"torch": "2.15.0", "Horovod": "0.28.1"},
+        **{name: SUMMARY[name] for name in RANKS},
     }
-    running = make(tmp_path / "running", None, origin=origin, weight_decay=0.25)
+    running = make(tmp_path / "running", None, origin=origin, weight_decay=0.25, backend="auto", device="auto")
+    assert results(read_runs([running])).rows[1][1:6] == ["not finished", "torch (gloo)", "torchrun", "2", "cpu"]
     finished = make(tmp_path / "finished", {**SUMMARY, **origin, "commit": "fff"}, origin=origin)
     for folder, commit in ((running, "0123abc-dirty"), (finished, "fff")):
         shown = Page(page(read_runs([folder])))
         for words in ("--lr <1>", commit, "2030-01-02", "alpha (1 rank), beta (3 ranks)", "torch 2.15.0, Horovod 0.28.1"):
             assert words in shown.text
         assert "origin" not in shown.text
-    assert "weight_decay\n0.25" in Page(page(read_runs([running])).replace("<dd>", "\n")).text
+    settings = Page(page(read_runs([running])).replace("<dd>", "\n")).text
+    assert all(words in settings for words in ("weight_decay\n0.25", "\nbackend\nauto: torch\n", "\ndevice\nauto: cpu\n"))
     both = differing_settings(read_runs([running, finished]))
     assert both is not None
     assert [row for row in both.rows if row[0] in ("commit", "versions", "command")] == [["commit", "0123abc-dirty", "fff"]]

@@ -154,7 +154,7 @@ def test_a_closed_reducer_does_not_take_turns():
     order = turns(backend)
     assert [order.may_send(n) for n in (0, 1)] == [True, False]
     second.synchronize()
-    # The second reducer was the last to exchange, so its buckets are sent first now.
+    # Only the second reducer took part in the last exchange, so its buckets are sent first from now on.
     assert [order.may_send(n) for n in (0, 1)] == [False, True]
     first.reducer.close()
     first.reducer.close()

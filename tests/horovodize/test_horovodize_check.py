@@ -22,6 +22,12 @@ CASES = [
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
     ("discarded_result", "hvd.allreduce_async_(x)  # HERE", "hvd.synchronize(hvd.allreduce_async_(x))"),
     ("unknown_name", "hvd.callbacks.Something()  # HERE", "hvd.elastic.run\nhvd.__name__"),
+    (
+        "unknown_name",  # a name that the script tests for
+        "if hasattr(hvd, 'other'):\n    hvd.timeline.start()  # HERE",
+        "if x and hasattr(hvd, 'timeline'):\n    hvd.timeline.start()\ny = hasattr(hvd, 'a') and hvd.a()\n"
+        "try:\n    hvd.b()\nexcept AttributeError:\n    pass",
+    ),
     ("unnamed_calls", "x = hvd.allreduce(x)  # HERE\ny = hvd.allgather(y)", "x = hvd.allreduce(x, name='x')"),
     ("join_with_other_operations", "hvd.allreduce_(x, op=hvd.Max)\nhvd.join()  # HERE", "hvd.join()"),
     ("adasum", "x = hvd.allreduce(x, op=hvd.Adasum)  # HERE", "x = hvd.allreduce(x, op=hvd.Sum)"),
@@ -108,6 +114,11 @@ CASES = [
     ),
     ("rate_times_size", "torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, lr=0.1)"),
     ("rate_times_size", "torch.optim.SGD(p, 0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, 0.1 / hvd.size())"),
+    (
+        "rate_times_size",
+        "scale = batch * hvd.size() / 128\ns.base_lrs = [x * scale for x in s.base_lrs]  # HERE",
+        "s.base_lrs = [x * 2 for x in s.base_lrs]",
+    ),
     (
         "rate_times_size",
         "scale = 1 if x else 2 * hvd.size()\nargs.lr *= scale\ntorch.optim.Adam(p, lr=args.lr)  # HERE",
@@ -278,6 +289,17 @@ CASES = [
         "def other():\n    if not is_master():\n        return\n    torch.save(x, 'y')\nother()",
     ),
     (
+        "never_broadcast",  # a generator's seed does not affect the weights, nor does a comment
+        "g = torch.Generator()\ng.manual_seed(1)\nhvd.broadcast_optimizer_state(o, 0)  # not broadcast_parameters\n"
+        + WRAP.replace("\n", "  # HERE\n"),
+        "torch.manual_seed(1)\n" + WRAP,
+    ),
+    (
+        "different_splits",
+        "g = torch.Generator().manual_seed(1)\n" + WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
+        "def seed_all():\n    th.manual_seed(1)\n" + WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])",
+    ),
+    (
         "different_splits",
         WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
         WRAP + "torch.manual_seed(1)\na, b = torch.utils.data.random_split(data, [9, 1])",
@@ -330,7 +352,11 @@ CASES = [
         "    def __getitem__(self, i):\n        return random.random()\nData.start(hvd.rank(), 0)\nloss.backward()\n"
         "hvd.allreduce_(g)",
     ),
-    ("optimizer_state", "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)", ""),
+    (
+        "optimizer_state",
+        "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)",
+        "o = torch.optim.Adagrad(p)\nhvd.broadcast_optimizer_state(o, 0)",  # has a state before its first step
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,7 @@ from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.prove import command, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
-from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference
+from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
 from dualtrain.horovodize.prove.records import read_record
@@ -77,6 +80,7 @@ def stub(rank, size):
     library.poll = lambda handle: True
     library.synchronize = lambda handle: handle
     library.join = lambda: 0
+    library.broadcast_parameters = lambda params, root_rank: None
     library.shutdown = lambda: None
     return library
 
@@ -85,6 +89,9 @@ def train(library, rank, until, change, every):
     """Train two models; the second one's optimizer takes only every ``every``-th step."""
     torch.manual_seed(3)
     models = nn.Linear(4, 3), nn.Linear(3, 2)
+    for model in models[::-1]:
+        model.register_buffer("average", torch.ones(2))
+        library.broadcast_parameters(model.state_dict(), root_rank=0)
     inner = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
     inner[1].param_groups[0]["betas"] = (0.9, 0.999)  # an option with several values, as Adam has
     optimizers = [
@@ -145,6 +152,21 @@ def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
         assert [number for number, _ in rank.seconds] == [0, 1] * 4
     assert run.memory > 1 << 20
     assert run.steps_per_second > 0
+
+
+def test_optimizers_that_the_script_drops_are_not_kept(tmp_path):
+    """Horovod fails if an earlier optimizer of the same parameters still exists, as in a loop that wraps in each epoch."""
+    watch, library, model = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS), stub(0, 1), nn.Linear(2, 1)
+    watch.patch(library)
+    dropped = []
+    for _ in range(2):
+        optimizer = library.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        dropped.append(weakref.ref(optimizer))
+        del optimizer
+    gc.collect()
+    assert [each() for each in dropped] == [None, None]
 
 
 def test_a_script_that_ends_before_the_last_step_is_recorded_too(simulated):
@@ -299,6 +321,67 @@ def test_equal_runs_have_the_same_bits(simulated):
     assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
 
 
+def test_tensors_that_differ_after_the_last_step_are_found(simulated):
+    """BatchNorm's averages, weights without an hvd.DistributedOptimizer, and weights that change after the last step."""
+
+    def change_buffer(models, optimizers):
+        models[1].average += 1e-3
+
+    one, other = simulated(), simulated(at(2, 1, change_buffer))
+    found = first_difference(one, other)
+    assert (found.step, found.rank, found.names) == (STEPS, 1, ("average",))
+    assert distance(one, other) == (pytest.approx(1e-3 / 2**0.5, rel=1e-2), STEPS)  # of two buffers
+    verdict = verdict_of(Evidence([one, one], [other, other]), [])
+    assert verdict.status == 1
+    assert verdict.line.startswith(f"differs at the end, after step {STEPS}, in 'average' by 1e-03 relative on rank 1: ")
+    # Runs that end at other steps, and records without these tensors, are compared by the weights after each step.
+    assert first_difference(simulated(steps=2, until=2), other) is None
+    for rank in other.ranks:
+        rank.state = []
+    assert first_difference(one, other) is None
+
+    def swap(rank, step, models, optimizers):  # the sum of the bits stays the same
+        if (rank, step) == (0, 4):
+            models[0].bias.data = models[0].bias.flip(0)
+
+    one, other = simulated(steps=20, until=4), simulated(swap, steps=20, until=4)
+    assert first_difference(one, other).names == ("weight", "bias")
+
+
+def test_parameters_of_a_group_that_is_added_are_compared(simulated):
+    def add(change):
+        def act(models, optimizers):
+            extra = nn.Parameter(torch.full((3,), change))
+            extra.grad = torch.ones(3)
+            optimizers[1].add_param_group({"params": [extra]})
+
+        return at(4, 0, act)
+
+    one, other = simulated(add(1.0)), simulated(add(2.0))
+    found = first_difference(one, other)
+    assert (found.step, found.names, found.relative) == (4, ("group 1 parameter 0",), pytest.approx(0.5, rel=0.1))
+    assert distance(one, other)[0] > 0.01
+    assert first_difference(one, simulated(add(1.0))) is None
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_on_one_side_are_not_within_a_tolerance(value, rank, side, simulated):
+    def spoil(models, optimizers):
+        with torch.no_grad():
+            models[0].weight[2, 3] = value
+
+    runs = [simulated(), simulated()]
+    runs[side] = simulated(at(3, rank, spoil))
+    there, here = runs
+    assert distance(there, here) == (float("inf"), STEPS)
+    there.ranks[0].start["processor"] = "another"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "in values that are NaN or infinite" in verdict.line) == (1, True)
+    assert json.loads(json.dumps(facts(Evidence([there], [here], recorded=True), verdict), allow_nan=False))
+
+
 def test_weights_that_are_not_finite_are_noted(simulated):
     def overflow(models, optimizers):
         with torch.no_grad():
@@ -390,6 +473,8 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     assert "once these defects of Horovod are reproduced: it takes a step" in verdict.line
     assert "train.py:12: it takes a step" in verdict.details
     assert any("without these defects" in line and "from step 0 on" in line for line in verdict.details)
+    evidence.compat = simulated(at(1, 0, nudge), until=3, defects=met)  # equal bits, but fewer steps
+    assert verdict_of(evidence, []).status == 1
     evidence.compat = simulated(at(4, 0, nudge), defects=met)
     verdict = verdict_of(evidence, [])
     assert verdict.status == 1
@@ -483,6 +568,38 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
+def test_a_difference_as_large_as_the_training_is_no_tolerance(simulated):
+    """With a low learning rate, all weights stay close to each other, whatever the two sides do."""
+
+    def slow(factor):
+        def change(rank, step, models, optimizers):
+            if step == 1:
+                for optimizer in optimizers:
+                    optimizer.param_groups[0]["lr"] = 1e-6
+            if step == 2:  # the gradients are larger, but the options are the same
+                with torch.no_grad():
+                    models[0].bias -= factor * 1e-6
+
+        return change
+
+    there, here, same = simulated(slow(0)), simulated(slow(100)), simulated(slow(1))
+    assert 5e-5 < distance(there, here)[0] < moved(there) < 1e-3
+    there.ranks[0].start["processor"] = "another"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "and all steps changed the weights by only" in verdict.line) == (1, True)
+    assert verdict_of(Evidence([there], [same], recorded=True), []).status == 0
+    verdict = verdict_of(Evidence([there, here], [here]), [])
+    assert (verdict.status, verdict.line.split(":")[0]) == (1, "not repeatable, so nothing is proven")
+
+    def other_rate(rank, step, models, optimizers):
+        slow(0)(rank, step, models, optimizers)
+        if step == 3:
+            optimizers[0].param_groups[0]["lr"] = 1.01e-6
+
+    verdict = verdict_of(Evidence([there], [simulated(other_rate)], recorded=True), [])
+    assert (verdict.status, "the optimizer's 'lr' is 1e-06 on Horovod and 1.01e-06" in verdict.line) == (1, True)
+
+
 def test_a_script_that_changed_since_it_was_recorded_is_the_likeliest_cause(simulated):
     here, there = simulated(at(3, 0, nudge)), simulated()
     here.ranks[0].start.update(sha256="b", arguments=["--lr", "0.2"])
@@ -514,6 +631,14 @@ def test_the_results_are_a_table_a_page_and_json_values(simulated):
     html = page("<script>.py", evidence, verdict)
     assert "&lt;script&gt;.py" in html
     assert all(cell in html for cell in rows[1])
+    columns = zip(*rows, strict=True)  # a side is a column of the page, and a row on the terminal
+    assert all("".join(f"<td>{cell}</td>" for cell in column) in html for column in [*columns][1:])
+    assert all(f"<dt>{name}</dt>" in html for name in ("measured", "processor", "cores", "load"))
+    assert "record of" not in html
+    one.ranks[0].start["processor"] = "<that of the record>"
+    there = page("script.py", Evidence([one], [other], recorded=True), verdict)
+    assert "<dt>record of" in there
+    assert "&lt;that of the record&gt;, torch" in there
     values = json.loads(json.dumps(facts(evidence, verdict)))
     assert values["difference"]["step"] == 3
     assert [len(runs) for runs in values["runs"].values()] == [2, 1, 1]
@@ -533,16 +658,42 @@ optimizer.step()
 def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CLIPPED)
-    found = likely_causes(script)
+    found = likely_causes([str(script)])
     assert found[0].startswith(f"{script}:7: ")
     assert any(line.startswith(f"{script}:5: ") for line in found)
     lines = CLIPPED.splitlines()
     inner = "\n".join(["def train(model, opt):", *(f"    {line}" for line in lines[5:7]), "    opt.step()"])
     script.write_text("\n".join([*lines[:4], inner, "train(model, optimizer)\n"]))
-    assert likely_causes(script)[0].startswith(f"{script}:7: ")
+    assert likely_causes([str(script)])[0].startswith(f"{script}:7: ")
     for text in ("not python (", "import torch\n"):
         script.write_text(text)
-        assert likely_causes(script) == []
+        assert likely_causes([str(script), "--lr"]) == []
+
+
+def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
+    """Another file wraps the optimizer that is stepped; a line that runs only without Horovod is no cause."""
+    step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
+    files = {
+        "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other\n"
+        "optimizer = hvd.DistributedOptimizer(o)\ntrain(model, optimizer, loss)\n",
+        "lib/__init__.py": "",
+        "lib/steps.py": f"from . import deep\nimport numpy\n{step}\n",
+        "lib/deep.py": "import horovod.torch as hvd\nif hvd.rank() == 0:\n    hvd.allreduce(loss)\n",
+        "lib/other.py": "not python (",
+        "unused.py": CLIPPED,
+    }
+    (tmp_path / "lib").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = likely_causes([str(tmp_path / "main.py")])
+    assert found[0].startswith(f"{tmp_path}/lib/steps.py:5: ")
+    assert any(line.startswith(f"{tmp_path}/lib/deep.py:3: ") for line in found)
+    assert not any("unused.py" in line for line in found)
+    monkeypatch.chdir(tmp_path)
+    assert likely_causes(["-m", "main"])[0].startswith("lib/steps.py:5: ")
+    guarded = CLIPPED.replace("torch.nn.utils", "if hvd.size() == 1:\n    torch.nn.utils")
+    (tmp_path / "main.py").write_text(guarded)
+    assert [line.split(" ")[0] for line in likely_causes(["main.py"])] == ["main.py:5:"]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -708,6 +859,8 @@ def hold_workspace(connection):
     with workspace() as space:
         sleeping = ["sleep", "60"]
         left = subprocess.Popen(sleeping, env={**os.environ, **space.variables}, start_new_session=True)
+        while marked(space.mark) != [left.pid]:  # a process has no environment for a moment while it starts its program
+            time.sleep(0.01)
         connection.send((space, left.pid))
         connection.recv()
     connection.send("left")
@@ -750,6 +903,38 @@ def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
     assert left == [[]]
     holder.kill()
     holder.join()
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
+)
+def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys):
+    """A second signal does not stop the removal of what the runs leave."""
+    ended = []
+
+    def run():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), number)
+            ended.append("the runs")
+
+    with pytest.raises(SystemExit) as seen, command._ending_by_signals():
+        run()
+    assert (seen.value.code, ended) == (status, ["the runs"])
+    assert capsys.readouterr().err == f"dualtrain: error: {said}; the script's runs are ended, and nothing was compared\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_interrupt_during_the_imports_is_one_line(monkeypatch, capsys):
+    class Interrupted(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "dualtrain.horovodize.prove.command", Interrupted("command"))
+    assert main(["--prove", "train.py"]) == 130
+    assert capsys.readouterr().err == "dualtrain: error: interrupted\n"
 
 
 def test_runs_that_only_measure_the_speed_are_shorter(simulated):

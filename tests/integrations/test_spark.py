@@ -82,13 +82,15 @@ from pyspark.ml.torch.distributor import TorchDistributor
 def main(steps):
     import dualtrain.horovodize; dualtrain.horovodize.install()
     return functions.train(steps), functions.launcher()
-show(TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(main, 3))
+for local in (True, False):
+    show(TorchDistributor(num_processes=2, local_mode=local, use_gpu=False).run(main, 3))
 """
     )
-    (found, launcher) = json.loads(lines[0])
-    rank = found["place"][0]  # TorchDistributor returns the result of the rank that wrote its file last
-    assert rank in (0, 1)
-    assert (found["place"], found["library"], launcher) == ([rank, 2, rank, 2], "dualtrain", "torchrun")
+    for found, launcher in map(json.loads, lines):
+        rank = found["place"][0]  # TorchDistributor returns the result of the rank that wrote its file last
+        assert rank in (0, 1)
+        assert (found["place"], found["library"], launcher) == ([rank, 2, rank, 2], "dualtrain", "torchrun")
+    assert len(lines) == 2
 
 
 @pytest.mark.usefixtures("hook")

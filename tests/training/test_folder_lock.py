@@ -206,7 +206,8 @@ def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
         assert content(tmp_path / "run") == before
     finally:
         first.kill()
-    third = Forked((*COMMAND, "--resume", "auto", "--run-dir", str(tmp_path / "run")), tmp_path / "third")
+    flags = ("--resume", "auto", "--log-seconds", "0", "--run-dir", str(tmp_path / "run"))
+    third = Forked((*COMMAND, *flags), tmp_path / "third")
     end = third.end(60)
     assert end.returncode == 0, end.stderr
     assert "resuming from step" in end.stdout.splitlines()[0]

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import dualtrain.training.loop as loop
-from dualtrain.backends import connect
-from dualtrain.config import parse
+from dualtrain import backends
 from dualtrain.console import show
+from dualtrain.main import main
 from dualtrain.training.progress import Progress, duration
 
 PAUSE = 0.15  # several times --log-seconds
@@ -65,10 +65,11 @@ def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_eval
         monkeypatch.setattr(loop, name, slowed(getattr(loop, name)))
     own = ["--model", f"{__name__}:slow_model", "--dataset", f"{__name__}:slow_data", "--workers", "0", "--threads", "1"]
     flags = ["--batch-size", "4", "--epochs", "2", "--log-seconds", "0.02", "--log-every", "1", "--run-dir", str(tmp_path)]
-    with connect("local") as backend:
-        loop.train(parse([*own, *flags]), backend)
+    monkeypatch.setattr(backends, "connect", slowed(backends.connect))
+    assert main([*own, *flags]) == 0
     said = capsys.readouterr().out
     for line in (
+        r"connecting the ranks for 0 s",
         r"looking for the run's checkpoints for 0 s",
         r"loading the data for 0 s",
         r"making the model for 0 s",

@@ -122,8 +122,28 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, optimizer):
 
 def test_another_batch_size_is_not_resumed(tmp_path):
     train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
-    with pytest.raises(UserError, match="--global-batch-size 64"):
+    with pytest.raises(UserError) as refusal:
         train_alone("--max-steps", "4", "--global-batch-size", "32", "--resume", "--run-dir", str(tmp_path))
+    weights = f"--weights {tmp_path / 'model.safetensors'}: with its weights"
+    assert str(refusal.value).endswith(f": give --global-batch-size 64, or start anew ({weights})")
+
+
+@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
+def test_a_refusal_names_the_flag_that_starts_from_the_weights(tmp_path, resume):
+    train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
+    weights = f"(--weights {tmp_path / 'model.safetensors'}: with its weights"
+    for flags, end in ((("--lr", "1"), f"{weights})"), (("--image-size", "9"), f"{weights}, if they fit)")):
+        with pytest.raises(UserError) as refusal:
+            train_alone("--max-steps", "4", *flags, resume, "--run-dir", str(tmp_path))
+        assert str(refusal.value).endswith(end)
+    with pytest.raises(UserError) as refusal:
+        train_alone("--max-steps", "4", "--model", "mnist-net", resume, "--run-dir", str(tmp_path))
+    assert "--weights" not in str(refusal.value)
+    with pytest.raises(UserError, match=r"is no checkpoint: .* use --weights"):
+        train_alone("--max-steps", "4", "--resume", str(tmp_path / "model.safetensors"))
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000002.safetensors")
+    with pytest.raises(UserError, match=f"is the checkpoint of a run: .* --resume {checkpoint}"):
+        train_alone("--max-steps", "4", "--weights", checkpoint, "--run-dir", str(tmp_path / "other"))
 
 
 def test_other_settings_are_not_resumed_and_nothing_is_changed(tmp_path):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dualtrain.files import read_text
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, wrapping
 from dualtrain.horovodize.source import Source, wrapped_names
 
@@ -27,15 +32,58 @@ CAUSES: tuple[Rule, ...] = (
 )
 
 
-def likely_causes(script: Path) -> list[str]:
-    """Return the lines of ``script`` that may give different numbers on the two libraries, the likeliest first.
+#: A program with more files of its own is read in part.
+MOST_FILES = 100
 
-    Return an empty list if the script cannot be read as Python, because the comparison does not need the lines.
+
+def likely_causes(program: Sequence[str]) -> list[str]:
+    """Return the lines of a program that may give different numbers on the two libraries, the likeliest first.
+
+    Args:
+        program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
+            folder, directly or not, are read too.
+
+    Files that cannot be read as Python are left out, because the comparison does not need the lines.
     """
-    try:
-        text = read_text(script, "utf-8-sig")
-        source = Source(text, wrapped_names([Source(text)]))
-    except (OSError, ValueError, SyntaxError):
-        return []
-    found = [finding for rule in CAUSES for finding in sorted(rule(source), key=lambda found: found.line)]
-    return [f"{script}:{finding.line}: {finding.message}" for finding in found]
+    first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
+    start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]
+    texts = _texts(start, Path() if program[0] == "-m" else first.parent)
+    wrapped = wrapped_names(list(texts.values()))
+    sources = {path: Source(source.text, wrapped) for path, source in texts.items()}
+    off = {path: Guards(source).lines_without_horovod() for path, source in sources.items()}
+    return [
+        f"{path}:{finding.line}: {finding.message}"
+        for rule in CAUSES
+        for path, source in sources.items()
+        for finding in sorted(rule(source), key=lambda found: found.line)
+        if finding.line not in off[path]
+    ]
+
+
+def _texts(start: Sequence[Path], folder: Path) -> dict[Path, Source]:
+    """Return the script and the modules that it imports from ``folder``, by path."""
+    found: dict[Path, Source] = {}
+    waiting = deque(start)
+    while waiting and len(found) < MOST_FILES:
+        path = waiting.popleft()
+        if path in found or not path.is_file():
+            continue
+        with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+            found[path] = Source(read_text(path, "utf-8-sig"))
+            waiting += _imports(found[path], path, folder)
+    return found
+
+
+def _imports(source: Source, path: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files that the imports in ``source`` may load from ``folder``; they need not exist."""
+    for node in source.nodes:
+        names: list[Path] = []
+        if isinstance(node, ast.Import):
+            names = [Path(folder, *alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # A module in a package imports relative to its folder: one dot is this folder, two are the one above.
+            above = [path, *path.parents][min(node.level, len(path.parents))] if node.level else folder
+            module = Path(above, *(node.module or "").split("."))
+            names = [module, *(module / alias.name for alias in node.names)]
+        for name in names:
+            yield from (name.with_name(f"{name.name}.py"), name / "__init__.py") if name.name else ()

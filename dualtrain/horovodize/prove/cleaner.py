@@ -38,11 +38,15 @@ def marked(mark: str) -> list[int]:
 def end_marked(mark: str) -> None:
     """Kill the processes that have ``mark``, and those that they start meanwhile."""
     deadline = time.monotonic() + END_SECONDS
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    looks = 2  # a process that is just starting another program has no environment for a moment
+    while looks and time.monotonic() < deadline:
+        left = marked(mark)
+        looks = 2 if left else looks - 1
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
+        if looks:
+            time.sleep(POLL_SECONDS)
 
 
 def main(mark: str, folders: list[str]) -> None:

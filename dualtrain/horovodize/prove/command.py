@@ -68,12 +68,20 @@ def prove(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _ending_by_signals() -> Iterator[None]:
-    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs end before this process."""
+    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs end before this process.
+
+    A second signal waits until the runs have ended.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, lambda *_: None)
+        what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        print_error(f"{what}; the script's runs are ended, and nothing was compared")
         raise SystemExit(128 + number)
 
-    earlier = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    earlier = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
@@ -130,7 +138,7 @@ def _prove(given: argparse.Namespace) -> int:
             _record_only(job, given.record)
             return 0
         evidence = _collect(job, given.rounds, recorded)
-    verdict = verdict_of(evidence, [] if given.module else likely_causes(Path(given.script)))
+    verdict = verdict_of(evidence, [] if evidence.failure else likely_causes(program))
     _report(given, evidence, verdict)
     return verdict.status
 

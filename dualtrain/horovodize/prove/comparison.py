@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dualtrain.horovodize.prove.records import OptimizerRecord, RunRecord, Summary
+from dualtrain.horovodize.prove.records import OptimizerRecord, RankRecord, RunRecord, Summary
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Difference:
         options: the optimizer's options that differ at ``step``, else at ``measured``: (name, value in the first run, value
             in the second run).
         order: the place of the step in the order of all optimizers' steps on this rank.
+        at_end: whether the weights differ only at the end of the script, or are not compared after each step.
     """
 
     step: int
@@ -32,6 +34,7 @@ class Difference:
     measured: int | None
     options: tuple[tuple[str, object, object], ...] = ()
     order: int = 0
+    at_end: bool = False
 
 
 def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
@@ -45,7 +48,29 @@ def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
             difference = _first(x, y, number, rank)
             if difference is not None:
                 found.append(difference)
-    return min(found, key=lambda each: (each.order, each.rank), default=None)
+    return min(found, key=lambda each: (each.order, each.rank), default=None) or _at_the_end(one, other)
+
+
+def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
+    """Return the difference of the tensors after the last step, if both scripts have ended at the same point."""
+    for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
+        if not _same_end(a, b):
+            continue
+        pairs = [(x, y) for x, y in zip(a.state, b.state, strict=True) if x.summary.sha256 != y.summary.sha256]
+        if pairs:
+            relative = max(relative_difference(x.summary, y.summary) for x, y in pairs)
+            names = tuple(x.name for x, _ in pairs)
+            return Difference(a.steps, 0, rank, names, relative, a.steps, order=2 * len(a.seconds) + 1, at_end=True)
+    return None
+
+
+def _same_end(one: RankRecord, other: RankRecord) -> bool:
+    """Return whether the tensors at the end of both scripts can be compared."""
+    if not one.state or one.end is None or other.end is None or one.end.reason != other.end.reason:
+        return False
+    if [each.steps for each in one.optimizers] != [each.steps for each in other.optimizers]:
+        return False
+    return [each[:3] for each in one.state] == [each[:3] for each in other.state]
 
 
 def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:
@@ -86,6 +111,8 @@ def _different_options(one: OptimizerRecord, other: OptimizerRecord, step: int) 
 
 def relative_difference(one: Summary, other: Summary) -> float:
     """Return the difference of two tensors relative to their norms, estimated from norms and sampled values."""
+    if not (math.isfinite(one.norm) and math.isfinite(other.norm)):
+        return math.inf
     scale = max(_norm(one.values), _norm(other.values))
     by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])
     largest = max(one.norm, other.norm)
@@ -96,24 +123,57 @@ def relative_difference(one: Summary, other: Summary) -> float:
 def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
     """Return (distance of all weights relative to their norm, step after which it was computed).
 
-    The step is the last one that both runs summarized. The distance is estimated from sampled values; of all ranks'
-    distances, the largest is returned.
+    The step is the last one that both runs summarized. The distance is estimated from sampled values and norms; of all
+    ranks' distances, the largest is returned. It is infinite if weights that differ are not finite.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):
-        apart = total = 0.0
-        steps = []
+        if _same_end(a, b):
+            groups = [
+                [(x.numel, x.summary, y.summary) for x, y in zip(a.state, b.state, strict=True) if x.group == group]
+                for group in ("weights", "buffers", "integers")
+            ]
+            found.append((max(map(_relative, groups)), a.steps))
+            continue
+        steps, tensors = [], []
         for x, y in zip(a.optimizers, b.optimizers, strict=False):
             step = max(x.weights.keys() & y.weights.keys(), default=None)
-            if step is None:
-                continue
-            steps.append(step)
-            for numel, p, q in zip(x.numels, x.weights[step].tensors, y.weights[step].tensors, strict=False):
-                weight = numel / max(len(p.values), 1)
-                apart += weight * _norm([v - w for v, w in zip(p.values, q.values, strict=False)]) ** 2
-                total += max(p.norm, q.norm) ** 2
-        found.append((math.sqrt(apart / total) if total > 0 else 0.0, max(steps, default=0)))
+            if step is not None:
+                steps.append(step)
+                tensors += list(zip(x.numels, x.weights[step].tensors, y.weights[step].tensors, strict=False))
+        found.append((_relative(tensors), max(steps, default=0)))
     return max(found)
+
+
+def moved(run: RunRecord) -> float:
+    """Return the distance from the initial to the last weights, relative to their norm: the smallest of all ranks'."""
+    found = []
+    for rank in run.ranks:
+        tensors: list[tuple[int, Summary, Summary]] = []
+        for each in rank.optimizers:
+            if 0 in each.weights:
+                last = each.weights[max(each.weights)]
+                tensors += list(zip(each.numels, each.weights[0].tensors, last.tensors, strict=False))
+        found.append(_relative(tensors))
+    return min(found)
+
+
+def _relative(tensors: Iterable[tuple[int, Summary, Summary]]) -> float:
+    """Return the distance of some tensors, given as (number of elements, one, other), relative to their norm."""
+    apart = total = 0.0
+    for numel, one, other in tensors:
+        if one.sha256 != other.sha256 or math.isfinite(one.norm):  # else the same NaN or infinite values
+            apart += _apart(numel, one, other) ** 2
+            total += max(one.norm, other.norm) ** 2
+    return math.sqrt(apart / total) if 0 < apart < math.inf else apart
+
+
+def _apart(numel: int, one: Summary, other: Summary) -> float:
+    """Return the norm of the difference of two tensors, estimated from sampled values, and at least that of their norms."""
+    if not (math.isfinite(one.norm) and math.isfinite(other.norm)):
+        return math.inf
+    by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])
+    return max(by_values * math.sqrt(numel / max(len(one.values), 1)), abs(one.norm - other.norm))
 
 
 def _norm(values: list[float]) -> float:

@@ -28,6 +28,15 @@ class Summary(NamedTuple):
     values: list[float]
 
 
+class StateTensor(NamedTuple):
+    """A tensor at the end of the script; ``group`` is "weights" (of an optimizer), "buffers" or "integers"."""
+
+    group: str
+    name: str
+    numel: int
+    summary: Summary
+
+
 @dataclass
 class Weights:
     """The weights of an optimizer after a step, and the options of its parameter groups."""
@@ -94,6 +103,7 @@ class RankRecord:
         optimizers: the optimizers, in order of creation.
         seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
         first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
+        state: all weights at the end, and the other tensors that the script has broadcast; empty in older records.
         end: the end of the script; ``None`` if the process was killed or called ``os._exit``.
     """
 
@@ -102,6 +112,7 @@ class RankRecord:
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     seconds: list[tuple[int, float]] = field(default_factory=list)
     first_step: float | None = None
+    state: list[StateTensor] = field(default_factory=list)
     end: End | None = None
 
     @property
@@ -251,6 +262,10 @@ def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
         record.optimizers.append(OptimizerRecord("", [], []))
     numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]
     names = [str(name) for name, _, _ in line["tensors"]]
+    known = record.optimizers[line["optimizer"]]
+    if known.sums:  # the script has added a parameter group
+        known.names, known.numels = names, numels
+        return
     order = [2 * len(record.seconds)]
     record.optimizers[line["optimizer"]] = OptimizerRecord(str(line["type"]), names, numels, order=order)
 
@@ -269,6 +284,13 @@ def _read_weights(record: RankRecord, line: dict[str, Any]) -> None:
     record.optimizers[line["optimizer"]].weights[int(line["step"])] = Weights(tensors, options)
 
 
+def _read_state(record: RankRecord, line: dict[str, Any]) -> None:
+    record.state = [
+        StateTensor(str(group), str(name), int(numel), Summary(str(a), float(b), [float(each) for each in c]))
+        for group, name, numel, (a, b, c) in line["tensors"]
+    ]
+
+
 def _read_end(record: RankRecord, line: dict[str, Any]) -> None:
     defects = [(str(what), str(file), int(number)) for what, file, number in line["defects"]]
     texts = str(line.get("error", "")), str(line.get("traceback", ""))
@@ -280,6 +302,7 @@ _READERS: dict[str, Callable[[RankRecord, dict[str, Any]], None]] = {
     "optimizer": _read_optimizer,
     "step": _read_step,
     "weights": _read_weights,
+    "state": _read_state,
     "end": _read_end,
     "note": lambda record, line: None,
 }

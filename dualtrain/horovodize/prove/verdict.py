@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from dualtrain.console import size_in_words
-from dualtrain.horovodize.prove.comparison import Difference, different_end, distance, first_difference
+from dualtrain.horovodize.prove.comparison import Difference, different_end, distance, first_difference, moved
 from dualtrain.horovodize.prove.records import RunRecord, median_of
 
 #: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
@@ -20,6 +20,8 @@ ROUNDING = 1e-5
 OTHER_HARDWARE = 1e-3
 #: A larger relative difference between two runs on one side would hide differences between the libraries.
 LARGEST_SPREAD = 1e-2
+#: Larger differences and spreads, relative to the distance between the first and the last weights, hide differences.
+PART_OF_TRAINING = 0.1
 MEASURED_PART = 5  # a run that only measures the speed takes 1/5 of the steps
 MEASURED_STEPS = 5  # but at least this many, because the first step is not timed
 
@@ -148,9 +150,9 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
         return _by_spread(evidence, evidence.spread)
     if difference is None:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
-    if evidence.other_hardware:
+    if evidence.other_hardware and not difference.options:
         return _by_tolerance(evidence, difference)
-    if evidence.compat is not None and first_difference(horovod, evidence.compat) is None:
+    if evidence.compat is not None and agrees(evidence):
         return _by_defects(evidence, difference, steps)
     return _differs(evidence, difference, causes)
 
@@ -182,7 +184,7 @@ def _by_defects(evidence: Evidence, difference: Difference, steps: str) -> Verdi
     apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
     details.append(
         f"without these defects (as dualtrain runs unless DUALTRAIN_HVD_COMPAT=1), the weights differ from step "
-        f"{difference.step} on, and by {apart:.1e} relative after step {step}"
+        f"{difference.step} on, and {_by(apart)} after step {step}"
     )
     return Verdict(line, 0, details, difference)
 
@@ -212,7 +214,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
     compared = evidence.compat if once and evidence.compat is not None else evidence.dualtrain[0]
     apart, step = distance(evidence.horovod[0], compared)
-    details.append(f"all weights differ by {apart:.1e} relative after step {step}{once and ', with these defects'}")
+    details.append(f"all weights differ {_by(apart)} after step {step}{once and ', with these defects'}")
     return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
 
 
@@ -221,12 +223,18 @@ def where(difference: Difference) -> str:
     names = ", ".join(repr(name) for name in difference.names[:3])
     more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
     step = f"from step {difference.step}" if difference.step else "before the first step"
+    step = f"at the end, after step {difference.step}," if difference.at_end else step
     by = ""
     if difference.relative is not None:
         when = "" if difference.measured == difference.step else f" at step {difference.measured}"
-        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " in the last bits"
+        by = f" {_by(difference.relative, digits=0)}{when}" if difference.relative else " in the last bits"
     rank = f" on rank {difference.rank}" if difference.rank else ""
     return f"{step} in {names}{more}{by}{rank}"
+
+
+def _by(apart: float, digits: int = 1) -> str:
+    """Return a text such as "by 3.0e-04 relative"."""
+    return f"by {apart:.{digits}e} relative" if math.isfinite(apart) else "in values that are NaN or infinite"
 
 
 def _own_cause(evidence: Evidence, difference: Difference) -> str:
@@ -234,7 +242,10 @@ def _own_cause(evidence: Evidence, difference: Difference) -> str:
         name, one, other = difference.options[0]
         return f"the optimizer's {name!r} is {one} on Horovod and {other} with dualtrain; find what sets it in the script"
     if not difference.step:
-        return "the initial weights differ between the two sides; find what the script reads from its launcher"
+        return (
+            "the initial weights differ between the two sides; find what the script reads from its launcher, or from a "
+            "checkpoint that an earlier run has written"
+        )
     size = evidence.horovod[0].size
     if size > 2 and difference.relative is not None and difference.relative <= ROUNDING:
         return f"rounding: sums over {size} ranks can be added in several orders; with --nproc 2 there is only one"
@@ -248,13 +259,20 @@ def _by_tolerance(evidence: Evidence, difference: Difference) -> Verdict:
     details = [f"first bits that differ: {where(difference)}"]
     once = ""
     if compat is not None and compat.defects and distance(horovod, compat)[0] < apart:
-        details += [*_places(compat), f"without these defects, weights differ by {apart:.1e} relative after step {step}"]
+        details += [*_places(compat), f"without these defects, weights differ {_by(apart)} after step {step}"]
         apart, once = distance(horovod, compat)[0], f", once these defects of Horovod are reproduced: {_defects(compat)}"
-    if apart <= OTHER_HARDWARE:
+    if apart <= min(OTHER_HARDWARE, PART_OF_TRAINING * moved(horovod)):
         line = f"same weights within {apart:.1e} relative after step {step}, on another machine ({machines}){once}"
         return Verdict(line, 0, details, difference)
+    if apart <= OTHER_HARDWARE:
+        line = (
+            f"differs {_by(apart)} after step {step}, and all steps changed the weights by only {moved(horovod):.1e}; "
+            f"{PART_OF_TRAINING:.0%} of it is allowed for another machine ({machines}): compare more --steps, or find the "
+            "cause of the difference"
+        )
+        return Verdict(line, 1, details, difference)
     line = (
-        f"differs by {apart:.1e} relative after step {step}; {OTHER_HARDWARE:g} is allowed for another "
+        f"differs {_by(apart)} after step {step}; {OTHER_HARDWARE:g} is allowed for another "
         f"machine ({machines}): record on a machine like this one, or compare on the machine with Horovod"
     )
     return Verdict(line, 1, details, difference)
@@ -281,7 +299,8 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     widest = max(distance(a, b)[0] for a, b in combinations(runs, 2))
     apart, step = statistics.median_high(between)
     measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, {who} by up to {widest:.1e}"
-    if widest > LARGEST_SPREAD:
+    if widest > min(LARGEST_SPREAD, PART_OF_TRAINING * moved(evidence.horovod[0])):
+        details.append(f"all steps change the weights by {moved(evidence.horovod[0]):.1e}")
         return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)
     if apart <= 2 * widest:  # twice, because the spread is known from a few runs only
         return Verdict(f"within twice the script's own spread{speed(evidence)}: {measured}", 0, details, spread)
@@ -352,7 +371,7 @@ def facts(evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
             "optimizer": difference.optimizer,
             "rank": difference.rank,
             "tensors": list(difference.names),
-            "relative": difference.relative,
+            "relative": difference.relative if math.isfinite(difference.relative or 0.0) else None,
             "measured_at_step": difference.measured,
         },
         "speed": _ratios(evidence),

@@ -13,7 +13,7 @@ _RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", r
 _NO_RATE = re.compile(r"adj|factor|scale|mult|decay|warm|sched|step|epoch", re.IGNORECASE)
 _KEPT = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
 _MESSAGE = (
-    "the learning rate is multiplied by the number of ranks, on Horovod too; this suits averaged gradients with a "
+    "the learning rate grows with the number of ranks, on Horovod too; this suits averaged gradients with a "
     "warm-up, but makes the training depend on the number of ranks"
 )
 
@@ -49,6 +49,8 @@ def _rates(source: Source) -> Iterator[ast.expr]:
     for target, value, statement in source.assignments:
         if target.endswith("['lr']") and not isinstance(statement, ast.AugAssign):
             yield value
+        if target.endswith(".base_lrs"):  # of a schedule
+            yield value.elt if isinstance(value, ast.ListComp) else value
 
 
 def _is_lr(key: ast.expr | None) -> bool:

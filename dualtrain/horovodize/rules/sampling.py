@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation
+from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
@@ -77,7 +78,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Call set_epoch in the loop over epochs; return no edits unless there is one such loop that can use ``sampler``."""
+    """Return edits that call set_epoch in the loop over epochs; none if there are several or it cannot use ``sampler``."""
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []
@@ -136,8 +137,7 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 def different_splits(source: Source) -> Iterator[Finding]:
     """A random_split that gives a different result on each rank."""
-    text = source.text
-    if not source.wraps or re.search(r"manual_seed|seed_everything|set_seed|fix_seed|seed_all", text):
+    if not source.wraps or seeds_torch(source):
         return
     for call in source.calls:
         if source.name(call.func) != "torch.utils.data.random_split" or len(call.args) > 2 or keyword(call, "generator"):
@@ -169,7 +169,11 @@ def _has_trainer(source: Source) -> bool:
 
 
 def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether the data set's name or the expressions that define it indicate that the data depend on the rank."""
+    """Return whether ``data`` may depend on the rank.
+
+    That is so if its name or an expression that defines it contains a word such as rank, or if it is an argument of the
+    function, whose value is unknown.
+    """
     if _SHARDED.search(ast.unparse(data)):
         return True
     names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}

@@ -42,6 +42,24 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
         yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
 
 
+_BY_NAME = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
+
+
+def seeds_torch(source: Source) -> bool:
+    """Return whether the script seeds torch's default generator, itself or by a function that is named after this."""
+    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+        return True
+    seeding = (node for node in source.nodes if last_name(node) in ("manual_seed", "manual_seed_all"))
+    return not all(isinstance(node, ast.Attribute) and _is_generator(source, node.value) for node in seeding)
+
+
+def _is_generator(source: Source, node: ast.expr) -> bool:
+    """Return whether ``node`` is a torch.Generator: its seed does not affect other random numbers."""
+    values = [node, *source.values.get(ast.unparse(node), ())]
+    inner = (part for value in values for part in ast.walk(value) if isinstance(part, ast.Call))
+    return any(source.name(part.func) == "torch.Generator" for part in inner)
+
+
 def _trains(source: Source) -> bool:
     """Return whether the script wraps an optimizer, or combines gradients by its own calls."""
     by_hand = any("allreduce" in source.hvd(call.func) for call in source.calls)

@@ -55,9 +55,24 @@ def unknown_name(source: Source) -> Iterator[Finding]:
         if isinstance(source.parents.get(node), ast.Attribute):
             continue  # a part of a longer name
         called = source.hvd(node).partition(".")[0]
-        if called and called not in PUBLIC and called not in _OWN_MODULES and not called.startswith("__"):
+        known = called in PUBLIC or called in _OWN_MODULES or called.startswith("__")
+        if called and not known and not _tests_for(source, node, called):
             message = f"{called!r} is no public name of horovod.torch 0.28.1, and dualtrain lacks it; use a public name"
             yield Finding(getattr(node, "lineno", 1), "unsupported", message)
+
+
+def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
+    """Return whether ``node`` runs only if ``hasattr(hvd, name)``, or is in a ``try`` that catches AttributeError."""
+    for above in source.above(node):
+        test = above.test if isinstance(above, ast.If | ast.IfExp) else above if isinstance(above, ast.BoolOp) else None
+        for call in ast.walk(test) if test is not None else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "hasattr" and len(call.args) == 2:
+                word = call.args[1]
+                if isinstance(word, ast.Constant) and word.value == name:
+                    return True
+        if isinstance(above, ast.Try) and any("AttributeError" in ast.unparse(each) for each in above.handlers):
+            return True
+    return False
 
 
 def unnamed_calls(source: Source) -> Iterator[Finding]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import nodes_after
+from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
-_START_ALIKE = re.compile(r"manual_seed|seed_everything|load_state_dict|from_pretrained|pretrained|broadcast|\.load\(")
+_START_ALIKE = re.compile(r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(")
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:
@@ -42,7 +43,10 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state: one finding for all calls."""
+    """broadcast_optimizer_state: one finding for all calls, unless the optimizers have a state before the first step."""
+    kinds = {source.name(call.func) for call in source.calls if source.name(call.func).startswith("torch.optim.")}
+    if {name for name in kinds if ".lr_scheduler." not in name} == {"torch.optim.Adagrad"}:
+        return
     for call in list(source.hvd_calls("broadcast_optimizer_state"))[:1]:
         message = (
             "this call takes no step; on Horovod it steps an optimizer without state, so that weight decay changes the "
@@ -117,7 +121,7 @@ _CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 
 def never_broadcast(source: Source) -> Iterator[Finding]:
     """Initial weights that differ between ranks."""
-    if not source.wraps or source.uses_elastic or _START_ALIKE.search(source.text):
+    if not source.wraps or source.uses_elastic or seeds_torch(source) or _START_ALIKE.search(source.code):
         return
     guards = Guards(source)
     _, wrap = source.wraps[0]
