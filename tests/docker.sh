@@ -11,7 +11,8 @@
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in its image (default: three quick files; empty: all tests)
-# WEIGHTS            expected beginning of two ranks' weights_sha256; it depends on the CPU (default: only compare the backends)
+# WEIGHTS            the 16 digits of the weights' hash that runs with two ranks must print; they depend on the CPU
+#                    (default: the hash is only compared between the backends)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }

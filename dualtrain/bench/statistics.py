@@ -46,9 +46,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def level_of(count: int, rank: int) -> float:
-    """Return the probability that the interval of ``rank`` contains the median of ``count`` values.
+    """Return the probability that an interval of order statistics contains the true median.
 
-    The interval is from the ``rank``-th smallest to the ``rank``-th largest value. The median is outside if fewer than
-    ``rank`` values are on one side of it. Each value is on either side with probability 1/2.
+    The interval is from the ``rank``-th smallest to the ``rank``-th largest of ``count`` values. The median is outside if
+    fewer than ``rank`` values are on one side of it. Each value is on either side with probability 1/2.
     """
     return 1 - 2 * sum(math.comb(count, below) for below in range(rank)) / (1 << count)

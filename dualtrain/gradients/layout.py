@@ -25,16 +25,18 @@ class Transfer:
     Attributes:
         before: factor on this rank's gradients before they are summed, such as its share of the samples.
         after: factor on the sum; ``None`` for 1/size, which gives the average. With other factors, zero the gradients
-            before each exchange: gradients that accumulate over exchanges would be summed over the ranks again.
+            after each exchange: otherwise the next exchange sums the previous result over the ranks once more.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
-        bucket_bytes: size of the largest bucket; 0 for buckets of one gradient, ``None`` for about 25 MB.
-        groups: sets of parameters; those of one set share a bucket, whatever its size.
+        bucket_bytes: largest size of a bucket of several gradients (of the first bucket, at most 1 MB); 0 for buckets of
+            one gradient, ``None`` for 25 MB.
+        groups: sets of parameters; those of one set, dtype and device share a bucket, whatever its size.
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
-        coalesce: whether entries of sparse gradients with equal indices are added. If not, the gathered gradients have
-            all entries of all ranks in rank order, and an average is divided by the size, as with Horovod.
+        coalesce: whether entries of sparse gradients with equal indices are added. If not, a gradient has the entries of
+            all ranks in rank order. Its values are not scaled if ``after`` is 1; otherwise they are divided by the number
+            of ranks, as in Horovod.
         average_first: whether an average over 2, 4, 8, … ranks may multiply gradients on the CPU by 1/size while they are
-            copied to their bucket, as DDP does, and not after the sum, as Horovod does. The bits are equal, except that
-            gradients whose sum would overflow have a finite average, and subnormal numbers are rounded before the sum.
+            copied to their bucket, as DDP does, instead of after the sum, as Horovod does. The bits are equal, except that
+            an average is finite although the sum would overflow, and subnormal numbers are rounded before the sum.
     """
 
     before: float = 1.0

@@ -153,9 +153,9 @@ class Refusals:
         return False
 
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
-        """Complete an exchange of zeros in the layout that this rank leaves. Collective; blocks.
+        """Send zeros in the remaining buckets of the old layout, before this rank makes a new one. Collective; blocks.
 
-        Ranks that keep the layout wait for this exchange. Its flag reports that this rank leaves the layout. The first
+        Ranks that keep the layout wait for these buckets. The flag reports that this rank leaves the layout. The first
         ``sent`` buckets were sent already. Does nothing if the gradients are on a GPU and the CPU does not wait for the
         exchange, since the other ranks then do not compare reasons.
 

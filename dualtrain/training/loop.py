@@ -355,7 +355,7 @@ class Run:
             yield inputs, targets
 
     def _weight_of_sample(self) -> float:
-        """Estimate the weight of one sample in the loss; the trainer corrects the difference."""
+        """Estimate the weight of one sample in the loss. If the real weights differ, the trainer rescales the gradients."""
         return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
 
     def _act_on(self, control_flags: list[float]) -> None:
@@ -462,7 +462,7 @@ class Run:
         """Write the model and the summary; return the summary on every rank. Collective."""
         weights = weights_of(self.trainer)
         costs = self.clock.costs()
-        self._note_progress()  # records recoveries if no step was left
+        self._note_progress()  # after a restart with no step left to train, the recovery is recorded here
         recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries

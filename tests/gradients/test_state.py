@@ -208,7 +208,8 @@ def in_chunks(backend):
 
 
 def test_many_tensors_are_sent_in_chunks(typical, monkeypatch):
-    monkeypatch.setattr(state, "_CHUNK_BYTES", 100)  # in this process only; processes of the pool keep their value
+    # Only the ranks of this process (local, threads) use small chunks. The pool's processes send a single chunk.
+    monkeypatch.setattr(state, "_CHUNK_BYTES", 100)
     typical(in_chunks)
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dualtrain import BackendError, connect
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.gradients import GradientReducer, Transfer
+from dualtrain.gradients.buckets import Slot
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
 #: Numbers of elements of a small gradient, which is copied with the other gradients of its bucket, and of a large one,
@@ -81,7 +82,7 @@ def test_a_step_copies_no_gradient():
 
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
     # Reference counts depend on the versions of Python and torch. If this count were higher, all gradients would be copied.
-    slot = buckets.Slot("p", nn.Parameter(torch.zeros(3)))
+    slot = Slot("p", nn.Parameter(torch.zeros(3)))
     memory = torch.zeros(3)
     slot.alias, slot.address = memory.detach(), memory.data_ptr()
     slot.view, slot.strides = memory, memory.stride()

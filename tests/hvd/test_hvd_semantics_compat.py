@@ -84,7 +84,7 @@ def unfrozen(hvd):
 
 
 def added(hvd):
-    """Add a layer's group after wrapping; options that the group lacks come from the class's defaults."""
+    """Add a parameter group after wrapping. It gets the momentum and weight decay of torch.optim.SGD's defaults (0)."""
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
