@@ -221,20 +221,18 @@ class Bucket:
             self.wire[: self.values.numel()].copy_(self.values)
 
     def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply the gradients by ``factor`` while they are copied, those that lie in the bucket in place."""
-        scaled = [slot.view for slot in self._kept]
-        small = []
-        for slot, grad in zip(slots, grads, strict=True):
-            if slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype:
-                torch.mul(grad.detach(), factor, out=slot.view)
-            else:
-                small.append((slot.view, grad))
-        if small:
-            copy_all([view for view, _ in small], [grad for _, grad in small])
-            scaled += [view for view, _ in small]
-        if scaled:
-            # Private in torch 2.5 to 2.15, and the only way to multiply many tensors in one call.
-            torch._foreach_mul_(scaled, factor.item())
+        """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""
+        pairs = list(zip(slots, grads, strict=True))
+        large = [(slot, grad) for slot, grad in pairs if slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype]
+        small = [(slot, grad) for slot, grad in pairs if slot.view.nbytes < LARGE_BYTES or grad.dtype is not slot.dtype]
+        copy_all([slot.view for slot, _ in small], [grad for _, grad in small])
+        if not large:
+            self.values.mul_(factor)
+            return
+        for slot, grad in large:
+            torch.mul(grad.detach(), factor, out=slot.view)
+        for slot in (*self._kept, *(slot for slot, _ in small)):
+            slot.view.mul_(factor)
 
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
         """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
