@@ -128,6 +128,7 @@ class Primitives(ABC):
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
+        scales_sums: whether :meth:`Backend.start_sum` scales a sum while it adds, instead of afterwards.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Primitives(ABC):
     watch: Watch | None = None
     flag = False
     any_flag = False
+    scales_sums = False
     on_wait: Callable[[Any, str, float], None] | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

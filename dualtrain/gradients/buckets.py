@@ -67,7 +67,7 @@ class Slot:
         self.bucket, self.view, self.alias = bucket, view, view.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
-        self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES
+        self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
 
     def move_kept(self) -> None:
         """If the program still holds an earlier gradient, give it memory of its own before ``view`` is overwritten.
@@ -151,6 +151,12 @@ class Bucket:
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
             self._before, self._after = self._before * self._after, 1.0
+        #: The factor by which gradients are multiplied while they are copied to the bucket, without dimensions.
+        self.factor: torch.Tensor | None = None
+        in_place = self.wire.is_cpu and not self._staged and not is_complex and order is None
+        if in_place and _averages_first(backend, transfer):
+            self.factor = torch.tensor(self._before * self._after, dtype=real, device="cpu")
+            self._before = self._after = 1.0
         #: Whether a shard is added as one copy of ``wire``, because gradients are converted or scaled before the sum.
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
@@ -204,12 +210,29 @@ class Bucket:
                 slot.move_kept()
         for slot in self._missing:
             slot.view.zero_()
-        # ``copy_all`` records no autograd history, although gradients have one after a backward with create_graph.
-        copy_all([slot.view for slot in slots], grads)
+        if self.factor is None:
+            # ``copy_all`` records no autograd history, although gradients have one after a backward with create_graph.
+            copy_all([slot.view for slot in slots], grads)
+        else:
+            self._copy_scaled(slots, grads, self.factor)
         if self._before != 1:
             self.values.mul_(self._before)
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
+
+    def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+        """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""
+        pairs = list(zip(slots, grads, strict=True))
+        large = [(slot, grad) for slot, grad in pairs if slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype]
+        small = [(slot, grad) for slot, grad in pairs if slot.view.nbytes < LARGE_BYTES or grad.dtype is not slot.dtype]
+        copy_all([slot.view for slot, _ in small], [grad for _, grad in small])
+        if not large:
+            self.values.mul_(factor)
+            return
+        for slot, grad in large:
+            torch.mul(grad.detach(), factor, out=slot.view)
+        for slot in (*self._kept, *(slot for slot, _ in small)):
+            slot.view.mul_(factor)
 
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
         """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
@@ -309,6 +332,13 @@ class Bucket:
             chosen = [self._frozen[self._checks % len(self._frozen)]] if self.wire.is_cpu else []
         self._checked = self._frozen
         self.trained_elsewhere = next((slot for slot in chosen if slot.view.any()), None)
+
+
+def _averages_first(backend: Backend, transfer: Transfer) -> bool:
+    """Return, the same on every rank, whether 1/size is applied before the sum: exact if the size is a power of two."""
+    size = backend.size
+    is_average = transfer.average_first and transfer.factor_after(size) == 1 / size
+    return is_average and size > 1 and size.bit_count() == 1 and not backend.scales_sums
 
 
 @torch.no_grad()

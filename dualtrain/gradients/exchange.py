@@ -73,7 +73,8 @@ class Exchange:
         return [
             f"unused={self.unused}, {len(self.extra)} extra scalars, factor {factor} after the sum, "
             f"dtype {transfer.dtype}, buckets of {transfer.bucket_bytes} bytes, sets of {sets} parameters, "
-            f"sparse_as_dense={transfer.sparse_as_dense}, coalesce={transfer.coalesce}, order of the sum: {order}"
+            f"sparse_as_dense={transfer.sparse_as_dense}, coalesce={transfer.coalesce}, "
+            f"average_first={transfer.average_first}, order of the sum: {order}"
         ]
 
     def lay_out(self, backend: Backend, name: str) -> None:

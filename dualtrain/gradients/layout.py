@@ -34,6 +34,9 @@ class Transfer:
         coalesce: whether entries of sparse gradients with equal indices are added. If not, a gradient has the entries of
             all ranks in rank order. Its values are not scaled if ``after`` is 1; otherwise they are divided by the number
             of ranks, as in Horovod.
+        average_first: whether an average over 2, 4, 8, … ranks may multiply gradients on the CPU by 1/size while they are
+            copied to their bucket, as DDP does, instead of after the sum, as Horovod does. The bits are equal, except that
+            an average is finite although the sum would overflow, and subnormal numbers are rounded before the sum.
     """
 
     before: float = 1.0
@@ -43,6 +46,7 @@ class Transfer:
     groups: Sequence[Sequence[torch.Tensor]] = ()
     sparse_as_dense: bool = False
     coalesce: bool = True
+    average_first: bool = True
 
     def factor_after(self, size: int) -> float:
         """Return the factor on a sum over ``size`` ranks."""

@@ -81,6 +81,7 @@ def transfer_of(
         groups=groups or (),
         sparse_as_dense=sparse_as_dense,
         coalesce=False,
+        average_first=False,
     )
 
 

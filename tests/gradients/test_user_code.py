@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-import dualtrain.gradients.buckets as buckets
 from dualtrain import BackendError, connect
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.gradients import GradientReducer, Transfer
+from dualtrain.gradients.buckets import Slot
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
 #: Numbers of elements of a small gradient, which is copied with the other gradients of its bucket, and of a large one,
@@ -81,7 +82,7 @@ def test_a_step_copies_no_gradient():
 
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
     # Reference counts depend on the versions of Python and torch. If this count were higher, all gradients would be copied.
-    slot = buckets.Slot("p", nn.Parameter(torch.zeros(3)))
+    slot = Slot("p", nn.Parameter(torch.zeros(3)))
     memory = torch.zeros(3)
     slot.alias, slot.address = memory.detach(), memory.data_ptr()
     slot.view, slot.strides = memory, memory.stride()
@@ -125,6 +126,70 @@ def zeroes_in_hooks(backend, first, sizes):
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_hooks_may_change_gradients_before_they_are_sent(typical, first, sizes):
     typical(zeroes_in_hooks, first, sizes)
+
+
+def changes_during_backward(backend):
+    """Change a gradient that is ready while its bucket waits for another gradient."""
+    p, q = nn.Parameter(torch.full((20000,), 2.0)), nn.Parameter(torch.full((20000,), 3.0))
+    reducer = GradientReducer([("q", q), ("p", p)], backend)
+    mean = (backend.size + 1) / 2
+
+    def change(_):
+        if factor == 3:
+            p.grad.mul_(factor)
+        elif factor == 4:
+            p.grad.data.mul_(factor)
+        else:
+            p.grad = p.grad * factor
+
+    for factor in (3, 4, 5):
+        p.grad = q.grad = None
+        x = q * 1.0
+        x.register_hook(change)
+        ((backend.rank + 1) * (x * p).sum()).backward()
+        torch.testing.assert_close(p.grad, torch.full((20000,), mean * 3 * factor), **EXACT)
+        torch.testing.assert_close(q.grad, torch.full((20000,), mean * 2), **EXACT)
+    reducer.close()
+
+
+def test_hooks_of_activations_may_change_gradients_that_wait_for_their_bucket(typical):
+    typical(changes_during_backward)
+
+
+def ready_twice(backend):
+    """Use a parameter outside of and inside of a reentrant segment, so that its gradient becomes ready twice."""
+    p, q = nn.Parameter(torch.full((20000,), 2.0)), nn.Parameter(torch.full((20000,), 3.0))
+    reducer = GradientReducer([("q", q), ("p", p)], backend)
+    mean = (backend.size + 1) / 2
+    for _ in range(3):
+        p.grad = q.grad = None
+        inner = checkpoint(lambda x: x * p, q * 1.0, use_reentrant=True)
+        ((backend.rank + 1) * (inner * p).sum()).backward()
+        torch.testing.assert_close(p.grad, torch.full((20000,), mean * 12), **EXACT)
+        torch.testing.assert_close(q.grad, torch.full((20000,), mean * 4), **EXACT)
+    reducer.close()
+
+
+def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
+    typical(ready_twice)
+
+
+def nearly_overflows(backend):
+    """Average gradients whose sum overflows. The product with 1/size may precede the sum at powers of two only."""
+    for numel in SIZES:
+        for average_first in (True, False):
+            p = nn.Parameter(torch.zeros(numel))
+            reducer = GradientReducer([("p", p)], backend, transfer=Transfer(average_first=average_first))
+            exact = backend.size == 1 or (average_first and backend.size in (2, 4) and not backend.scales_sums)
+            for _ in range(2):
+                p.grad = None
+                (2e38 * p).sum().backward()
+                torch.testing.assert_close(p.grad, torch.full((numel,), 2e38 if exact else torch.inf), **EXACT)
+            reducer.close()
+
+
+def test_averages_of_large_gradients_do_not_overflow_where_the_factor_precedes_the_sum(typical):
+    typical(nearly_overflows)
 
 
 def freezes_on_one_rank(backend):

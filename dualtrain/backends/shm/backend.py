@@ -114,6 +114,7 @@ class SharedMemoryBackend(DelegatingBackend):
     """
 
     transport = "shm"
+    scales_sums = True
 
     def __init__(self, inner: Backend, beside: SharedMemory | None = None) -> None:
         super().__init__(inner)
