@@ -86,8 +86,7 @@ class ChannelReducer(HorovodReducer):
         """
         if self.is_reduced():
             return
-        if self.closed:
-            raise RuntimeError("this optimizer was closed, or a new one of its parameters replaced it: use a new optimizer")
+        self.check_open()
         try:
             with as_horovod_errors():
                 self._run_exchange()

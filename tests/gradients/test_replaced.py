@@ -403,6 +403,8 @@ def refused_without_buckets(backend, change):
             if hvd.rank() == 1:
                 undo()
             optimizer.close()
+            with pytest.raises(RuntimeError, match="this optimizer was closed"):
+                optimizer.step()
             hvd.barrier()  # the world stays usable
 
 
@@ -413,7 +415,10 @@ def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real,
 
 
 def unfrozen_without_buckets(backend):
-    """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient."""
+    """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient.
+
+    A parameter that only some ranks have frozen is refused by name, before any rank steps.
+    """
     with library(backend) as hvd:
         model = perceptron()
         model[0].requires_grad_(False)
@@ -428,6 +433,13 @@ def unfrozen_without_buckets(backend):
             assert model[trained].weight.grad is not None
             assert frozen is None or model[frozen].weight.grad is None
             optimizer.zero_grad()
+        before = [p.tolist() for p in model.parameters()]
+        model.requires_grad_(True)
+        model[hvd.rank()].requires_grad_(False)  # module 1 has no parameters
+        vector_loss(model, hvd.rank()).backward()
+        with pytest.raises(RuntimeError, match=r"parameter '0\.bias' is frozen on rank 0 and trained on rank 1, so that"):
+            optimizer.step()
+        assert [p.tolist() for p in model.parameters()] == before
 
 
 @OURS_2
