@@ -65,6 +65,9 @@ class Refusals:
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
         """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
+        changed = self._forms.difference()
+        if changed is not None:
+            return changed
         for bucket in buckets:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
@@ -77,8 +80,8 @@ class Refusals:
             if bucket.reshaped is not None:
                 slot = bucket.reshaped
                 return (
-                    f"the gradient of {slot.name!r} no longer has the shape {tuple(slot.shape)}: "
-                    "change its parameter back, or make a new optimizer after the change"
+                    f"parameter {slot.name!r} or its gradient no longer has the shape {tuple(slot.shape)}: "
+                    "change it back, or make a new optimizer after the change"
                 )
             if bucket.trained_elsewhere is not None:
                 return (
@@ -91,7 +94,7 @@ class Refusals:
                 "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
                 "after the replacement"
             )
-        return self._forms.difference() or self._unknown()
+        return self._unknown()
 
     def _unknown(self) -> str | None:
         if self.optimizer is None:

@@ -188,6 +188,17 @@ def reshape(model, optimizer):
     return r"parameter '2\.bias' was float32 \(3,\)", back
 
 
+def reshape_equally(model, optimizer):
+    p = model[0].weight
+    values = p.data
+    p.data = values.view(4, 6)
+
+    def back():
+        p.data = values
+
+    return r"parameter '0\.weight' or its gradient no longer has the shape \(6, 4\): change it back, or make a new", back
+
+
 def refused(backend, change):
     """A change on one rank is an error on all ranks; no rank waits for another, and training can continue."""
     model = perceptron()
@@ -210,7 +221,7 @@ def refused(backend, change):
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape])
+@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape, reshape_equally])
 def test_a_change_on_one_rank_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
