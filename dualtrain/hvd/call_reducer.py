@@ -45,7 +45,7 @@ class CallReducer(HorovodReducer):
         self._op, self._compression = op, compression
         self._predivide = predivide
         self._call: tuple[int, list[Any]] | None = None  # the handle, and the compressor's contexts
-        self._refusals = Refusals(self.hooks.known)
+        self._refusals = Refusals(self.hooks)
         self._checked = False  # whether the refusals check the current parameters
         self._reduced = False
         self.add(named)
@@ -104,6 +104,7 @@ class CallReducer(HorovodReducer):
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
+            self.hooks.restore()
             self.add_unfrozen()
             self.fill_frozen()
             self._call = self._refuse() or self._start_call()

@@ -99,6 +99,7 @@ class ChannelReducer(HorovodReducer):
 
     def _run_exchange(self) -> None:
         exchange = self._exchange
+        self.hooks.restore()
         self.add_unfrozen()
         self.fill_frozen()
         self.enter_world()

@@ -381,6 +381,15 @@ def refused_by_hvd(backend):
         optimizer = hvd.DistributedOptimizer(sgd_of(model), named_parameters=model.named_parameters())
         vector_loss(model, hvd.rank()).backward()
         optimizer.step()
+        swap(model)
+        swap(model)
+        vector_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        vector_loss(model, hvd.rank()).backward()
+        with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward"):
+            optimizer.zero_grad()
+        optimizer.step()
+        assert same_on_all(backend, list(model.parameters()))
         optimizer.zero_grad()
         if hvd.rank() == 1:
             cast(model, optimizer)
@@ -456,6 +465,37 @@ def unfrozen_without_buckets(backend):
 @OURS_2
 def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real):
     real(unfrozen_without_buckets)
+
+
+def swap(model):
+    """Load the weights as after ``set_swap_module_params_on_conversion(True)``, a setting of the whole process."""
+    for p in model.parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+
+
+def swapped(backend):
+    """Dropped hooks are restored by zero_grad; without it, the first step is refused on every rank, and the next is not."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    for step in range(4):
+        swap(model)
+        if step != 2:
+            swap(model)
+            optimizer.zero_grad()
+        expected = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in range(backend.size)])
+        vector_loss(model, backend.rank).backward()
+        if step == 2:
+            with pytest.raises(BackendError, match=r"^rank 0: the gradient of '0\.weight' was not averaged in backward"):
+                optimizer.step()
+            continue
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        optimizer.step()
+    optimizer.close()
+
+
+def test_hooks_that_were_dropped_are_restored_or_the_step_is_refused():
+    run_threads(2, swapped)
 
 
 def tied_later(backend):
