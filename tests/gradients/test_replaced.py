@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -309,6 +310,26 @@ def reshaped(backend, shape):
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 6)])
 def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
     run_threads(2, reshaped, shape)
+
+
+def without_the_other_rank(backend):
+    """Rank 1 leaves after a step, so that rank 0's exchange fails, and so does the next backward, for the same reason."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    if backend.rank == 1:
+        return
+    backend.timeout = 0.1
+    with pytest.raises(BackendError, match=r"waited 0\.1 s for rank 1") as failed:
+        vector_loss(model, backend.rank).backward()
+    earlier = f"an earlier exchange of gradients failed: {failed.value}"
+    with pytest.raises(BackendError, match=f"^{re.escape(earlier)}$"):
+        vector_loss(model, backend.rank).backward()
+
+
+def test_a_backward_after_a_failed_exchange_states_its_reason():
+    run_threads(2, without_the_other_rank)
 
 
 def sparse_and_cast(backend):
