@@ -40,6 +40,9 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of it may be reaped first
+#: Waits before the first restart after ``TRY_AGAIN``, and the longest before a later one. An attempt that lasts longer than
+#: the latter is assumed to have advanced.
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 REPEAT_SECONDS = 2.0  # a second stop signal within this time is ignored: a sender may signal the process and its group
 RANKS_PER_CORE = 16
 
@@ -58,7 +61,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
-            a restart would repeat), or after a SIGTERM or SIGINT.
+            a restart would repeat), or after a SIGTERM or SIGINT. Restarts after ``TRY_AGAIN`` follow after 1 s, 2 s,
+            4 s and so on, at most 30 s, until an attempt has lasted longer than that or has ended with another status.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
@@ -74,15 +78,32 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
     name = given_job() or new_job()  # a restart finds its run by this name
+    wait = 0.0
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
-            job = _Job(inbox)
+            job, began = _Job(inbox), time.monotonic()
             found = _run(job, body, arguments, nproc, name)
             status = 2 if found == TRY_AGAIN else found
             if restart > restarts or not job.may_restart(found):
                 break
-            print_error(f"the job has ended with status {status}: restart {restart} of {restarts}")
+            wait = _next_wait(wait, found, time.monotonic() - began)
+            when = f" in {wait:g} s" if wait else ""
+            print_error(f"the job has ended with status {status}: restart {restart} of {restarts}{when}")
+            stopped_by = job.pause(wait)
+            if stopped_by is not None:
+                if stopped_by == signal.SIGINT:
+                    print_error("interrupted")
+                return 128 + stopped_by
         return status
+
+
+def _next_wait(last: float, status: int, seconds: float) -> float:
+    """Return how long to wait before a restart, after an attempt of ``seconds``; ``last`` is the previous wait."""
+    if status != TRY_AGAIN:
+        return 0.0
+    if seconds > LONGEST_WAIT_SECONDS:
+        return FIRST_WAIT_SECONDS
+    return min(2 * last or FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
 
 
 def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str) -> int:
@@ -151,6 +172,13 @@ class _Job:
     def may_restart(self, status: int) -> bool:
         """Return whether a restart may help a job that has ended with ``status``."""
         return status not in (0, 2) and self._stopped is None and not self._alive()
+
+    def pause(self, seconds: float) -> int | None:
+        """Wait for ``seconds`` after the job has ended; a stop signal ends the wait. Return that signal, or ``None``."""
+        deadline = time.monotonic() + seconds
+        while self._stopped is None and (left := deadline - time.monotonic()) > 0:
+            self._listen(left)
+        return None if self._stopped is None else self._stopped[0]
 
     def wait(self) -> int:
         """Wait until all ranks have exited, or cannot be ended; return the job's status."""

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dualtrain.console import logging_to_stderr, print_error, printable, show
+from dualtrain.console import logging_to_stderr, print_error, printable, show, size_in_words
 from tests.forked import ROOT, run
 
 
@@ -21,6 +21,10 @@ def test_control_characters_are_escaped_and_text_is_kept():
     assert printable(escaped) == escaped
     plain = "naïve × 日本語 – ✓\n\tsecond line"
     assert printable(plain) == plain
+
+
+def test_sizes_are_rounded_down():
+    assert [size_in_words(size) for size in (0, 1023, 1024, 3 << 20)] == ["0 B", "1023 B", "1 KB", "3 MB"]
 
 
 def test_messages_and_output_are_printed_safely(capsys):

@@ -49,7 +49,7 @@ def choose_for_horovod_api(env: Mapping[str, str]) -> str:
     """
     wanted = env.get("DUALTRAIN_BACKEND") or "auto"
     if wanted not in ("auto", "torch", "horovod"):
-        raise UserError(f"DUALTRAIN_BACKEND={wanted!r} is not known: set it to torch or horovod, or unset it")
+        raise UserError(f"DUALTRAIN_BACKEND={wanted!r} is not known: set it to auto, torch or horovod, or unset it")
     if wanted == "auto":
         from dualtrain.backends.horovod import installed
 

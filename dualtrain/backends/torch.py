@@ -481,8 +481,9 @@ def open_store(world: World, timeout: float) -> dist.Store:
     if (found := _store_of_default_group(world)) is not None:
         return _numbered(found, world, ("", 0))
     if world.rendezvous is None:
+        others = "the other process" if world.size == 2 else f"the other {world.size - 1} processes"
         raise UserError(
-            f"the torch backend has no address to meet the other {world.size - 1} processes at: {world.launcher} sets no "
+            f"the torch backend has no address to meet {others} at: {world.launcher} sets no "
             "MASTER_ADDR and MASTER_PORT; start with torchrun, or export both with one free port for all processes"
         )
     host, port = world.rendezvous

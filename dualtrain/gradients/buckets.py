@@ -185,7 +185,7 @@ class Bucket:
         #: The first slot whose gradient is sparse although only dense ones can be summed, found by ``pack``.
         self.sparse: Slot | None = None
         self._dense_only = order is not None and not transfer.sparse_as_dense
-        #: The first slot whose gradient has another shape than the slot, found by ``pack``; zeros are sent instead.
+        #: The first slot whose gradient or parameter has another shape than the slot, found by ``pack``; zeros are sent.
         self.reshaped: Slot | None = None
 
     def covers(self, address: int) -> bool:
@@ -243,6 +243,8 @@ class Bucket:
             p = slot.param
             grad = p.grad
             if grad is None:
+                if p.requires_grad and p.shape != slot.shape:
+                    self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
                 # A parameter that was frozen after the layout takes part as zeros and gets no gradient.
                 (self._copied if p.requires_grad else self._frozen).append(slot)

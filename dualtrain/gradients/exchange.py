@@ -52,7 +52,7 @@ class Exchange:
         self.slots, self.transfer, self.unused = hooks.slots, transfer, unused
         self._order = order
         self.schedule = Schedule()
-        self.refusals = Refusals(hooks.known)
+        self.refusals = Refusals(hooks)
         self.sparse = SparseGradients()
         self.extra = torch.zeros(scalars, device="cpu")
         self.laid_out = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from dualtrain.gradients.parameters import check_supported
 
 Named = Iterable[tuple[str, nn.Parameter]]
 _observing = False
+_ATTRIBUTES = attrgetter("__dict__")
 
 
 class Reducer(Protocol):
@@ -53,6 +55,9 @@ class ParameterHooks:
         self.known: set[int] = set()
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
+        self._params: list[nn.Parameter] = []
+        #: The parameters' attribute dictionaries. ``torch.utils.swap_tensors`` replaces the dictionary of a parameter.
+        self._attributes: list[dict[str, Any]] = []
 
     def add(self, reducer: Reducer, named_parameters: Named) -> int:
         """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones have no hook yet.
@@ -72,6 +77,8 @@ class ParameterHooks:
             self.slots.append(Slot(name, p))
             hook = _make_hook(reducer, len(self.slots) - 1, name)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
+            self._params.append(p)
+            self._attributes.append(vars(p))
         self.check_devices()
         return len(self.slots) - before
 
@@ -86,6 +93,26 @@ class ParameterHooks:
         """Use a lock if the parameters are on several devices now: autograd has a thread for each device."""
         if self.lock is None and len({slot.param.device for slot in self.slots}) > 1:
             self.lock = threading.RLock()
+
+    def lost(self) -> Slot | None:
+        """Return the first parameter that has a gradient, and whose hooks autograd no longer calls; else ``None``.
+
+        ``torch.utils.swap_tensors`` drops the hooks of a parameter. Modules use it in ``to()`` and ``load_state_dict()`` if
+        ``torch.__future__.set_swap_module_params_on_conversion(True)`` was called.
+        """
+        if all(map(is_, map(_ATTRIBUTES, self._params), self._attributes)):  # this runs in every step, so it runs in C
+            return None
+        pairs = zip(self.slots, self._attributes, strict=True)
+        return next((slot for slot, was in pairs if vars(slot.param) is not was and slot.param.grad is not None), None)
+
+    def restore(self) -> None:
+        """Make autograd call dropped hooks again, from the next backward on."""
+        if all(map(is_, map(_ATTRIBUTES, self._params), self._attributes)):
+            return
+        self._attributes = [vars(p) for p in self._params]
+        for p in self._params:
+            # Private in torch 2.5 to 2.15. The list of hooks stays with the parameter; an assignment passes it to autograd.
+            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
     def remove(self) -> None:
         """Remove the hooks. May be called again."""

@@ -53,6 +53,7 @@ class GradientReducer:
     ``param.grad`` is a view into a buffer; you may assign to it or to its ``.data``. A gradient that the program keeps over
     ``zero_grad()`` stays as it is, as in torch; a view of it (``param.grad.view(-1)``) is overwritten by the next backward.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
+    ``torch.utils.swap_tensors`` drops these hooks: call :meth:`renew` after it, as ``DistributedOptimizer.zero_grad`` does.
 
     Attributes:
         extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction; after it they are the sums over
@@ -229,12 +230,13 @@ class GradientReducer:
     def renew(self, *, stepped: bool = False) -> None:
         """Make the next ``reduce`` average ``param.grad`` again. Call this once the averages were used. Not collective.
 
-        Parameters that were unfrozen are averaged from the next backward on. ``stepped`` says whether an optimizer step
-        used the averages.
+        Parameters that were unfrozen, or lost their hooks by ``torch.utils.swap_tensors``, are averaged from the next
+        backward on. ``stepped`` says whether an optimizer step used the averages.
         """
         self._exchange.reduced = False
         self._exchange.refusals.steps += stepped
         if not self._closed:
+            self.hooks.restore()
             self._add_unfrozen()  # a hook does so too, but the next backward may reach no parameter that has a hook
 
     def forget(self, backend: Backend) -> None:
@@ -290,6 +292,7 @@ class GradientReducer:
         """Handle the end of the running backward pass: all its gradients are ready."""
         self._ending = None
         if self._seen >= self.passes:
+            self.hooks.restore()  # gradients without a hook are averaged too, at the end of this pass
             self.reduce()
 
     def _forget_failed_pass(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
+from dualtrain.gradients.hooks import ParameterHooks
 from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -36,17 +37,17 @@ class Refusals:
     reason, or if some ranks have taken a step that others have not, so that their weights differ.
 
     Attributes:
-        optimizer: the optimizer whose param_groups may contain only parameters in ``known``; ``None`` for no check.
-        known: ids of the reducer's parameters, which the reducer keeps alive.
+        optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
+        hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
     """
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, hooks: ParameterHooks) -> None:
         self.steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
-        self.known = known
+        self.hooks = hooks
         self._forms = Forms([])
-        #: The optimizer's parameters, by group, at the last check that found all of them in ``known``.
+        #: The optimizer's parameters, by group, at the last check that found all of them in ``hooks.known``.
         self._in_groups: list[list[torch.Tensor]] = []
         self._replaced: dict[tuple[int, str], str] = {}  # place of a new parameter → name of the replaced one
         self._flag = torch.zeros(1, device="cpu")
@@ -65,6 +66,9 @@ class Refusals:
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
         """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
+        changed = self._forms.difference()
+        if changed is not None:
+            return changed
         for bucket in buckets:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
@@ -77,8 +81,8 @@ class Refusals:
             if bucket.reshaped is not None:
                 slot = bucket.reshaped
                 return (
-                    f"the gradient of {slot.name!r} no longer has the shape {tuple(slot.shape)}: "
-                    "change its parameter back, or make a new optimizer after the change"
+                    f"parameter {slot.name!r} or its gradient no longer has the shape {tuple(slot.shape)}: "
+                    "change it back, or make a new optimizer after the change"
                 )
             if bucket.trained_elsewhere is not None:
                 return (
@@ -91,7 +95,18 @@ class Refusals:
                 "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
                 "after the replacement"
             )
-        return self._forms.difference() or self._unknown()
+        return self._lost() or self._unknown()
+
+    def _lost(self) -> str | None:
+        lost = self.hooks.lost()
+        if lost is None:
+            return None
+        return (
+            f"the gradient of {lost.name!r} was not averaged in backward, since the hooks of its parameter were dropped "
+            "(by torch.utils.swap_tensors, or by to() or load_state_dict() after "
+            "torch.__future__.set_swap_module_params_on_conversion(True)): call optimizer.zero_grad() after the change and "
+            "before the next backward"
+        )
 
     def _unknown(self) -> str | None:
         if self.optimizer is None:
@@ -104,20 +119,20 @@ class Refusals:
             return None
         for number, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
-                if p.requires_grad and id(p) not in self.known:
+                if p.requires_grad and id(p) not in self.hooks.known:
                     return (
                         f"group {number} parameter {i} {tuple(p.shape)} was added to the optimizer's param_groups after "
                         "the optimizer was wrapped: use add_param_group on every rank"
                     )
-        if self.known.issuperset(map(id, chain(*in_groups))):  # an unknown frozen parameter may be unfrozen later
+        if self.hooks.known.issuperset(map(id, chain(*in_groups))):  # an unknown frozen parameter may be unfrozen later
             self._in_groups = [list(params) for params in in_groups]
         return None
 
     def check_groups(self, backend: Backend) -> None:
-        """Raise BackendError, on this rank, if the optimizer has parameters that were not averaged."""
-        unknown = self._unknown()
-        if unknown is not None:
-            raise BackendError(f"rank {backend.rank}: {unknown}")
+        """Raise BackendError, on this rank, if the optimizer has gradients that were not averaged."""
+        reason = self._lost() or self._unknown()
+        if reason is not None:
+            raise BackendError(f"rank {backend.rank}: {reason}")
 
     # -- over all ranks -------------------------------------------------------------------------------------------
 

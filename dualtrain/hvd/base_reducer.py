@@ -106,6 +106,7 @@ class HorovodReducer(ABC):
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
 
     def reset_passes(self) -> None:
@@ -151,6 +152,11 @@ class HorovodReducer(ABC):
         """Remove the hooks: gradients of later backward passes are not combined. May be called again."""
         self.closed = True
         self.hooks.remove()
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if the reducer was closed, by ``close`` or by a later optimizer of the same parameters."""
+        if self.closed:
+            raise RuntimeError("this optimizer was closed, or a new one of its parameters replaced it: use a new optimizer")
 
     @staticmethod
     def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:

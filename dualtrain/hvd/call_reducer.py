@@ -10,9 +10,9 @@ from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named
+from dualtrain.hvd.calls import ALLREDUCE
 from dualtrain.hvd.compression import AnyCompressor
-from dualtrain.hvd.forms import new_handle, synchronize
-from dualtrain.hvd.mpi_ops import grouped_allreduce_async_
+from dualtrain.hvd.forms import new_handle, reduction_options, start, synchronize
 from dualtrain.hvd.process_sets import ProcessSet
 
 
@@ -45,7 +45,7 @@ class CallReducer(HorovodReducer):
         self._op, self._compression = op, compression
         self._predivide = predivide
         self._call: tuple[int, list[Any]] | None = None  # the handle, and the compressor's contexts
-        self._refusals = Refusals(self.hooks.known)
+        self._refusals = Refusals(self.hooks)
         self._checked = False  # whether the refusals check the current parameters
         self._reduced = False
         self.add(named)
@@ -76,9 +76,11 @@ class CallReducer(HorovodReducer):
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
         if self._reduced:
             return
+        self.check_open()
         self.enter_world()
         handle, contexts = self._submit()
         self._call = None
@@ -102,6 +104,7 @@ class CallReducer(HorovodReducer):
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
+            self.hooks.restore()
             self.add_unfrozen()
             self.fill_frozen()
             self._call = self._refuse() or self._start_call()
@@ -121,16 +124,12 @@ class CallReducer(HorovodReducer):
     def _start_call(self) -> tuple[int, list[Any]]:
         params = [slot.param for slot in self.hooks.slots]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+        # These get no gradient on this rank, so the other ranks must not train them.
+        frozen = [slot.name for slot in self.hooks.slots if not slot.param.requires_grad and slot.param.grad is None]
         packed = [self._compression.compress(grad) for grad in grads]
         tensors = [tensor.contiguous() for tensor, _ in packed]
         handle = -1
         if tensors:
-            handle = grouped_allreduce_async_(
-                tensors,
-                name=self.name,
-                op=self._op,
-                prescale_factor=1 / self._predivide,
-                postscale_factor=self._predivide,
-                process_set=self.process_set,
-            )
+            options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
+            handle = start(ALLREDUCE, tensors, {**options, "frozen": frozen}, grouped=True, in_place=True)
         return handle, [ctx for _, ctx in packed]

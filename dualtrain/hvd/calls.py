@@ -71,7 +71,8 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     _check_reducible(tensors, op)
     if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
         compat.note(compat.HALF)
-    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options))
+    more = {"frozen": options["frozen"]} if options.get("frozen") else {}
+    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **more)
 
 
 def _allreduce_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:

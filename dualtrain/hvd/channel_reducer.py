@@ -86,8 +86,7 @@ class ChannelReducer(HorovodReducer):
         """
         if self.is_reduced():
             return
-        if self.closed:
-            raise RuntimeError("this optimizer was closed, or a new one of its parameters replaced it: use a new optimizer")
+        self.check_open()
         try:
             with as_horovod_errors():
                 self._run_exchange()
@@ -100,6 +99,7 @@ class ChannelReducer(HorovodReducer):
 
     def _run_exchange(self) -> None:
         exchange = self._exchange
+        self.hooks.restore()
         self.add_unfrozen()
         self.fill_frozen()
         self.enter_world()

@@ -268,6 +268,14 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
             pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
             one, two = next((a, b) for a, b in pairs if a != b)
             return f"{title}: the parameters or options differ: {one} on rank {first_rank}, {two} on rank {rank}"
+        differing = set(first.get("frozen", [])) ^ set(other.get("frozen", []))
+        if differing:
+            name = min(differing)
+            frozen, trained = (first_rank, rank) if name in first.get("frozen", []) else (rank, first_rank)
+            return (
+                f"parameter {name!r} is frozen on rank {frozen} and trained on rank {trained}, so that their weights would "
+                "differ: freeze the same parameters on every rank (draw them with the same seed)"
+            )
         first_tensors, other_tensors = first.get("tensors", []), other.get("tensors", [])
         if len(first_tensors) != len(other_tensors):
             return f"{title}: {len(first_tensors)} tensors on rank {first_rank}, {len(other_tensors)} on rank {rank}"

@@ -248,6 +248,7 @@ class _Optimizer(NativeOptimizer):
             )
         if self.reducer is not None:
             self.reducer.renew()
+            self.reducer.hooks.restore()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

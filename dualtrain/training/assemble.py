@@ -100,9 +100,11 @@ def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
 
 def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
     """Return the first of the samples ``numbers`` whose inputs are not all finite; ``None`` if none is found."""
+    searched = numbers[:LARGEST_SEARCH]
     try:
-        for number, (inputs, _) in zip(numbers[:LARGEST_SEARCH], stored_tensors(source, numbers), strict=False):
-            if not inputs.isfinite().all():
+        for number, sample in zip(searched, contents_of(source, searched), strict=True):
+            inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
+            if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
     except Exception:  # a sample cannot be read, so it is not the one that training has read
         return None

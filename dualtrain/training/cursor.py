@@ -94,14 +94,21 @@ _STORED = {"evaluated_step": "judged"}
 
 
 def _has_kind_of(value: Any, default: Any) -> bool:
-    """Check that ``value`` is of the kind of ``default``. Counts and seconds must not be negative; other numbers may be."""
+    """Check that ``value`` is of the kind of ``default``.
+
+    Counts and seconds must not be negative; other numbers may be. Sums are finite, since other losses end the run.
+    """
     if isinstance(default, dict):
         return isinstance(value, dict) and all(_is_number(part) for part in value.values())
     if isinstance(default, list):
-        return isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
+        return isinstance(value, list) and len(value) == len(default) and all(map(_is_finite, value))
     if isinstance(default, int):
         return type(value) is int and 0 <= value < 2**63
     return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and abs(value) < math.inf
 
 
 def _is_number(value: Any) -> bool:

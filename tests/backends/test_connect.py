@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from dualtrain import BackendError, UserError, connect
-from dualtrain.backends.factory import NAMES, _as_numbers, _compare_choices, _locate, _take_device, choose
+from dualtrain.backends.factory import (
+    NAMES,
+    _as_numbers,
+    _compare_choices,
+    _locate,
+    _take_device,
+    choose,
+    choose_for_horovod_api,
+)
 from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
@@ -33,6 +41,13 @@ ELSEWHERE = World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1))
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match=f"no backend is called 'nccl': choose one of {', '.join(NAMES)}"):
         connect("nccl")
+
+
+def test_an_unknown_backend_of_horovods_api_is_refused_with_the_known_ones():
+    with pytest.raises(
+        UserError, match="DUALTRAIN_BACKEND='nccl' is not known: set it to auto, torch or horovod, or unset it"
+    ):
+        choose_for_horovod_api({"DUALTRAIN_BACKEND": "nccl"})
 
 
 IMPLIED = {

@@ -53,7 +53,7 @@ ALONE = {
         "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
     ),
     "the port is too large": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is no port: "),
-    "there is no address": (rank(0), "the torch backend has no address to meet the other 1 processes at: "),
+    "there is no address": (rank(0), "the torch backend has no address to meet the other process at: "),
     "there is no server": (
         rank(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),
         "rank 1 could not meet the others at 127.0.0.1:9 within 1 s (Connection refused): ",

@@ -16,7 +16,7 @@ import pytest
 
 from dualtrain import UserError
 from dualtrain.launchers import TRY_AGAIN
-from dualtrain.spawn import spawn
+from dualtrain.spawn import _next_wait, spawn
 from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
 
@@ -273,13 +273,14 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         ([2], 5, 2),
         ([137, 2], 5, 2),
         ([1], 0, 1),
-        ([137, TRY_AGAIN, TRY_AGAIN, 0], 5, 0),
+        ([137, TRY_AGAIN, TRY_AGAIN, TRY_AGAIN, 137, TRY_AGAIN, 0], 6, 0),
         ([137, TRY_AGAIN], 1, 2),
     ],
 )
 def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsys, statuses, restarts, status):
     """At each start, the job's only rank exits with the next of ``statuses``; no process is started."""
     left, arguments = list(statuses), []
+    monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 0.01)
 
     def process(target, args, name):
         arguments.append(args[1])
@@ -291,11 +292,39 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
     assert left == []
     assert arguments == [["a"]] * len(statuses)
     said = [line for line in capsys.readouterr().err.splitlines() if "restart" in line]
-    ended = [2 if code == TRY_AGAIN else code for code in statuses[:-1]]
-    assert said == [
-        f"dualtrain: error: the job has ended with status {code}: restart {number} of {restarts}"
-        for number, code in enumerate(ended, 1)
-    ]
+    wait, lines = 0.0, []
+    for number, code in enumerate(statuses[:-1], 1):
+        wait = (2 * wait or 0.01) if code == TRY_AGAIN else 0.0
+        status, when = (2, f" in {wait:g} s") if wait else (code, "")
+        lines.append(f"dualtrain: error: the job has ended with status {status}: restart {number} of {restarts}{when}")
+    assert said == lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_the_wait_before_a_restart(monkeypatch, number):
+    said = []
+
+    def note(text):
+        said.append(text)
+        if "restart" in text:
+            os.kill(os.getpid(), number)
+
+    rank = SimpleNamespace(start=lambda: None, exitcode=TRY_AGAIN, pid=None)
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=lambda **_: rank))
+    monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 600.0)
+    monkeypatch.setattr("dualtrain.spawn.LONGEST_WAIT_SECONDS", 600.0)
+    monkeypatch.setattr("dualtrain.spawn.print_error", note)
+    assert spawn(len, [], 1, 5) == 128 + number
+    line = "the job has ended with status 2: restart 1 of 5 in 600 s"
+    assert said == ([line, "interrupted"] if number == signal.SIGINT else [line])
+
+
+def test_waits_before_restarts_grow_up_to_a_limit_until_an_attempt_lasts_longer():
+    waits = [0.0]
+    for seconds in (1, 31, 1, 1, 1, 1, 1, 1, 31):
+        waits.append(_next_wait(waits[-1], TRY_AGAIN, seconds))
+    assert waits == [0, 1, 1, 2, 4, 8, 16, 30, 30, 1]
+    assert _next_wait(30, 137, 1) == 0
 
 
 def test_a_job_that_was_stopped_is_not_restarted(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -188,6 +189,17 @@ def reshape(model, optimizer):
     return r"parameter '2\.bias' was float32 \(3,\)", back
 
 
+def reshape_equally(model, optimizer):
+    p = model[0].weight
+    values = p.data
+    p.data = values.view(4, 6)
+
+    def back():
+        p.data = values
+
+    return r"parameter '0\.weight' or its gradient no longer has the shape \(6, 4\): change it back, or make a new", back
+
+
 def refused(backend, change):
     """A change on one rank is an error on all ranks; no rank waits for another, and training can continue."""
     model = perceptron()
@@ -210,7 +222,7 @@ def refused(backend, change):
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape])
+@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape, reshape_equally])
 def test_a_change_on_one_rank_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
@@ -300,6 +312,26 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
     run_threads(2, reshaped, shape)
 
 
+def without_the_other_rank(backend):
+    """Rank 1 leaves after a step, so that rank 0's exchange fails, and so does the next backward, for the same reason."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    if backend.rank == 1:
+        return
+    backend.timeout = 0.1
+    with pytest.raises(BackendError, match=r"waited 0\.1 s for rank 1") as failed:
+        vector_loss(model, backend.rank).backward()
+    earlier = f"an earlier exchange of gradients failed: {failed.value}"
+    with pytest.raises(BackendError, match=f"^{re.escape(earlier)}$"):
+        vector_loss(model, backend.rank).backward()
+
+
+def test_a_backward_after_a_failed_exchange_states_its_reason():
+    run_threads(2, without_the_other_rank)
+
+
 def sparse_and_cast(backend):
     """All gradients are sparse, so only indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
@@ -370,6 +402,15 @@ def refused_by_hvd(backend):
         optimizer = hvd.DistributedOptimizer(sgd_of(model), named_parameters=model.named_parameters())
         vector_loss(model, hvd.rank()).backward()
         optimizer.step()
+        swap(model)
+        swap(model)
+        vector_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        vector_loss(model, hvd.rank()).backward()
+        with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss.backward"):
+            optimizer.zero_grad()
+        optimizer.step()
+        assert same_on_all(backend, list(model.parameters()))
         optimizer.zero_grad()
         if hvd.rank() == 1:
             cast(model, optimizer)
@@ -403,6 +444,8 @@ def refused_without_buckets(backend, change):
             if hvd.rank() == 1:
                 undo()
             optimizer.close()
+            with pytest.raises(RuntimeError, match="this optimizer was closed"):
+                optimizer.step()
             hvd.barrier()  # the world stays usable
 
 
@@ -413,7 +456,10 @@ def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real,
 
 
 def unfrozen_without_buckets(backend):
-    """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient."""
+    """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient.
+
+    A parameter that only some ranks have frozen is refused by name, before any rank steps.
+    """
     with library(backend) as hvd:
         model = perceptron()
         model[0].requires_grad_(False)
@@ -428,11 +474,49 @@ def unfrozen_without_buckets(backend):
             assert model[trained].weight.grad is not None
             assert frozen is None or model[frozen].weight.grad is None
             optimizer.zero_grad()
+        before = [p.tolist() for p in model.parameters()]
+        model.requires_grad_(True)
+        model[hvd.rank()].requires_grad_(False)  # module 1 has no parameters
+        vector_loss(model, hvd.rank()).backward()
+        with pytest.raises(RuntimeError, match=r"parameter '0\.bias' is frozen on rank 0 and trained on rank 1, so that"):
+            optimizer.step()
+        assert [p.tolist() for p in model.parameters()] == before
 
 
 @OURS_2
 def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real):
     real(unfrozen_without_buckets)
+
+
+def swap(model):
+    """Load the weights as after ``set_swap_module_params_on_conversion(True)``, a setting of the whole process."""
+    for p in model.parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+
+
+def swapped(backend):
+    """Dropped hooks are restored by zero_grad; without it, the first step is refused on every rank, and the next is not."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    for step in range(4):
+        swap(model)
+        if step != 2:
+            swap(model)
+            optimizer.zero_grad()
+        expected = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in range(backend.size)])
+        vector_loss(model, backend.rank).backward()
+        if step == 2:
+            with pytest.raises(BackendError, match=r"^rank 0: the gradient of '0\.weight' was not averaged in backward"):
+                optimizer.step()
+            continue
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        optimizer.step()
+    optimizer.close()
+
+
+def test_hooks_that_were_dropped_are_restored_or_the_step_is_refused():
+    run_threads(2, swapped)
 
 
 def tied_later(backend):

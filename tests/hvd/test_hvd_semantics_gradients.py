@@ -10,14 +10,6 @@ import torch
 from tests.hvd.worlds import EVERY, OURS_2, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 
-@pytest.fixture
-def fresh(real):
-    """Restart Horovod: other tests may leave unequal counters of unnamed calls, and backward makes such calls."""
-    if real.name == "horovod":
-        real.leave()
-    return real
-
-
 def gradient(call, x, mine):
     """Return the gradient of ``x`` if each element of the output has the gradient ``mine``."""
     x = x.clone().requires_grad_()

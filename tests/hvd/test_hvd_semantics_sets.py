@@ -50,10 +50,8 @@ def life_of_a_set(backend):
 
 
 @PAIR
-def test_a_set_is_added_used_and_removed(real):
-    if real.name == "horovod":
-        real.leave()  # removes the sets of other tests
-    real(life_of_a_set)
+def test_a_set_is_added_used_and_removed(fresh):
+    fresh(life_of_a_set)
 
 
 def several_sets(backend):
@@ -209,10 +207,8 @@ def optimizer_before_its_set(backend):
 
 
 @worlds(("torch", 3), ("horovod", 2))
-def test_an_optimizer_never_steps_alone_because_its_set_is_not_in_use(real):
-    if real.name == "horovod":
-        real.leave()
-    real(optimizer_before_its_set)
+def test_an_optimizer_never_steps_alone_because_its_set_is_not_in_use(fresh):
+    fresh(optimizer_before_its_set)
 
 
 def adasum_outside(backend):

@@ -141,10 +141,8 @@ def parameters(backend):
 
 
 @EVERY
-def test_parameters_of_the_root_are_broadcast(real):
-    if real.name == "horovod":
-        real.leave()
-    real(parameters)
+def test_parameters_of_the_root_are_broadcast(fresh):
+    fresh(parameters)
 
 
 def fresh_states(backend):

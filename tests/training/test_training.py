@@ -16,6 +16,8 @@ from dualtrain.backends import connect
 from dualtrain.compare import main as compare
 from dualtrain.compare import table
 from dualtrain.config import parse
+from dualtrain.data.memory import TensorSource
+from dualtrain.data.sources import Task
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.training.assemble import load_task
 from dualtrain.training.folder_lock import FolderLock
@@ -197,6 +199,13 @@ def nan_in_training():
     return with_samples({5: torch.tensor([0.0, math.nan, 0.0])}, {})
 
 
+def nan_in_a_tensor():
+    inputs, targets = torch.zeros(8, 3), torch.arange(8) % 2
+    bad = inputs.clone()
+    bad[5, 1] = math.nan
+    return Task(TensorSource(bad, targets), TensorSource(inputs, targets), (3,), 2)
+
+
 def infinite_in_validation():
     return with_samples({}, {6: torch.tensor([0.0, math.inf, 0.0])})
 
@@ -217,6 +226,7 @@ def linear():
     ("data", "error", "part"),
     [
         ("nan_in_training", DivergedError, "training sample 5 has inputs that are infinite or not a number: correct"),
+        ("nan_in_a_tensor", DivergedError, "training sample 5 has inputs that are infinite or not a number: correct"),
         (
             "infinite_in_validation",
             DivergedError,

@@ -1,0 +1,18 @@
+"""Fixtures of the tests that run the same bodies on Horovod itself and on ``dualtrain.hvd``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import Spmd
+
+
+@pytest.fixture
+def fresh(real: Spmd) -> Spmd:
+    """The world ``real``, with Horovod restarted.
+
+    Other tests may leave process sets, or unequal counters of unnamed calls, with which such calls hang.
+    """
+    if real.name == "horovod":
+        real.leave()
+    return real
