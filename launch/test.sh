@@ -20,6 +20,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 
+# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules.
+python -m compileall -q dualtrain
+
 checks() {
   ruff format --check .
   ruff check .
