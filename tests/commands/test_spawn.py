@@ -310,7 +310,7 @@ def test_a_stop_signal_ends_the_wait_before_a_restart(monkeypatch, number):
             os.kill(os.getpid(), number)
 
     rank = SimpleNamespace(start=lambda: None, exitcode=TRY_AGAIN, pid=None)
-    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=lambda **_: rank))
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: SimpleNamespace(Process=lambda **_: rank))
     monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 600.0)
     monkeypatch.setattr("dualtrain.spawn.LONGEST_WAIT_SECONDS", 600.0)
     monkeypatch.setattr("dualtrain.spawn.print_error", note)
