@@ -78,10 +78,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
     name = given_job() or new_job()  # a restart finds its run by this name
-    wait = 0.0
+    wait, save = 0.0, False
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
-            job, began = _Job(inbox), time.monotonic()
+            job, began = _Job(inbox, save=save), time.monotonic()
             found = _run(job, body, arguments, nproc, name)
             status = 2 if found == TRY_AGAIN else found
             if restart > restarts or not job.may_restart(found):
@@ -89,7 +89,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             wait = _next_wait(wait, found, time.monotonic() - began)
             when = f" in {wait:g} s" if wait else ""
             print_error(f"the job has ended with status {status}: restart {restart} of {restarts}{when}")
-            stopped_by = job.pause(wait)
+            stopped_by, save = job.pause(wait)
             if stopped_by is not None:
                 if stopped_by == signal.SIGINT:
                     print_error("interrupted")
@@ -126,11 +126,11 @@ def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str)
 class _Job:
     """The processes of one job, which their parent starts, signals and waits for."""
 
-    def __init__(self, inbox: int) -> None:
+    def __init__(self, inbox: int, *, save: bool = False) -> None:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's exit status, once a rank has failed
-        self._save = False  # whether a checkpoint was requested before the first rank was started
+        self._save = save  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
         self._unsent = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks, in order, that were not sent yet
         self._deadline: float | None = None  # when the next signal is sent
@@ -173,12 +173,16 @@ class _Job:
         """Return whether a restart may help a job that has ended with ``status``."""
         return status not in (0, 2) and self._stopped is None and not self._alive()
 
-    def pause(self, seconds: float) -> int | None:
-        """Wait for ``seconds`` after the job has ended; a stop signal ends the wait. Return that signal, or ``None``."""
+    def pause(self, seconds: float) -> tuple[int | None, bool]:
+        """Wait for ``seconds`` after the job has ended; a stop signal ends the wait.
+
+        Return that signal, or ``None``, and whether a checkpoint was requested during the wait.
+        """
         deadline = time.monotonic() + seconds
+        self._save = False
         while self._stopped is None and (left := deadline - time.monotonic()) > 0:
             self._listen(left)
-        return None if self._stopped is None else self._stopped[0]
+        return None if self._stopped is None else self._stopped[0], self._save
 
     def wait(self) -> int:
         """Wait until all ranks have exited, or cannot be ended; return the job's status."""

@@ -222,9 +222,12 @@ class Bucket:
 
     def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""
-        pairs = list(zip(slots, grads, strict=True))
-        large = [(slot, grad) for slot, grad in pairs if slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype]
-        small = [(slot, grad) for slot, grad in pairs if slot.view.nbytes < LARGE_BYTES or grad.dtype is not slot.dtype]
+        small: list[tuple[Slot, torch.Tensor]] = []
+        large: list[tuple[Slot, torch.Tensor]] = []
+        for slot, grad in zip(slots, grads, strict=True):
+            # A gradient that is on another device now is copied, and refused later: ``torch.mul`` would raise on this rank.
+            in_one_step = slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype and grad.is_cpu
+            (large if in_one_step else small).append((slot, grad))
         copy_all([slot.view for slot, _ in small], [grad for _, grad in small])
         if not large:
             self.values.mul_(factor)

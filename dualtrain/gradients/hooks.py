@@ -129,11 +129,14 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
         living = ref()
         if living is not None:
             hooks = living.hooks
+            slot = hooks.slots[number]
+            if slot.param is not p:
+                return  # swap_tensors has moved this hook to another tensor; ``lost`` reports its parameter
             if hooks.lock is None:
-                living.gradient_ready(hooks.slots[number])
+                living.gradient_ready(slot)
             else:
                 with hooks.lock:
-                    living.gradient_ready(hooks.slots[number])
+                    living.gradient_ready(slot)
         elif not any(other() is not None for other, _ in _watchers(p)):
             raise RuntimeError(
                 f"the gradient of {name!r} is no longer averaged: its DistributedOptimizer, GradientReducer or Trainer "

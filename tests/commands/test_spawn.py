@@ -319,6 +319,23 @@ def test_a_stop_signal_ends_the_wait_before_a_restart(monkeypatch, number):
     assert said == ([line, "interrupted"] if number == signal.SIGINT else [line])
 
 
+def test_a_checkpoint_that_is_requested_during_the_wait_is_requested_from_the_next_ranks(monkeypatch):
+    statuses, sent = [TRY_AGAIN, 0], []
+
+    def process(**_):
+        return SimpleNamespace(start=lambda: None, exitcode=statuses.pop(0), pid=None)
+
+    def note(text):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: SimpleNamespace(Process=process))
+    monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("dualtrain.spawn.print_error", note)
+    monkeypatch.setattr("dualtrain.spawn._Job._send", lambda job, number: sent.append((number, len(statuses))))
+    assert spawn(len, [], 1, 1) == 0
+    assert (signal.SIGUSR1, 0) in sent  # after the start of the second attempt
+
+
 def test_waits_before_restarts_grow_up_to_a_limit_until_an_attempt_lasts_longer():
     waits = [0.0]
     for seconds in (1, 31, 1, 1, 1, 1, 1, 1, 31):

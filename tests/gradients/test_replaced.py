@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dualtrain import BackendError, DistributedOptimizer, Trainer
+from dualtrain.gradients import GradientReducer, Transfer
 from tests.hvd.worlds import OURS_2, library, worlds
 from tests.models_for_tests import mean_gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, vectors
 from tests.threads import run_threads
@@ -517,6 +518,25 @@ def swapped(backend):
 
 def test_hooks_that_were_dropped_are_restored_or_the_step_is_refused():
     run_threads(2, swapped)
+
+
+def swapped_with_each_other(backend):
+    """Swap two trained parameters, so that the hook of each is called for the other one; backward reaches three of four."""
+    _, a, b, c = params = [nn.Parameter(torch.ones(3)) for _ in range(4)]
+    reducer = GradientReducer(zip("uabc", params, strict=True), backend, transfer=Transfer(bucket_bytes=0))
+    for step in range(2):
+        for p in params:
+            p.grad = None
+        if step:
+            torch.utils.swap_tensors(a, b)
+        ((backend.rank + 1) * (3 * b + 5 * a + 7 * c).sum()).backward()
+        assert [p.grad[0].item() for p in params] == [0, 7.5, 4.5, 10.5]
+        reducer.renew()
+    reducer.close()
+
+
+def test_the_hook_of_a_parameter_is_not_used_for_another_one():
+    run_threads(2, swapped_with_each_other)
 
 
 def tied_later(backend):
