@@ -192,6 +192,24 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
         recorder.checksums([torch.zeros(shape, dtype=dtype)])
 
 
+def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
+    """A frozen layer that the script broadcasts may fill half of a GPU; the memory of a run is the script's own."""
+    sizes, order, double = [], [], torch.Tensor.double
+    monkeypatch.setattr(recorder, "PART", 8)
+    monkeypatch.setattr(recorder, "SAMPLES", 4)
+    monkeypatch.setattr(torch.Tensor, "double", lambda self: (sizes.append(self.numel()), double(self))[1])
+    values = torch.arange(100.0)
+    assert recorder.summary(values)[1] == pytest.approx(float(double(values).norm()))
+    assert max(sizes) == 8
+    monkeypatch.setattr(recorder.Recorder, "_write_state", lambda self: order.append("state"))
+    usage = types.SimpleNamespace(ru_maxrss=1)
+    monkeypatch.setattr(recorder.resource, "getrusage", lambda who: (order.append("memory"), usage)[1])
+    watch = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS)
+    watch.counts = [1]
+    watch.end("return", 0)
+    assert order == ["memory", "state"]
+
+
 def test_the_recorder_is_one_file_that_python_3_8_can_read(capsys):
     assert main(["--recorder"]) == 0
     source = capsys.readouterr().out
