@@ -586,6 +586,32 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
+def test_options_must_be_equal_on_another_machine(simulated):
+    """At every recorded step, and with Horovod's defects if these change the options."""
+
+    def rate_at(last, rate):
+        def change(rank, step, models, optimizers):
+            scaled_by(1 + 1e-6)(rank, step, models, optimizers)
+            if (rank, step) == (0, last):
+                optimizers[0].param_groups[0]["lr"] = rate
+
+        return change
+
+    there = simulated(at(1, 0, other_rate))
+    there.ranks[0].start["processor"] = "another"
+    here, compat = simulated(), simulated(rate_at(1, 0.2), defects=[("it leaves out options", "train.py", 12)])
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "the optimizer's 'lr' is 0.2 on Horovod and 0.1 with" in verdict.line) == (1, True)
+    verdict = verdict_of(Evidence([there], [here], compat, recorded=True), [])
+    assert (verdict.status, verdict.line.split(": ")[-1]) == (0, "it leaves out options")
+    compat = simulated(rate_at(1, 0.2), until=3, defects=[("it leaves out options", "train.py", 12)])
+    assert verdict_of(Evidence([there], [here], compat, recorded=True), []).status == 1
+    there = simulated()
+    there.ranks[0].start["processor"] = "another"
+    for rate, status in ((0.1 * (1 + 1e-9), 0), (0.10001, 1)):
+        assert verdict_of(Evidence([there], [simulated(rate_at(5, rate))], recorded=True), []).status == status
+
+
 def test_a_difference_as_large_as_the_training_is_no_tolerance(simulated):
     """With a low learning rate, all weights stay close to each other, whatever the two sides do."""
 
@@ -943,6 +969,10 @@ def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys
     assert (seen.value.code, ended) == (status, ["the runs"])
     assert capsys.readouterr().err == f"dualtrain: error: {said}; the script's runs are ended, and nothing was compared\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with command._ending_by_signals():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, earlier)
 
 
 def test_an_interrupt_during_the_imports_is_one_line(monkeypatch, capsys):
