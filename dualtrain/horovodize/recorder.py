@@ -184,7 +184,7 @@ class Recorder:
         seconds = time.perf_counter() - self._resumed
         params = self._latest[number] = _params(optimizer)
         self._latest.pop(number - KEPT, None)
-        if len(params) != len(self._names[number]):  # the script has added a group
+        if len(params) != len(self._names[number]):  # the script has added or removed some
             self._describe(number, optimizer, names)
         self.counts[number] += 1
         step = self.counts[number]

@@ -381,6 +381,17 @@ def test_parameters_of_a_group_that_is_added_are_compared(simulated):
     assert distance(one, other)[0] > 0.01
     assert first_difference(one, simulated(add(1.0))) is None
 
+    def shrink(change):
+        def act(rank, step, models, optimizers):
+            if (rank, step) == (0, 2):
+                models[1].bias.data += change
+            if (rank, step) == (0, 4):
+                optimizers[1].param_groups[0]["params"].pop()
+
+        return act
+
+    assert first_difference(simulated(shrink(0.0)), simulated(shrink(1.0))).names == ("weight", "bias")
+
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -718,12 +729,13 @@ def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch
     """Another file wraps the optimizer that is stepped; a line that runs only without Horovod is no cause."""
     step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
     files = {
-        "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other\n"
+        "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other, lib.sum\n"
         "optimizer = hvd.DistributedOptimizer(o)\ntrain(model, optimizer, loss)\n",
         "lib/__init__.py": "",
         "lib/steps.py": f"from . import deep\nimport numpy\n{step}\n",
         "lib/deep.py": "import horovod.torch as hvd\nif hvd.rank() == 0:\n    hvd.allreduce(loss)\n",
         "lib/other.py": "not python (",
+        "lib/sum.py": f"import horovod.torch as hvd\nif {' + '.join('a' * 500)}:\n    hvd.allreduce(a)\n",
         "unused.py": CLIPPED,
     }
     (tmp_path / "lib").mkdir()
