@@ -57,7 +57,10 @@ class Source:
     def code(self) -> str:
         """The script without comments and spaces."""
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
-        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        try:
+            tokens = list(tokenize.generate_tokens(io.StringIO(self.text).readline))
+        except (tokenize.TokenError, SyntaxError):  # this module accepts less than the parser, such as odd line ends
+            return self.text
         return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
 
     @cached_property
