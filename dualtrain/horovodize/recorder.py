@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.abc
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -33,6 +34,7 @@ FORMAT = 1
 #: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
+PART = 1 << 24  # elements of a tensor that are converted at once: a frozen layer may fill half of a GPU
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, no optimizer may reach STEPS.
 MOST_ROUNDS = 4
 KEPT = 8  # optimizers, and tensors of one name, that are summarized at the end: a script may make models in a loop
@@ -182,7 +184,7 @@ class Recorder:
         seconds = time.perf_counter() - self._resumed
         params = self._latest[number] = _params(optimizer)
         self._latest.pop(number - KEPT, None)
-        if len(params) != len(self._names[number]):  # the script has added a group
+        if len(params) != len(self._names[number]):  # the script has added or removed some
             self._describe(number, optimizer, names)
         self.counts[number] += 1
         step = self.counts[number]
@@ -232,11 +234,11 @@ class Recorder:
 
     def end(self, reason: str, status: int, **more: Any) -> None:
         """Write the last lines: the weights, how the script ended, and the memory that it used."""
-        if reason != "error" and any(self.counts):
-            self._write_state()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
+        if reason != "error" and any(self.counts):
+            self._write_state()  # after the memory was read, since the summaries need more than the script does
         compat = sys.modules.get("dualtrain.hvd.compat")
         met = [list(each) for each in compat.met()] if compat is not None else []
         facts = {"steps": self.counts, "memory": memory, "gpu_memory": gpu, "defects": met}
@@ -290,7 +292,7 @@ def summary(p: Any) -> list[Any]:
     data = flat.cpu().view(torch.uint8).numpy()
     count = min(SAMPLES, flat.numel())
     places = torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
-    norm = float(flat.double().norm()) if count else 0.0
+    norm = math.hypot(*(float(part.double().norm()) for part in flat.split(PART))) if count else 0.0
     return [hashlib.sha256(memoryview(data)).hexdigest(), norm, flat[places].double().tolist()]
 
 

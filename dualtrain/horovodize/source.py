@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -53,8 +55,13 @@ class Source:
 
     @cached_property
     def code(self) -> str:
-        """The script without comments."""
-        return ast.unparse(self.tree)
+        """The script without comments and spaces."""
+        # Don't use ast.unparse, which fails for a sum of some hundred terms.
+        try:
+            tokens = list(tokenize.generate_tokens(io.StringIO(self.text).readline))
+        except (tokenize.TokenError, SyntaxError):  # this module accepts less than the parser, such as odd line ends
+            return self.text
+        return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
 
     @cached_property
     def layout(self) -> Layout:

@@ -86,9 +86,9 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _is_checkpoint(file: str) -> bool:
-    """Return whether a readable safetensors file is a run's checkpoint, in which tensors have numbers for names."""
+    """Return whether a readable safetensors file is a run's checkpoint, by its header; see ``training/checkpoint.py``."""
     with readable_path(file) as path, safetensors.safe_open(path, framework="pt") as content:
-        return "structure" in (content.metadata() or {})
+        return {"structure", "sha256"} <= (content.metadata() or {}).keys()
 
 
 def read_pickled(file: str | Path) -> Any:

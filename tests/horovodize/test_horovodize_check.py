@@ -291,7 +291,8 @@ CASES = [
     (
         "never_broadcast",  # a generator's seed does not affect the weights, nor does a comment
         "g = torch.Generator()\ng.manual_seed(1)\nhvd.broadcast_optimizer_state(o, 0)  # not broadcast_parameters\n"
-        + WRAP.replace("\n", "  # HERE\n"),
+        + WRAP.replace("\n", "  # HERE\n")
+        + f"x = {' + '.join('a' * 500)}\n",
         "torch.manual_seed(1)\n" + WRAP,
     ),
     (

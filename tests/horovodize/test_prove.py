@@ -192,6 +192,24 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
         recorder.checksums([torch.zeros(shape, dtype=dtype)])
 
 
+def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
+    """A frozen layer that the script broadcasts may fill half of a GPU; the memory of a run is the script's own."""
+    sizes, order, double = [], [], torch.Tensor.double
+    monkeypatch.setattr(recorder, "PART", 8)
+    monkeypatch.setattr(recorder, "SAMPLES", 4)
+    monkeypatch.setattr(torch.Tensor, "double", lambda self: (sizes.append(self.numel()), double(self))[1])
+    values = torch.arange(100.0)
+    assert recorder.summary(values)[1] == pytest.approx(float(double(values).norm()))
+    assert max(sizes) == 8
+    monkeypatch.setattr(recorder.Recorder, "_write_state", lambda self: order.append("state"))
+    usage = types.SimpleNamespace(ru_maxrss=1)
+    monkeypatch.setattr(recorder.resource, "getrusage", lambda who: (order.append("memory"), usage)[1])
+    watch = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS)
+    watch.counts = [1]
+    watch.end("return", 0)
+    assert order == ["memory", "state"]
+
+
 def test_the_recorder_is_one_file_that_python_3_8_can_read(capsys):
     assert main(["--recorder"]) == 0
     source = capsys.readouterr().out
@@ -362,6 +380,17 @@ def test_parameters_of_a_group_that_is_added_are_compared(simulated):
     assert (found.step, found.names, found.relative) == (4, ("group 1 parameter 0",), pytest.approx(0.5, rel=0.1))
     assert distance(one, other)[0] > 0.01
     assert first_difference(one, simulated(add(1.0))) is None
+
+    def shrink(change):
+        def act(rank, step, models, optimizers):
+            if (rank, step) == (0, 2):
+                models[1].bias.data += change
+            if (rank, step) == (0, 4):
+                optimizers[1].param_groups[0]["params"].pop()
+
+        return act
+
+    assert first_difference(simulated(shrink(0.0)), simulated(shrink(1.0))).names == ("weight", "bias")
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -568,6 +597,32 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
+def test_options_must_be_equal_on_another_machine(simulated):
+    """At every recorded step, and with Horovod's defects if these change the options."""
+
+    def rate_at(last, rate):
+        def change(rank, step, models, optimizers):
+            scaled_by(1 + 1e-6)(rank, step, models, optimizers)
+            if (rank, step) == (0, last):
+                optimizers[0].param_groups[0]["lr"] = rate
+
+        return change
+
+    there = simulated(at(1, 0, other_rate))
+    there.ranks[0].start["processor"] = "another"
+    here, compat = simulated(), simulated(rate_at(1, 0.2), defects=[("it leaves out options", "train.py", 12)])
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "the optimizer's 'lr' is 0.2 on Horovod and 0.1 with" in verdict.line) == (1, True)
+    verdict = verdict_of(Evidence([there], [here], compat, recorded=True), [])
+    assert (verdict.status, verdict.line.split(": ")[-1]) == (0, "it leaves out options")
+    compat = simulated(rate_at(1, 0.2), until=3, defects=[("it leaves out options", "train.py", 12)])
+    assert verdict_of(Evidence([there], [here], compat, recorded=True), []).status == 1
+    there = simulated()
+    there.ranks[0].start["processor"] = "another"
+    for rate, status in ((0.1 * (1 + 1e-9), 0), (0.10001, 1)):
+        assert verdict_of(Evidence([there], [simulated(rate_at(5, rate))], recorded=True), []).status == status
+
+
 def test_a_difference_as_large_as_the_training_is_no_tolerance(simulated):
     """With a low learning rate, all weights stay close to each other, whatever the two sides do."""
 
@@ -674,12 +729,13 @@ def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch
     """Another file wraps the optimizer that is stepped; a line that runs only without Horovod is no cause."""
     step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
     files = {
-        "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other\n"
+        "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other, lib.sum\n"
         "optimizer = hvd.DistributedOptimizer(o)\ntrain(model, optimizer, loss)\n",
         "lib/__init__.py": "",
         "lib/steps.py": f"from . import deep\nimport numpy\n{step}\n",
         "lib/deep.py": "import horovod.torch as hvd\nif hvd.rank() == 0:\n    hvd.allreduce(loss)\n",
         "lib/other.py": "not python (",
+        "lib/sum.py": f"import horovod.torch as hvd\nif {' + '.join('a' * 500)}:\n    hvd.allreduce(a)\n",
         "unused.py": CLIPPED,
     }
     (tmp_path / "lib").mkdir()
@@ -925,6 +981,10 @@ def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys
     assert (seen.value.code, ended) == (status, ["the runs"])
     assert capsys.readouterr().err == f"dualtrain: error: {said}; the script's runs are ended, and nothing was compared\n"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with command._ending_by_signals():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, earlier)
 
 
 def test_an_interrupt_during_the_imports_is_one_line(monkeypatch, capsys):

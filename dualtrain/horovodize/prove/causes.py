@@ -43,21 +43,25 @@ def likely_causes(program: Sequence[str]) -> list[str]:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or not, are read too.
 
-    Files that cannot be read as Python are left out, because the comparison does not need the lines.
+    Files that cannot be read as Python or are nested too deeply are left out: the comparison does not need the lines.
     """
     first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]
     texts = _texts(start, Path() if program[0] == "-m" else first.parent)
     wrapped = wrapped_names(list(texts.values()))
     sources = {path: Source(source.text, wrapped) for path, source in texts.items()}
-    off = {path: Guards(source).lines_without_horovod() for path, source in sources.items()}
-    return [
-        f"{path}:{finding.line}: {finding.message}"
-        for rule in CAUSES
-        for path, source in sources.items()
-        for finding in sorted(rule(source), key=lambda found: found.line)
-        if finding.line not in off[path]
-    ]
+    found = {path: _findings(source) for path, source in sources.items()}
+    return [f"{path}:{each}" for number in range(len(CAUSES)) for path in found for each in found[path][number]]
+
+
+def _findings(source: Source) -> list[list[str]]:
+    """Return, for each rule, the lines with a finding, and their messages."""
+    try:
+        off = Guards(source).lines_without_horovod()
+        found = [sorted(rule(source), key=lambda each: each.line) for rule in CAUSES]
+    except RecursionError:
+        return [[] for _ in CAUSES]
+    return [[f"{each.line}: {each.message}" for each in of_rule if each.line not in off] for of_rule in found]
 
 
 def _texts(start: Sequence[Path], folder: Path) -> dict[Path, Source]:

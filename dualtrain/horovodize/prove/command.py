@@ -4,8 +4,8 @@ The unmodified script runs alternately under real Horovod and under torchrun wit
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures both
 sides. The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
 result means the same bits, if necessary with Horovod's defects reproduced. Compared with a record from other hardware,
-weights may differ by 0.001 (relative). If two runs on Horovod differ (with --against, two runs with dualtrain), the sides
-may differ by twice as much.
+weights may differ by 0.001 (relative), but by no more than a tenth of what all steps have changed. If two runs on Horovod
+differ (with --against, two runs with dualtrain), the sides may differ by twice as much.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
 copy the recorder to it: dualtrain horovodize --recorder > record.py
@@ -70,9 +70,10 @@ def prove(arguments: Sequence[str]) -> int:
 def _ending_by_signals() -> Iterator[None]:
     """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs end before this process.
 
-    A second signal waits until the runs have ended.
+    A second signal waits until the runs have ended. SIGHUP stays ignored under nohup.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
 
     def end(number: int, frame: object) -> None:
         for each in numbers:

@@ -109,6 +109,28 @@ def _different_options(one: OptimizerRecord, other: OptimizerRecord, step: int) 
     )
 
 
+def unequal_options(one: RunRecord, other: RunRecord) -> tuple[tuple[str, object, object], ...]:
+    """Return the options that differ after the first step at which any do: (name, value in ``one``, value in ``other``).
+
+    Numbers may differ by a millionth, because versions of torch compute a schedule's learning rates differently.
+    """
+    for a, b in zip(one.ranks, other.ranks, strict=True):
+        for x, y in zip(a.optimizers, b.optimizers, strict=False):
+            for step in sorted(x.weights.keys() & y.weights.keys()):
+                found = tuple(each for each in _different_options(x, y, step) if not _close(*each[1:]))
+                if found:
+                    return found
+    return ()
+
+
+def _close(one: object, other: object) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_close, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other
+
+
 def relative_difference(one: Summary, other: Summary) -> float:
     """Return the difference of two tensors relative to their norms, estimated from norms and sampled values."""
     if not (math.isfinite(one.norm) and math.isfinite(other.norm)):

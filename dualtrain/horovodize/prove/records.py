@@ -263,8 +263,10 @@ def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
     numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]
     names = [str(name) for name, _, _ in line["tensors"]]
     known = record.optimizers[line["optimizer"]]
-    if known.sums:  # the script has added a parameter group
-        known.names, known.numels = names, numels
+    if known.sums:  # the script has added or removed parameters
+        # Keep the names of parameters that the script has removed: earlier steps have their values.
+        known.names = names + known.names[len(names) :]
+        known.numels = numels + known.numels[len(numels) :]
         return
     order = [2 * len(record.seconds)]
     record.optimizers[line["optimizer"]] = OptimizerRecord(str(line["type"]), names, numels, order=order)

@@ -7,12 +7,19 @@ import math
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 from dualtrain.console import size_in_words
-from dualtrain.horovodize.prove.comparison import Difference, different_end, distance, first_difference, moved
+from dualtrain.horovodize.prove.comparison import (
+    Difference,
+    different_end,
+    distance,
+    first_difference,
+    moved,
+    unequal_options,
+)
 from dualtrain.horovodize.prove.records import RunRecord, median_of
 
 #: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
@@ -150,8 +157,12 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
         return _by_spread(evidence, evidence.spread)
     if difference is None:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
-    if evidence.other_hardware and not difference.options:
-        return _by_tolerance(evidence, difference)
+    if evidence.other_hardware:
+        compat = _compat_with_equal_options(evidence)
+        options = unequal_options(horovod, dualtrain)
+        if compat is not None or not options:
+            return _by_tolerance(evidence, difference, compat, required=bool(options))
+        difference = replace(difference, options=options)
     if evidence.compat is not None and agrees(evidence):
         return _by_defects(evidence, difference, steps)
     return _differs(evidence, difference, causes)
@@ -252,13 +263,22 @@ def _own_cause(evidence: Evidence, difference: Difference) -> str:
     return ""
 
 
-def _by_tolerance(evidence: Evidence, difference: Difference) -> Verdict:
+def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
+    """Return the run with Horovod's defects if it reproduced any, took all steps, and had the options of Horovod's run."""
     horovod, compat = evidence.horovod[0], evidence.compat
+    if compat is None or not compat.defects or different_end(horovod, compat) is not None:
+        return None
+    return None if unequal_options(horovod, compat) else compat
+
+
+def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
+    """Compare Horovod's run with dualtrain's, or with ``compat`` if that is closer or ``required``."""
+    horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)
     details = [f"first bits that differ: {where(difference)}"]
     once = ""
-    if compat is not None and compat.defects and distance(horovod, compat)[0] < apart:
+    if compat is not None and (required or distance(horovod, compat)[0] < apart):
         details += [*_places(compat), f"without these defects, weights differ {_by(apart)} after step {step}"]
         apart, once = distance(horovod, compat)[0], f", once these defects of Horovod are reproduced: {_defects(compat)}"
     if apart <= min(OTHER_HARDWARE, PART_OF_TRAINING * moved(horovod)):

@@ -70,7 +70,9 @@ def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
                 word = call.args[1]
                 if isinstance(word, ast.Constant) and word.value == name:
                     return True
-        if isinstance(above, ast.Try) and any("AttributeError" in ast.unparse(each) for each in above.handlers):
+        if isinstance(above, ast.Try) and any(
+            each.type is not None and "AttributeError" in ast.unparse(each.type) for each in above.handlers
+        ):
             return True
     return False
 
