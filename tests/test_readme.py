@@ -25,6 +25,10 @@ EXAMPLES = {
     for number, text in enumerate(re.findall(r"```python\n(.*?)```", content, re.DOTALL))
 }
 PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
+#: The commands by the names that follow ``dualtrain``; ``dualtrain.main`` is the module of ``train``.
+NAMES = {"main": "train"} | {
+    name: name for name in ("train", "compare", "report", "predict", "doctor", "bench", "drill", "horovodize")
+}
 #: HVD: the import of dualtrain.hvd, with a comment that has the replaced one. OWN: functions that build a model and data.
 HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]
 
@@ -76,6 +80,26 @@ def test_the_users_model_trains_and_its_command_can_be_repeated(tmp_path):
     assert [end.returncode for end in first + again] == [0] * 4, first[0].stderr
     assert "nothing is left to train" in again[0].stdout
     assert json.loads((tmp_path / "runs/mine/summary.json").read_text())["val_accuracy"] > 0.9
+
+
+def commands_in(page):
+    """Yield the name and the flags of each command in a page's code blocks, without the flags of a user's script."""
+    for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^|[\s$])dualtrain[ .](\w+)\b(.*)", re.sub(r"\s#.*|'[^']*'", "", line))
+            if found and found[1] in NAMES:
+                yield NAMES[found[1]], re.findall(r"(?<=\s)--[a-z][\w-]*", re.split(r"\s\S+\.py\b|\s-m\s", found[2])[0])
+
+
+def test_the_flags_of_all_commands_on_the_pages_exist(tmp_path):
+    used = [(page, *command) for page in PAGES for command in commands_in(PAGES[page])]
+    assert {name for _, name, _ in used} == set(NAMES.values())
+    known = {}
+    for name, *mode in [*((name,) for name in NAMES.values()), ("horovodize", "--prove")]:
+        text = run(("-m", "dualtrain", name, *mode, "--help"), tmp_path, env=ENV).stdout
+        known[name] = known.get(name, set()) | set(re.findall(r"--[a-z][\w-]*", text))
+    known["drill"] |= known["train"]  # a drill passes these flags on
+    assert [(page, name, flag) for page, name, flags in used for flag in flags if flag not in known[name]] == []
 
 
 def anchors(page):

@@ -100,6 +100,10 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
     if settings["warmup_steps"] >= facts.steps:
         end = f"--warmup-steps {settings['warmup_steps']} does not end within the run, which ends after step {facts.steps}"
         found.append(f"{end}: the learning rate does not reach its value")
+    late = [part for part in _milestones(settings) if int(part) + settings["warmup_steps"] >= facts.steps]
+    if settings["schedule"] == "multistep" and 0 < len(late) < len(_milestones(settings)):
+        beyond = f"--lr-milestones {settings['lr_milestones']}: the run ends after step {facts.steps}"
+        found.append(f"{beyond}, so that the learning rate is not changed at {', '.join(late)}")
     if settings["accumulate"] > facts.part:
         more = f"--accumulate {settings['accumulate']} is more than a rank's {facts.part} sample{'s' * (facts.part != 1)}"
         found.append(f"{more} of a step: each backward pass has one sample")
@@ -108,6 +112,11 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
         more = f"--workers {settings['workers']} starts more workers for each rank than the {cores} that it may use"
         found.append(f"{more}: fewer are probably as fast")
     return found
+
+
+def _milestones(settings: Settings) -> list[str]:
+    """Return the whole numbers of ``--lr-milestones``, as they were given."""
+    return [part.strip() for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdecimal()]
 
 
 def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
@@ -130,7 +139,7 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
 def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
     """Return the settings that would take effect only after the last step, each with the reason."""
     steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
-    drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdecimal()]
+    drops = _milestones(settings)
     epochs = settings["epochs"]
     only = f"the run has {epochs} epoch{'s' * (epochs != 1)}"
     found = {
@@ -138,6 +147,8 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
         "lr_milestones": bool(drops) and min(map(int, drops)) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,
+        "checkpoint_epochs": settings["checkpoint_epochs"] >= epochs and only,
+        "log_every": settings["log_every"] > steps and last,
         # The first epoch is the best so far, so the longest time without a better one is all epochs but one.
         "early_stop": (settings["early_stop"] or 0) >= max(1, epochs - 1) and only,
     }

@@ -386,8 +386,9 @@ class Run:
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
         progress = self.records.progress
-        progress.phase("evaluating")
-        batches = self._for_trainer([progress.counted(self._evaluation(number)) for number in self.mine])
+        parts = [self._evaluation(number) for number in self.mine]
+        progress.phase("evaluating", sum(map(len, parts)))
+        batches = self._for_trainer([progress.counted(self.task.val.stream(part, self.backend.device)) for part in parts])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
         if math.isnan(evaluation["val_accuracy"]):
             raise UserError(f"no validation target has a loss, since all are {IGNORED}: correct the validation data")
@@ -405,12 +406,11 @@ class Run:
         if best or ends or cursor.epoch % output.checkpoint_epochs == 0:
             self._save(best=best)
 
-    def _evaluation(self, part: int) -> Iterator[Tensors]:
-        """Yield one part of the validation samples: every ``parts``-th sample, so that no sample is evaluated twice."""
+    def _evaluation(self, part: int) -> list[Batch]:
+        """Return the batches of one part of the validation samples, every ``parts``-th sample: none is evaluated twice."""
         mine = torch.arange(len(self.task.val))[part :: self.parts]
         size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
-        batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
-        yield from self.task.val.stream(batches, self.backend.device)
+        return [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
 
     @property
     def _stops_early(self) -> bool:

@@ -108,9 +108,9 @@ class Progress:
         self._ticker.__exit__(kind, error, trace)
         self._bar.close()
 
-    def phase(self, what: str) -> None:
-        """Begin the phase ``what``. Lines name it while no step ends."""
-        self._phase, self._phase_began, self._batches = what, time.monotonic(), 0
+    def phase(self, what: str, batches: int = 0) -> None:
+        """Begin the phase ``what``, of ``batches`` that :meth:`counted` gets. Lines name it while no step ends."""
+        self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the ``batches`` of this phase, and count them."""
@@ -135,8 +135,10 @@ class Progress:
         self._line_step, self._line_samples, self._line_time = self._step, self._samples, now
         position = f"step {self._step}/{self._total}"
         if not steps or self._batches:
-            batch = f", batch {self._batches}" if self._batches else ""
-            return f"{position}: {self._phase} for {duration(now - self._phase_began)}{batch}"
+            elapsed, done, count = now - self._phase_began, self._batches - 1, self._all_batches
+            batch = f", batch {self._batches} of {count}" if self._batches else ""
+            left = f", {duration(elapsed / done * (count - done))} left" if done > 0 else ""
+            return f"{position}: {self._phase} for {duration(elapsed)}{batch}{left}"
         speed = f"{samples / max(seconds, 1e-9):.0f} samples/s"
         return f"{position}  loss {self._loss:.4f}  {speed}{self._left(now)}"
 

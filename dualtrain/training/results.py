@@ -64,6 +64,7 @@ def summarize(
         "epochs": cursor.epoch,
         "steps": cursor.step,
         "planned": {name: settings[name] for name in PLANNED},
+        "settings": dict(settings),
         **cursor.last,
         "best": {**cursor.best, "epoch": cursor.best["epoch"] + 1} if cursor.best else {},
         "samples_per_second": cursor.speed,

@@ -118,6 +118,12 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
         ("--warmup-steps 2000", "--warmup-steps 2000 does not end within the run, which ends after step 100"),
         ("--max-steps 200", "--max-steps 200 has no effect: the run ends after step 100, with --epochs 12"),
         ("--schedule multistep --lr-milestones 500,900", "--lr-milestones 500,900 has no effect: the run ends"),
+        (
+            "--schedule multistep --lr-milestones 50,900",
+            "--lr-milestones 50,900: the run ends after step 100, so that the learning rate is not changed at 900",
+        ),
+        ("--checkpoint-epochs 12", "--checkpoint-epochs 12 has no effect: the run has 12 epochs"),
+        ("--log-every 101", "--log-every 101 has no effect: the run ends after step 100"),
         ("--schedule step --lr-step 100", "--lr-step 100 has no effect: the run ends after step 100"),
         ("--early-stop 12", "--early-stop 12 has no effect: the run has 12 epochs"),
         ("--early-stop 11", "--early-stop 11 has no effect: the run has 12 epochs"),

@@ -79,7 +79,7 @@ def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_eval
         r"step 0/4: waiting for data for 0 s",
         r"step 0/4: computing a step for 0 s",
         r"step 2/4: evaluating for 0 s",
-        r"step 2/4: evaluating for 0 s, batch 1",
+        r"step 2/4: evaluating for 0 s, batch 1 of 1",
         r"step [123]/4  loss \d\.\d{4}  \d+ samples/s(  0 s left)?",
     ):
         assert re.search(f"^{line}$", said, re.MULTILINE), said
@@ -89,6 +89,14 @@ def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_eval
     assert timedelta() <= datetime.now(UTC) - times[-1] < timedelta(minutes=5)
     assert [line["epoch"] for line in lines] == [1, 1, 1, 2, 2, 2]
     assert json.loads((tmp_path / "summary.json").read_text())["best"]["epoch"] in (1, 2)
+
+
+def test_a_line_in_an_evaluation_has_the_batches_and_the_time_left(capsys):
+    with Progress(9, 0, shown=True, launcher="none", seconds=0.01) as progress:
+        progress.phase("evaluating", 3)
+        for _ in progress.counted(range(3)):
+            time.sleep(0.1)
+    assert "step 0/9: evaluating for 0 s, batch 2 of 3, 0 s left\n" in capsys.readouterr().out
 
 
 def test_without_log_seconds_and_on_other_ranks_there_are_no_lines(capsys):

@@ -42,7 +42,7 @@ def test_the_old_run_is_resumed_and_ends_as_before(tmp_path):
     with connect("local") as backend:
         summary = loop.train(parse([*FLAGS, "--run-dir", str(folder), "--resume"]), backend)
     old = json.loads((OLD / "summary.json").read_text())
-    added = {"virtual_ranks", "planned", "global_batch", "checkpoints", "recoveries"}
+    added = {"virtual_ranks", "planned", "settings", "global_batch", "checkpoints", "recoveries"}
     origin = {"command", "commit", "hosts", "versions", "started"}
     removed = {"train_top5"}
     assert summary.keys() == (old.keys() - removed) | added | origin
