@@ -58,7 +58,7 @@ class Source:
         """The script without comments and spaces."""
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
-            tokens = list(tokenize.generate_tokens(io.StringIO(self.text).readline))
+            tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
         except (tokenize.TokenError, SyntaxError):  # this module accepts less than the parser, such as odd line ends
             return self.text
         return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)

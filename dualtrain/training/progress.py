@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import threading
@@ -17,10 +18,19 @@ from dualtrain.console import encodable, printable, show
 
 T = TypeVar("T")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
+_PAUSE_SECONDS = 5.0  # the longest pause between blocks whose lines are printed as those of one block
 
 
 class Ticker:
-    """A thread that prints ``line()`` every ``seconds`` inside its block; never if ``seconds`` is 0."""
+    """A thread that prints ``line()`` every ``seconds`` inside its block; never if ``seconds`` is 0.
+
+    Blocks that follow each other within five seconds print at the same times as one long block.
+
+    Attributes:
+        printed: when the last line was printed, or when the first of these blocks began.
+    """
+
+    _last = 0.0, -math.inf  # ``printed`` of the last block of this process, and when the block ended
 
     def __init__(self, seconds: float, line: Callable[[], str]) -> None:
         self._seconds, self._line = seconds, line
@@ -29,6 +39,8 @@ class Ticker:
 
     def __enter__(self) -> Self:
         if self._seconds:
+            now, (printed, ended) = time.monotonic(), Ticker._last
+            self.printed = printed if now - ended < _PAUSE_SECONDS else now
             self._thread.start()
         return self
 
@@ -36,9 +48,11 @@ class Ticker:
         self._ended.set()
         if self._seconds:
             self._thread.join(_END_SECONDS)
+            Ticker._last = self.printed, time.monotonic()
 
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
+        while not self._ended.wait(max(0.0, self.printed + self._seconds - time.monotonic())):
+            self.printed = time.monotonic()
             with suppress(OSError):  # a full disk or a closed pipe must not end the training
                 show(self._line())
 

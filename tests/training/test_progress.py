@@ -17,7 +17,7 @@ import dualtrain.training.loop as loop
 from dualtrain import backends
 from dualtrain.console import show
 from dualtrain.main import main
-from dualtrain.training.progress import Progress, duration
+from dualtrain.training.progress import Progress, Waiting, duration
 
 PAUSE = 0.15  # several times --log-seconds
 
@@ -97,6 +97,17 @@ def test_a_line_in_an_evaluation_has_the_batches_and_the_time_left(capsys):
         for _ in progress.counted(range(3)):
             time.sleep(0.1)
     assert "step 0/9: evaluating for 0 s, batch 2 of 3, 0 s left\n" in capsys.readouterr().out
+
+
+def test_short_phases_do_not_put_off_the_next_line(capsys):
+    with Waiting("one", 60.0, shown=True) as one:
+        pass
+    with Waiting("two", 60.0, shown=True) as two:
+        pass
+    with Waiting("three", 1e-3, shown=True) as three:
+        while not capsys.readouterr().out:
+            time.sleep(0.001)
+    assert one.printed == two.printed < three.printed
 
 
 def test_without_log_seconds_and_on_other_ranks_there_are_no_lines(capsys):
