@@ -100,19 +100,23 @@ class ParameterHooks:
         ``torch.utils.swap_tensors`` drops the hooks of a parameter. Modules use it in ``to()`` and ``load_state_dict()`` if
         ``torch.__future__.set_swap_module_params_on_conversion(True)`` was called.
         """
-        if all(map(is_, map(_ATTRIBUTES, self._params), self._attributes)):  # this runs in every step, so it runs in C
+        if not self._swapped():
             return None
         pairs = zip(self.slots, self._attributes, strict=True)
         return next((slot for slot, was in pairs if vars(slot.param) is not was and slot.param.grad is not None), None)
 
     def restore(self) -> None:
         """Make autograd call dropped hooks again, from the next backward on."""
-        if all(map(is_, map(_ATTRIBUTES, self._params), self._attributes)):
+        if not self._swapped():
             return
         self._attributes = [vars(p) for p in self._params]
         for p in self._params:
             # Private in torch 2.5 to 2.15. The list of hooks stays with the parameter; an assignment passes it to autograd.
             p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+
+    def _swapped(self) -> bool:
+        """Return whether ``torch.utils.swap_tensors`` has changed a parameter. This runs in every step, so it runs in C."""
+        return not all(map(is_, map(_ATTRIBUTES, self._params), self._attributes))
 
     def remove(self) -> None:
         """Remove the hooks. May be called again."""
