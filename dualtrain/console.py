@@ -66,9 +66,8 @@ def show(text: object, file: TextIO | None = None) -> None:
 
 def size_in_words(size: int) -> str:
     """Format a number of bytes in whole MB (2²⁰), KB (2¹⁰) or B, rounded down."""
-    return next(
-        f"{size // unit} {name}" for unit, name in ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if size >= unit or unit == 1
-    )
+    units = (1 << 20, "MB"), (1 << 10, "KB")
+    return next((f"{size // unit} {name}" for unit, name in units if size >= unit), f"{size} B")
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
