@@ -100,8 +100,9 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
     if settings["warmup_steps"] >= facts.steps:
         end = f"--warmup-steps {settings['warmup_steps']} does not end within the run, which ends after step {facts.steps}"
         found.append(f"{end}: the learning rate does not reach its value")
-    late = [part for part in _milestones(settings) if int(part) + settings["warmup_steps"] >= facts.steps]
-    if settings["schedule"] == "multistep" and 0 < len(late) < len(_milestones(settings)):
+    drops = _milestones(settings)
+    late = [part for part in drops if int(part) + settings["warmup_steps"] >= facts.steps]
+    if settings["schedule"] == "multistep" and 0 < len(late) < len(drops):
         beyond = f"--lr-milestones {settings['lr_milestones']}: the run ends after step {facts.steps}"
         found.append(f"{beyond}, so that the learning rate is not changed at {', '.join(late)}")
     if settings["accumulate"] > facts.part:
