@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ class SharedMemoryBackend(DelegatingBackend):
     transport = "shm"
     scales_sums = True
 
-    def __init__(self, inner: Backend, beside: SharedMemory | None = None) -> None:
+    def __init__(self, inner: Backend, beside: Collection[SharedMemory] = (), reserved: Sequence[int] = ()) -> None:
         super().__init__(inner)
         several = len(set(inner.hosts)) > 1
         if len(set(Counter(inner.hosts).values())) > 1:
@@ -124,6 +124,8 @@ class SharedMemoryBackend(DelegatingBackend):
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
         across = inner.between_hosts() if several else None
         self.memory = SharedMemory(inner, across, beside)
+        if reserved:
+            self.memory.reserve(reserved)
         self._copies = False  # whether a buffer could not be shared
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -173,7 +175,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def channel(self) -> Backend:
         library = super().channel()
         try:
-            shared = SharedMemoryBackend(library, beside=self.memory)
+            shared = SharedMemoryBackend(library, beside=[self.memory])
         except UnsharedError:
             return library
         self.close_with(shared)
