@@ -131,12 +131,12 @@ class SharedMemory:
         left, needed = reserved.slots[0].numel() if reserved.slots else 0, _in_pages(nbytes)
         if left < needed:
             raise UnsharedError("the gradients need more memory than was reserved for them")
-        taken = reserved.part(0, needed)
+        part = reserved.part(0, needed)
         if left == needed:
             reserved.close()  # from now on, only the buffers keep the memory mapped
         else:
             self._reserved = reserved.part(needed, left)
-        return taken
+        return part
 
     def start(
         self,
