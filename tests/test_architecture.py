@@ -70,6 +70,7 @@ LAYERS = {
     "gradients": [
         {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
+        {"slots"},
         {"buckets"},
         {"schedule", "sparse", "hooks"},
         {"refusals"},
