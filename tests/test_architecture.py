@@ -53,6 +53,7 @@ LAYERS = {
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum"},
+        {"shm.operation"},
         {"shm.reductions"},
         {"collectives"},
         {"comparison", "local", "torch", "horovod", "shm.backend"},
