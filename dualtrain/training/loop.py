@@ -53,7 +53,7 @@ from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import adopted, restore_best, set_aside, with_its_weights
+from dualtrain.training.resume import adopted, compare_batches_and_data, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.save_clock import SaveClock
@@ -227,20 +227,7 @@ class Run:
 
     def _resume(self, saved: dict[str, Any], output: OutputSection) -> None:
         folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
-        if saved["global_batch"] != self.sampler.global_batch:
-            raise UserError(
-                f"the checkpoint was trained with {saved['global_batch']} samples per step and this run has "
-                f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}, or start anew"
-                f"{with_its_weights(folder)}",
-                shared=True,
-            )
-        if saved["data"] != self._data():
-            had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
-            raise UserError(
-                f"the checkpoint was trained on {had}, and this run has {has}: give the same data, or start anew"
-                f"{with_its_weights(folder, ['dataset'])}",
-                shared=True,
-            )
+        compare_batches_and_data(saved, self.sampler.global_batch, self._data(), folder)
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
