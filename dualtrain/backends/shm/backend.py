@@ -106,7 +106,9 @@ class SharedMemoryBackend(DelegatingBackend):
 
     Args:
         inner: a connected backend with CPU tensors.
-        beside: shared memory of another backend over the same ranks; its operations progress while this backend waits.
+        beside: shared memory of other backends; their operations progress while this backend waits.
+        reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. It then does not block, and the ranks may
+            call it at different times. Without sizes, each call maps memory.
 
     Raises:
         UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequal rank counts.

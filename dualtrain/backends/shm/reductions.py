@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from operator import attrgetter, or_
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -86,7 +86,8 @@ class SharedMemory:
         self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions
         #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
-        self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * TAG_BYTES).slots]
+        rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES).slots]
+        self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and waited for
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
