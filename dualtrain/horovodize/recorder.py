@@ -195,7 +195,7 @@ class Recorder:
         if step in self._marks:
             self._write_weights(number, optimizer)
         if not self._first_defect and _defects():
-            self._first_defect = step
+            self._first_defect = max(self.counts)
         if self._is_end() and not self._joined:  # else all ranks leave after the next join()
             self._meet()
             self._leave()
