@@ -28,10 +28,11 @@ from dualtrain.horovodize.prove import collect, command, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved
+from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
 from dualtrain.horovodize.prove.records import RunRecord, read_record
-from dualtrain.horovodize.prove.verdict import Evidence, facts, table, verdict_of
+from dualtrain.horovodize.prove.verdict import facts, table, verdict_of
 from dualtrain.horovodize.prove.workspace import workspace
 from tests.forked import run_ranks
 from tests.pool import ROOT

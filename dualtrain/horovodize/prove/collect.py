@@ -9,9 +9,9 @@ from dataclasses import replace
 from dualtrain.console import show
 from dualtrain.horovodize.prove import plan
 from dualtrain.horovodize.prove.comparison import different_end, first_difference
+from dualtrain.horovodize.prove.evidence import Evidence, agrees
 from dualtrain.horovodize.prove.launch import Job, RunError, Side
 from dualtrain.horovodize.prove.records import RunRecord
-from dualtrain.horovodize.prove.verdict import Evidence, agrees
 
 
 def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
@@ -108,14 +108,13 @@ class _Runs:
         evidence, horovod = self.evidence, self.evidence.horovod[0]
         difference = first_difference(horovod, evidence.full)
         needed = 0 if difference is None else plan.steps_to_reach(difference, horovod)
-        if not evidence.recorded:
-            evidence.horovod.append(
-                self._run("Horovod", plan.repeated_steps(self.marks, needed, self.left - plan.SHORTEST))
-            )
         if evidence.recorded:
             self._plain(plan.repeated_steps(self.marks, needed, self.left))
-        elif self.rounds > 1 and self.left >= plan.SHORTEST:
-            self._plain(min(self.left, max(needed, plan.SHORTEST)))
+        else:
+            again = plan.repeated_steps(self.marks, needed, self.left - plan.SHORTEST)
+            evidence.horovod.append(self._run("Horovod", again))
+            if self.rounds > 1 and self.left >= plan.SHORTEST:
+                self._plain(min(self.left, max(needed, plan.SHORTEST)))
         for number in range(plan.PLANNED_ROUNDS, self.rounds):
             self._round(number)
 

@@ -29,10 +29,10 @@ from dualtrain.files import read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.collect import collect
+from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError, require_horovod
 from dualtrain.horovodize.prove.records import RunRecord, read_record
 from dualtrain.horovodize.prove.verdict import (
-    Evidence,
     Verdict,
     facts,
     table,
