@@ -201,7 +201,7 @@ def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypat
     ("program", "reason"),
     [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
 )
-def test_an_import_that_prints_or_hangs_is_one_error(program, reason, monkeypatch):
+def test_an_import_that_prints_or_hangs_raises_a_launch_error(program, reason, monkeypatch):
     monkeypatch.setattr(measure, "_IMPORT", program)
     with pytest.raises(LaunchError, match=reason):
         measure._import_seconds(20.0 if "print" in program else 0.4)
@@ -570,7 +570,7 @@ def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     assert {env["HOROVOD_CONTROLLER"] for env in said} == {"gloo"}
 
 
-def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
+def test_a_failure_is_reported_in_one_line_and_ends_all_ranks(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
@@ -588,7 +588,7 @@ def test_processes_that_outlive_their_leader_are_ended(tmp_path):
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_a_contender_that_cannot_be_started_ends_those_that_were(tmp_path, monkeypatch):
+def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monkeypatch):
     started, start = [], start_contender.subprocess.Popen
 
     def start_one(*given, **named):
@@ -658,7 +658,7 @@ def test_a_fallback_replaces_a_contender_that_cannot_run(tmp_path, monkeypatch):
     assert len(found.pairs("native", TUNED)) == 2
 
 
-def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monkeypatch):
+def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monkeypatch):
     plans = []
     monkeypatch.setattr(bench, "_missing", lambda names, _: {name: "no" for name in names if name == "hvd-gloo"})
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())

@@ -328,7 +328,7 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     assert main([str(folder)]) == 0
 
 
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_reported_in_one_line(tmp_path, capsys):
     good, new = make(tmp_path / "run"), tmp_path / "new"
     new.mkdir()
     (new / "metrics.jsonl").write_text("")
