@@ -1,4 +1,7 @@
-"""Kills in every phase, as in tests/training/test_kills.py, with Horovod, with virtual ranks, and of other ranks."""
+"""Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
+
+In the phases of both ranks, a job kills the rank that tests/training/test_kills.py does not kill in that phase.
+"""
 
 from __future__ import annotations
 
