@@ -25,7 +25,7 @@ class Samples:
         dataset: the dataset.
         sample: input and target of one sample, for the shapes and dtypes of an empty batch.
         split: "training" or "validation", for messages.
-        classes: the number of classes; targets must be lower.
+        classes: the number of classes; targets must be below it.
     """
 
     def __init__(self, dataset: Any, sample: Tensors, split: str, classes: int) -> None:
