@@ -39,7 +39,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, bool]:
-    """Format the runs and compare their results: weights, steps, and all metrics of the last evaluation, exactly.
+    """Format the runs and compare their results: weights, steps, and all metrics in their summaries, exactly.
 
     Args:
         runs: the runs that have ended.

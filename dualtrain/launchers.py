@@ -33,7 +33,7 @@ class World:
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, which only its restarts share; empty if the launcher gives none.
         job_key: key of the job's name in torchrun's store, which outlives restarts; empty without such a store.
-        served: whether a process that is not a rank serves the ranks' store, for all worlds of the ranks.
+        served: whether the process that started the ranks serves their store, also for worlds of only some of the ranks.
     """
 
     rank: int = 0
@@ -237,7 +237,7 @@ def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | N
 
 def _by_pmi(env: Mapping[str, str]) -> bool:
     # srun may set PMI_* too (--mpi=pmi2), with the values of its own variables. If the values differ, an mpiexec inside the
-    # step set PMI_*.
+    # step has set PMI_*.
     same = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get("SLURM_NTASKS")
     return "PMI_RANK" in env and not (_in_a_step(env) and same)
 

@@ -185,7 +185,7 @@ def _wait_for_all(backend: Backend) -> None:
 
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
-    """Print at once that a rank has failed: a launcher may end this process before the training loop detects it."""
+    """Print at once that a rank has failed: a launcher may end this process before the training loop detects that."""
     if failure.reason.endswith(f": {_INTERRUPTED}") and _interrupted.wait(_SAME_SECONDS):
         reported.set()
         return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
@@ -213,7 +213,7 @@ def _is_stopping() -> bool:
     """Return whether the run has been saved because of a signal, and is about to end.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
-    must not suppress the message about the checkpoint. Other ranks must not report this rank as failed because of it.
+    must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 
