@@ -125,7 +125,7 @@ def row(rows, one, other, job="resnet18"):
     return found
 
 
-def test_ratios_are_of_rounds_so_that_drift_cancels_out():
+def test_ratios_are_taken_within_each_round_so_that_drift_cancels_out():
     rows = rows_of(results(shm=0.1, alone=0.08, ddp_tuned=0.15))
     found = row(rows, "shm", TUNED)
     assert found.found.value == pytest.approx(1.5)
@@ -529,7 +529,7 @@ def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
     assert found_in(said) == [{"rank": 1}, {"rank": 0}]
 
 
-def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
+def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
     lines = [
         {"rank": 0, "size": 2, "job": "small", "seconds": 1.0, "first": 5.0, "sha256": "a"},
         {"rank": 1, "size": 2, "job": "small", "seconds": 2.0, "first": 6.0, "sha256": None},

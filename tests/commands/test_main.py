@@ -172,7 +172,7 @@ def test_each_rank_prints_that_ranks_differ_but_only_rank_0_an_error_of_all_rank
     assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
 
 
-def test_other_ranks_than_0_wait_before_they_report_a_mistyped_flag(monkeypatch, capsys):
+def test_ranks_other_than_0_wait_before_they_report_a_mistyped_flag(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     silent: list[str] = []
