@@ -25,13 +25,13 @@ class World:
         cross_rank, cross_size: this host's rank among the hosts that have a process with this local rank, and the number of
             these hosts.
         launcher: name of the launcher; "none" for a process that was started without one.
-        rendezvous: (host, port) of rank 0, if the launcher provides one.
+        rendezvous: (host, port) at which the ranks meet, if the launcher provides one.
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
             launcher does not reserve a port.
         secret: text that only the processes of this job know, if the launcher or the user has given them one.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
-        job: the job's name, which only its restarts share; empty if the launcher gives none.
+        job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
         job_key: key of the job's name in torchrun's store, which outlives restarts; empty without such a store.
         served: whether the process that started the ranks serves their store, also for worlds of only some of the ranks.
     """
@@ -286,7 +286,7 @@ def spawned(
     """Return the variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
 
     A restart of the ranks gets the same ``job``. ``local`` is the local rank and size; without it, all ranks are on this
-    host. ``by`` is the engine that starts them: ``"spark"``, ``"ray"``, or ``"1"`` for this process.
+    host. ``by`` is the engine that starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` if this process starts them.
     """
     host, port = rendezvous
     local_rank, local_size = (rank, size) if local is None else local

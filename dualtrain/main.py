@@ -125,8 +125,8 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     Waits for the other ranks only if all ranks have the same error.
     """
     status = _status_of(error, backend.world)
-    # The printed line forbids a restart under torchrun, which starts the same command again after any error. Under other
-    # launchers, it does so only if the run's folder refuses later starts.
+    # Under torchrun, which starts the same command again after any error, the printed line says "do not restart". Under
+    # other launchers, it says so only if the run's folder refuses later starts.
     final = is_final(error) and (
         backend.world.launcher == "torchrun" or isinstance(error, DivergedError) or getattr(error, "forbids_restart", False)
     )
@@ -162,7 +162,7 @@ def _status_of(error: BaseException, world: World) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return the reason why the run ends as two texts: with the traceback of the failed code, and as a single line."""
+    """Return two texts with the reason for the run's end: one with the traceback of the failed code, and a single line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):

@@ -229,7 +229,7 @@ _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step
 
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Combine the ranks' losses, as closures returned them. Return ``loss`` itself if it is no number. Collective; blocks.
+    """Combine the losses that the ranks' closures returned. If ``loss`` is no number, return it. Collective; blocks.
 
     Args:
         loss: a tensor of one element or a real number; or anything else, on every rank.

@@ -137,7 +137,7 @@ class _Job:
         self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start one rank with each of ``environments``, its environment variables. Does not wait for the ranks."""
+        """Start one rank for each set of environment variables in ``environments``. Does not wait for the ranks."""
         from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")
@@ -288,7 +288,7 @@ def _signals() -> Iterator[int]:
 
 def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> None:
     """Run ``body`` as a spawned rank; ``command`` is the parent's command line."""
-    sys.orig_argv = command  # the run records its command line; that of this process only names multiprocessing
+    sys.orig_argv = command  # for the run's records: the command line of this process shows only multiprocessing
     signal_at_parents_end(signal.SIGKILL, parent)
     # Start a session: the rank then receives a Ctrl-C once, from the parent, and not from the terminal too.
     os.setsid()

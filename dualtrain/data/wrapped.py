@@ -86,7 +86,7 @@ class Samples:
 
 
 def _stacked(samples: list[Any]) -> Any:
-    """Stack the samples to a batch. Raises ValueError or TypeError."""
+    """Stack the samples into a batch. Raises ValueError or TypeError."""
     try:
         return default_collate(samples)
     except RuntimeError as error:  # torch raises it for tensors of different sizes or kinds

@@ -79,7 +79,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Values for the table of runs: those of the summary have priority, then the latest metrics, then the start."""
+        """Values for the table of runs: from the summary, else from the latest metrics, else from the run's start."""
         settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
         known = {key: value for line in self.metrics for key, value in line.items()}
         return {**settings, **self.ranks, **known, **self.summary, "finished": bool(self.summary)}
