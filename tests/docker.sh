@@ -7,7 +7,8 @@
 #
 # GPU                1: build the GPU image instead, and run it without a GPU (20 GB of disk space)
 # TORCH              torch's version in the images (default: that of launch/versions.txt)
-# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch has; fewer build faster)
+# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch was compiled for); fewer of
+#                    them make the build faster
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in the tests' image (default: three quick files; empty: all tests)

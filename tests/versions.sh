@@ -8,8 +8,8 @@
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    folder of the environments and logs, the only files that are left (delete it at any time)
-#                  (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it is not set)
+# --into FOLDER    folder of the environments and logs (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it
+#                  is not set). The script leaves no other files. The folder may be deleted at any time
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
 # The tests run on a copy of this tree. Exit status: 0 if all versions passed; 1 if one failed; 2 for an error that the user can
