@@ -38,7 +38,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects that exist now from later garbage collections, because each of these would visit all of them."""
+    """Exclude the objects that exist now from garbage collection, to save the time of visiting them."""
     gc.collect()
     gc.freeze()
 

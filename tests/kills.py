@@ -20,7 +20,7 @@ FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--worke
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
 ONCE = ("start-up", "connect", "end")
 OF_RANK_0 = ("copy", "write", "rename", "end")
-#: Program with the arguments RANK PHASE NUMBER. The process of this rank kills itself at this call of this phase.
+#: Program with the arguments RANK PHASE NUMBER. The process of rank RANK kills itself at call NUMBER of PHASE.
 PROGRAM = """
 import os, signal, sys
 victim, phase, number, *arguments = sys.argv[1:]

@@ -125,7 +125,7 @@ def row(rows, one, other, job="resnet18"):
     return found
 
 
-def test_ratios_are_taken_within_each_round_so_that_drift_cancels_out():
+def test_ratios_are_computed_within_each_round_so_that_drift_cancels_out():
     rows = rows_of(results(shm=0.1, alone=0.08, ddp_tuned=0.15))
     found = row(rows, "shm", TUNED)
     assert found.found.value == pytest.approx(1.5)

@@ -1,4 +1,4 @@
-"""Prediction from image files. The images are transformed like evaluation images, and wrong input is a one-line error."""
+"""Prediction from image files: they are transformed like evaluation images, and wrong input is refused in one line."""
 
 from __future__ import annotations
 
