@@ -76,8 +76,6 @@ def fingerprint(text: str) -> int:
 def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    Also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any rank's flag is set.
-
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """

@@ -21,7 +21,7 @@ from tests.pool import ROOT
 SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
-# Fake interpreter: `-m venv` copies it to bin/python and bin/torchrun; pip, pytest and torchrun run the test's files.
+# Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
 PYTHON = """#!/bin/bash
 here={folder}
 case "$(basename "$0") $1 $2" in
