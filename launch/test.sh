@@ -48,7 +48,7 @@ not_run() {
   fi
 }
 
-# Two processes run the tests. All tests with worlds of worker processes run in one of them (tests/conftest.py).
+# Two pytest processes: one runs all tests of worlds of ranks, the other the tests of a single process.
 tests=(pytest -n 2 --dist loadgroup)
 
 case ${1:-} in
