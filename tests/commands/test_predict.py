@@ -1,4 +1,4 @@
-"""Prediction from image files: they are transformed like evaluation images, and wrong input is refused in one line."""
+"""Prediction from image files: images are transformed as in evaluation, and wrong input is refused in one line."""
 
 from __future__ import annotations
 
