@@ -38,7 +38,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what exists by now from garbage collection, which would look at it again and again."""
+    """Exclude the objects that exist now from garbage collection, to save the time of visiting them."""
     gc.collect()
     gc.freeze()
 
@@ -146,7 +146,7 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 
 
 def _world_index(item: pytest.Item) -> int:
-    """Return the index in ``WORLDS`` of a test's world (with ``pool``: of the first in ``REAL``), or -1 without a world."""
+    """Return the index in ``WORLDS`` of a test's world, -1 without a world. A test with ``pool`` counts as ``REAL[0]``."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:

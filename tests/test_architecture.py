@@ -162,7 +162,7 @@ def layer_of(name, package):
 
 
 def type_imports(path):
-    """Yield the names of :func:`imports`, including imports under ``if TYPE_CHECKING:``."""
+    """Yield the full names of all ``from`` imports of the file, including those under ``if TYPE_CHECKING:``."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -1,4 +1,4 @@
-"""Printed output: control characters in names of files and classes are escaped."""
+"""Printed output: escaped control characters, log messages, closed pipes and closed streams."""
 
 from __future__ import annotations
 

@@ -558,5 +558,5 @@ def own_place(backend):
     return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
 
 
-def test_the_world_keeps_the_launcher_and_its_evidence(real):
+def test_the_world_keeps_the_launchers_name_and_variables(real):
     assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size

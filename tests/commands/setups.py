@@ -1,7 +1,7 @@
 """Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are fakes.
 
 A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments, and print
-files that a test has written.
+the contents of files that a test has written.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def row(rows, one, other, job="resnet18"):
     return found
 
 
-def test_ratios_are_of_rounds_so_that_drift_cancels_out():
+def test_ratios_are_computed_within_each_round_so_that_drift_cancels_out():
     rows = rows_of(results(shm=0.1, alone=0.08, ddp_tuned=0.15))
     found = row(rows, "shm", TUNED)
     assert found.found.value == pytest.approx(1.5)
@@ -201,7 +201,7 @@ def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypat
     ("program", "reason"),
     [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
 )
-def test_an_import_that_prints_or_hangs_is_one_error(program, reason, monkeypatch):
+def test_an_import_that_prints_or_hangs_raises_a_launch_error(program, reason, monkeypatch):
     monkeypatch.setattr(measure, "_IMPORT", program)
     with pytest.raises(LaunchError, match=reason):
         measure._import_seconds(20.0 if "print" in program else 0.4)
@@ -529,7 +529,7 @@ def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
     assert found_in(said) == [{"rank": 1}, {"rank": 0}]
 
 
-def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
+def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
     lines = [
         {"rank": 0, "size": 2, "job": "small", "seconds": 1.0, "first": 5.0, "sha256": "a"},
         {"rank": 1, "size": 2, "job": "small", "seconds": 2.0, "first": 6.0, "sha256": None},
@@ -570,7 +570,7 @@ def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     assert {env["HOROVOD_CONTROLLER"] for env in said} == {"gloo"}
 
 
-def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
+def test_a_failure_is_reported_in_one_line_and_ends_all_ranks(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
@@ -588,7 +588,7 @@ def test_processes_that_outlive_their_leader_are_ended(tmp_path):
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_a_contender_that_cannot_be_started_ends_those_that_were(tmp_path, monkeypatch):
+def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monkeypatch):
     started, start = [], start_contender.subprocess.Popen
 
     def start_one(*given, **named):
@@ -658,7 +658,7 @@ def test_a_fallback_replaces_a_contender_that_cannot_run(tmp_path, monkeypatch):
     assert len(found.pairs("native", TUNED)) == 2
 
 
-def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monkeypatch):
+def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monkeypatch):
     plans = []
     monkeypatch.setattr(bench, "_missing", lambda names, _: {name: "no" for name in names if name == "hvd-gloo"})
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())

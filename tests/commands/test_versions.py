@@ -1,7 +1,7 @@
 """tests/versions.sh: refused versions, environments that are made once, and the table of results.
 
-A fake interpreter makes the environments, so a run takes a second and needs no network. The fake records
-pip's arguments. A test writes shell code into files named pip, pytest and torchrun; it runs in place of these programs.
+A fake interpreter makes the environments, so a run takes a second and needs no network. The fake records pip's arguments.
+A test writes shell code into files named pip, pytest and torchrun; this code runs in place of these programs.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_wrong_versions_and_options_are_refused_in_one_line_before_an_installati
     ],
     ids=["no network", "no network, wheels in a folder", "no space", "no wheel"],
 )
-def test_a_failed_installation_is_one_line_and_leaves_no_partial_environment(versions, pip, message):
+def test_a_failed_installation_is_reported_in_one_line_and_leaves_no_partial_environment(versions, pip, message):
     versions.set(pip=pip)
     status, _, errors = versions.run("2.6.0")
     assert (status, errors.count("\n")) == (2, 1)
