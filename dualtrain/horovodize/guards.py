@@ -208,7 +208,7 @@ class Guards:
         """Return the value of a comparison when Horovod is used with several ranks; None if unknown."""
         if not isinstance(right, ast.Constant):
             return None
-        if self._is_size(left):
+        if self.is_size(left):
             return _SEVERAL.get((type(op), right.value))
         same = isinstance(op, ast.Eq | ast.Is)
         if not same and not isinstance(op, ast.NotEq | ast.IsNot):
@@ -219,7 +219,8 @@ class Guards:
             return same if right.value else not same
         return None
 
-    def _is_size(self, value: ast.expr) -> bool:
+    def is_size(self, value: ast.expr) -> bool:
+        """Return whether ``value`` is the number of ranks, or a variable that may hold it."""
         values = self.source.values.get(ast.unparse(value), [])
         return any(isinstance(given, ast.Call) and self.source.hvd(given.func) == "size" for given in (value, *values))
 

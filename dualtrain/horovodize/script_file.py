@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dualtrain.errors import UserError
@@ -50,13 +51,14 @@ def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
         UserError: a script cannot be read, or is not valid Python.
     """
     files = {name: read_script(name) for name in names}
-    wrapped = wrapped_names([_parse(file) for file in files.values()])
-    return {name: (file, _parse(file, wrapped)) for name, file in files.items()}
+    sources = [_parse(file) for file in files.values()]
+    wrapped, wraps = wrapped_names(sources), [call for source in sources for _, call in source.wraps]
+    return {name: (file, _parse(file, wrapped, wraps)) for name, file in files.items()}
 
 
-def _parse(file: ScriptFile, wrapped: set[str] | None = None) -> Source:
+def _parse(file: ScriptFile, wrapped: Iterable[str] = (), wraps: Sequence[ast.Call] = ()) -> Source:
     try:
-        return Source(file.text, wrapped or ())
+        return Source(file.text, wrapped, wraps)
     except SyntaxError as error:
         raise UserError(f"{file.name}:{error.lineno} is not valid Python ({error.msg}): fix it first") from None
     except (ValueError, RecursionError, MemoryError) as error:

@@ -70,6 +70,11 @@ class _Powers:
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
+        self._properties = {
+            name
+            for name, function in source.functions.items()
+            if any(last_name(decorator) in ("property", "cached_property") for decorator in function.decorator_list)
+        }
         for _ in range(4):  # chains of assignments, four levels deep
             self._names = {**self._names, **dict(self._assigned())}
 
@@ -77,6 +82,8 @@ class _Powers:
         """Return the power of ``value``; ``given`` has the powers of a function's parameters."""
         if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             name = ast.unparse(value)
+            if isinstance(value, ast.Attribute) and value.attr in self._properties and depth < 4:
+                return max((self.of(end, None, depth + 1) for end in self._ends[value.attr]), default=0.0)
             return (given or {}).get(name, self._names.get(name, 0.0))
         if isinstance(value, ast.Call):
             return self._of_call(value, given, depth)

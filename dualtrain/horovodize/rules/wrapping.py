@@ -43,16 +43,43 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state: one finding for all calls, unless the optimizers have a state before the first step."""
-    kinds = {source.name(call.func) for call in source.calls if source.name(call.func).startswith("torch.optim.")}
-    if {name for name in kinds if ".lr_scheduler." not in name} == {"torch.optim.Adagrad"}:
-        return
-    for call in list(source.hvd_calls("broadcast_optimizer_state"))[:1]:
+    """broadcast_optimizer_state: one finding for all calls, unless a step with gradients of zeros changes nothing."""
+    guards = Guards(source)
+    for call in source.hvd_calls("broadcast_optimizer_state"):
+        given = call.args[0] if call.args else keyword(call, "optimizer")
+        if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given)):
+            continue
         message = (
             "this call takes no step; on Horovod it steps an optimizer without state, so that weight decay changes the "
-            "weights, and ranks may differ if only rank 0 has resumed; nothing to do"
+            "weights and Adam starts at step 1, and ranks may differ if only rank 0 has resumed; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
+        return
+
+
+def _is_unchanged(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
+    """Return whether a step with gradients of zeros certainly changes neither the weights nor the state of ``optimizer``.
+
+    That is so for Adagrad, which Horovod does not step as it has a state from the start, and for SGD without weight decay.
+    """
+    if not isinstance(optimizer, ast.Call):
+        text = ast.unparse(optimizer)
+        # optimizer = hvd.DistributedOptimizer(optimizer): the other values of the variable decide.
+        values = [value for value in source.values.get(text, ()) if ast.unparse(_unwrapped(source, value)) != text]
+        return depth < 4 and bool(values) and all(_is_unchanged(source, value, depth + 1) for value in values)
+    if (inner := _unwrapped(source, optimizer)) is not optimizer:
+        return _is_unchanged(source, inner, depth + 1)
+    if source.name(optimizer.func) == "torch.optim.SGD":
+        decay = keyword(optimizer, "weight_decay")
+        known = len(optimizer.args) < 4 and all(word.arg not in (None, "dampening") for word in optimizer.keywords)
+        return known and (decay is None or (isinstance(decay, ast.Constant) and decay.value == 0))
+    return source.name(optimizer.func) == "torch.optim.Adagrad"
+
+
+def _unwrapped(source: Source, value: ast.expr) -> ast.expr:
+    """Return the optimizer that ``value`` wraps, or ``value`` itself."""
+    wraps = isinstance(value, ast.Call) and source.hvd(value.func) == "DistributedOptimizer" and value.args
+    return value.args[0] if wraps and isinstance(value, ast.Call) else value
 
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
