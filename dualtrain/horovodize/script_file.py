@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import tokenize
 from collections.abc import Iterable, Sequence
@@ -52,13 +51,13 @@ def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
     """
     files = {name: read_script(name) for name in names}
     sources = [_parse(file) for file in files.values()]
-    wrapped, wraps = wrapped_names(sources), [call for source in sources for _, call in source.wraps]
-    return {name: (file, _parse(file, wrapped, wraps)) for name, file in files.items()}
+    wrapped = wrapped_names(sources)
+    return {name: (file, _parse(file, wrapped, sources)) for name, file in files.items()}
 
 
-def _parse(file: ScriptFile, wrapped: Iterable[str] = (), wraps: Sequence[ast.Call] = ()) -> Source:
+def _parse(file: ScriptFile, wrapped: Iterable[str] = (), program: Sequence[Source] = ()) -> Source:
     try:
-        return Source(file.text, wrapped, wraps)
+        return Source(file.text, wrapped, program)
     except SyntaxError as error:
         raise UserError(f"{file.name}:{error.lineno} is not valid Python ({error.msg}): fix it first") from None
     except (ValueError, RecursionError, MemoryError) as error:

@@ -529,6 +529,31 @@ CASES = [
     ),
     (
         "rate_times_size",
+        "scale = hvd.size() if not args.adasum else 1\ntorch.optim.SGD(p, lr=0.1 * scale)  # HERE\nop = hvd.Adasum",
+        "scale = hvd.local_size() if hvd.nccl_built() else 1\ntorch.optim.SGD(p, lr=0.1 * scale)\nop = hvd.Adasum",
+    ),
+    (
+        "never_broadcast",
+        "def main(model, optimizer):\n    hvd.init()\n    " + WRAP.replace("\n", "  # HERE\n"),
+        "class Loop(Base):\n    def wrap(self):\n        self." + WRAP.replace("=model", "=self.model"),
+    ),
+    (
+        "group_after_wrapping",
+        WRAP + "for group in groups:\n    optimizer.add_param_group(group)  # HERE",
+        WRAP + "optimizer.param_groups = []\nfor group in groups:\n    optimizer.add_param_group(group)",
+    ),
+    (
+        "runner_of_databricks",
+        "from sparkdl import HorovodRunner  # HERE",
+        "from dualtrain.spark import HorovodRunner",
+    ),
+    (
+        "padded_evaluation",
+        "from horovod.torch.elastic.sampler import ElasticSampler\nval_sampler = ElasticSampler(d)  # HERE",
+        "from horovod.torch.elastic.sampler import ElasticSampler\ntrain_sampler = ElasticSampler(train_data)",
+    ),
+    (
+        "rate_times_size",
         "class Plugin:\n    @property\n    def world_size(self):\n        return hvd.size()\n    def start(self):\n"
         "        group['lr'] *= self.world_size  # HERE",
         "class Plugin:\n    @property\n    def world_size(self):\n        return 1\n    def start(self):\n"
@@ -702,7 +727,13 @@ def test_optimizers_of_all_given_files_are_known_in_each_file(tmp_path, capsys):
     assert f"{other}:3: [trap]" in capsys.readouterr().out
     other.write_text("def step(optimizer):\n    for loss in all: loss.backward()\n    optimizer.step()\n")
     assert check([str(one), str(other)]) == 1
-    assert f"{other}:3: [trap] several backward passes" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{other}:3: [trap] several backward passes" in out
+    assert f"{one}:2: [trap] each rank starts with its own weights" in out
+    other.write_text(
+        "import horovod.torch as hvd\ndef start(model):\n    hvd.broadcast_parameters(model.state_dict(), 0)\n"
+    )
+    assert check([str(one), str(other)]) == 0
 
 
 CALLS = ["train(m, optimizer)", "train(m, opt=optimizer)", "Loop(optimizer)", "copy = optimizer\ntrain(m, copy)"]

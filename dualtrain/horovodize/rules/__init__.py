@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     environment.variables_of_mpi,
     environment.world_of_mpi,
     environment.elastic_ray,
+    environment.runner_of_databricks,
     environment.elastic_run,
     evaluation.padded_evaluation,
     libraries.averaged_twice,

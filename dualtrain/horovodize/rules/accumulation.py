@@ -20,7 +20,7 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
     for events in steps(source):
         for event in events:
             wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
-            known = wraps or (source.program_wraps if event.optimizer in source.wrapped else ())
+            known = wraps or ([wrap for file in source.program for _, wrap in file.wraps] if event.optimizer else [])
             if event.kind not in STEPS or not known or any(_has_passes(wrap) for wrap in known):
                 continue
             found = (

@@ -161,6 +161,18 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
             return
 
 
+def runner_of_databricks(source: Source) -> Iterator[Finding]:
+    """HorovodRunner of Databricks, which newer runtimes do not have."""
+    for node in source.nodes:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if "HorovodRunner" in names and getattr(node, "module", "") == "sparkdl":
+            message = (
+                "Databricks Runtime 16 and later have no sparkdl.HorovodRunner; import HorovodRunner from dualtrain.spark, "
+                "which has the same arguments"
+            )
+            yield Finding(node.lineno, "differs", message)  # type: ignore[attr-defined]
+
+
 def elastic_ray(source: Source) -> Iterator[Finding]:
     """Arguments of RayExecutor that make it elastic."""
     for call in source.calls:

@@ -17,7 +17,7 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
     """A DistributedSampler or ElasticSampler under a validation or test loader."""
     for call in source.calls:
         of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
-        if (of_torch or source.hvd(call.func) == "elastic.ElasticSampler") and is_for_evaluation(source, call):
+        if (of_torch or source.hvd(call.func).endswith(".ElasticSampler")) and is_for_evaluation(source, call):
             message = (
                 "evaluation counts some samples twice (or leaves some out) if they cannot be divided evenly among ranks, "
                 "and the average of the ranks' averages hides this; use Subset(data, range(rank, len(data), size)), and "

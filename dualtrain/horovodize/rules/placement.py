@@ -37,7 +37,7 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
 def same_gpu(source: Source) -> Iterator[Finding]:
     """Ranks that all use the default GPU; one finding."""
     starts = source.wraps and any(True for _ in source.hvd_calls("init"))
-    if not starts or _PLACED.search(source.code):
+    if not starts or any(_PLACED.search(file.code) for file in (source, *source.program)):
         return
     guards = Guards(source)
     for call in source.calls:

@@ -70,6 +70,8 @@ class _Powers:
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
+        #: With Adasum, only the sums inside each host ask for a larger rate.
+        self._adasum = any(source.hvd(node) == "Adasum" for node in source.nodes)
         self._properties = {
             name
             for name, function in source.functions.items()
@@ -110,7 +112,7 @@ class _Powers:
 
     def _of_call(self, call: ast.Call, given: Mapping[str, float] | None, depth: int) -> float:
         if self.source.hvd(call.func) in _SIZES:
-            return 1.0
+            return 1.0 if self.source.hvd(call.func) == "size" or not self._adasum else 0.0
         name = self.source.name(call.func) or ast.unparse(call.func)
         powers = [self.of(value, given, depth) for value in call.args]
         if name in _KEPT and powers:

@@ -58,7 +58,8 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     """A shuffling DistributedSampler without set_epoch."""
-    if any(getattr(node, "attr", "") == "set_epoch" for node in source.nodes) or _has_trainer(source):
+    called = any(getattr(node, "attr", "") == "set_epoch" for file in (source, *source.program) for node in file.nodes)
+    if called or _has_trainer(source):
         return
     loops = _epoch_loops(source)
     for call in distributed_samplers(source) if loops else ():

@@ -25,10 +25,17 @@ def set_to_none(source: Source) -> Iterator[Finding]:
 def group_after_wrapping(source: Source) -> Iterator[Finding]:
     """Parameter groups that are added to a wrapped optimizer."""
     for call in _on_wrapped(source, "add_param_group"):
+        made = [node for node in ast.walk(source.scope(call)) if isinstance(node, ast.Attribute) and _stored(node)]
+        if any(node.attr == "param_groups" for node in made):
+            continue  # the groups are replaced, which may have the same parameters
         wraps = [wrap for _, wrap in source.wraps if source.scope(wrap) is source.scope(call)]
         if not wraps or call.lineno > wraps[0].lineno:
             message = "gradients of an added group are averaged here, but not on Horovod; nothing to do"
             yield Finding(call.lineno, "differs", message)
+
+
+def _stored(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store)
 
 
 def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
@@ -148,10 +155,13 @@ _CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 
 def never_broadcast(source: Source) -> Iterator[Finding]:
     """Initial weights that differ between ranks."""
-    if not source.wraps or source.uses_elastic or seeds_torch(source) or _START_ALIKE.search(source.code):
+    alike = any(file.uses_elastic or seeds_torch(file) or _START_ALIKE.search(file.code) for file in source.program)
+    if not source.wraps or alike or _START_ALIKE.search(source.code):
         return
     guards = Guards(source)
     _, wrap = source.wraps[0]
+    if source.scope(wrap) is not source.tree and not any(True for _ in source.hvd_calls("init")):
+        return  # a function for other files, which may broadcast
     named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
     function = named.func if isinstance(named, ast.Call) and last_name(named.func) == "named_parameters" else None
     model = function.value if isinstance(function, ast.Attribute) else None
