@@ -553,6 +553,18 @@ CASES = [
         "from horovod.torch.elastic.sampler import ElasticSampler\ntrain_sampler = ElasticSampler(train_data)",
     ),
     (
+        "rate_times_size",  # variables of other functions with the same name
+        "rate = 0.1\ndef run():\n    rate = 0.1 * hvd.size()\n    def inner():\n        SGD(p, lr=rate)  # HERE\n"
+        "torch.optim.SGD(p, lr=rate)",
+        "def scaled():\n    lr = 0.1 * hvd.size()\n    return lr\ndef run(lr):\n    torch.optim.SGD(p, lr=lr)",
+    ),
+    (
+        "rate_times_size",
+        "rate = 0.1\ndef main():\n    global rate\n    rate = rate * hvd.size()\ndef run():\n"
+        "    torch.optim.SGD(p, lr=rate)  # HERE",
+        "def main(rate=0.1):\n    torch.optim.SGD(p, lr=rate)\nrate = hvd.size()",
+    ),
+    (
         "rate_times_size",
         "class Plugin:\n    @property\n    def world_size(self):\n        return hvd.size()\n    def start(self):\n"
         "        group['lr'] *= self.world_size  # HERE",
@@ -657,6 +669,17 @@ def test_code_that_runs_without_horovod_has_no_findings(test, off):
     found = findings(source("\n".join([*lines, *arm, "    else:", *arm])))
     clips = [finding.line for finding in found if "clipped" in finding.message]
     assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[off]
+
+
+def test_code_of_the_driver_that_starts_the_ranks_has_no_findings_about_ranks():
+    both = (
+        "{}data = torch.utils.data.TensorDataset(x)\n{}loader = torch.utils.data.DataLoader(data, 9, True)\n"
+        "{}model.cuda()\n{}torch.save(model, 'x')\n"
+    )
+    driver = "from pyspark.sql import SparkSession\n" + both.format("", "", "", "")
+    ranks = "def run():\n    hvd.init()\n    " + WRAP + "    hvd.broadcast_parameters(model.state_dict(), 0)\n"
+    lines = [finding.line for finding in findings(source(driver + ranks + both.format(*["    "] * 4) + "run()"))]
+    assert lines == [13, 14, 15]
 
 
 def test_code_before_an_early_return_of_runs_without_horovod_has_no_findings():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 _GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
@@ -41,7 +41,7 @@ def same_gpu(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     for call in source.calls:
-        if _uses_default_gpu(source, call) and not guards.is_without_horovod(call):
+        if _uses_default_gpu(source, call) and not (guards.is_without_horovod(call) or runs_on_driver(source, call)):
             message = (
                 "all ranks of a host use the same GPU, unless the launcher shows each rank another one; call "
                 "torch.cuda.set_device(hvd.local_rank()) after hvd.init()"
@@ -115,7 +115,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     for call in source.calls:
-        if source.name(call.func) not in _CHECKPOINT_WRITERS:
+        if source.name(call.func) not in _CHECKPOINT_WRITERS or runs_on_driver(source, call):
             continue
         file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
         if file is None or _depends_on_process(source, file) or _is_for_some(source, guards, call):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
 
@@ -102,7 +103,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
         return
     for call in source.calls:
-        if source.name(call.func) not in _LOADERS:
+        if source.name(call.func) not in _LOADERS or runs_on_driver(source, call):
             continue
         shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
         shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
