@@ -20,7 +20,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 
-# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules.
+# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules, and each
+# process of pytest would rewrite the assertions of all tests again.
+unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
 checks() {
