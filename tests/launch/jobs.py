@@ -71,9 +71,17 @@ def rank_of(pid: int) -> int | None:
     return None
 
 
-#: Both backends in one launch, because the launch takes most of the time.
+#: Both backends in one launch, because the launch takes most of the time. Without the first statements, torch would import
+#: its compiler, which takes as long as all other imports: optimizers exclude their functions from compilation. Nothing is
+#: compiled here.
 PROGRAM = """
 import sys
+from types import SimpleNamespace
+
+config = SimpleNamespace()
+unused = SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None, config=config)
+sys.modules |= {"torch._dynamo": unused, "torch._inductor": unused, "torch._inductor.config": config}
+
 from dualtrain.console import leave
 from dualtrain.main import main
 
