@@ -49,7 +49,7 @@ not_run() {
   fi
 }
 
-# Two pytest processes: one runs all tests of worlds of ranks, the other the tests of a single process.
+# Two pytest processes: one runs all tests of worlds of ranks first, the other the other tests, file by file.
 tests=(pytest -n 2 --dist loadgroup)
 
 case ${1:-} in

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import require_horovod
+from tests.no_compiler import NO_COMPILER
 from tests.pool import ROOT
 
 BIN = Path(sys.executable).parent
@@ -71,22 +72,13 @@ def rank_of(pid: int) -> int | None:
     return None
 
 
-#: Both backends in one launch, because the launch takes most of the time. Without the first statements, torch would import
-#: its compiler, which takes as long as all other imports: optimizers exclude their functions from compilation. Nothing is
-#: compiled here.
-PROGRAM = """
-import sys
-from types import SimpleNamespace
-
-config = SimpleNamespace()
-unused = SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None, config=config)
-sys.modules |= {"torch._dynamo": unused, "torch._inductor": unused, "torch._inductor.config": config}
-
+#: Both backends in one launch, because the launch takes most of the time.
+PROGRAM = f"""{NO_COMPILER}
 from dualtrain.console import leave
 from dualtrain.main import main
 
 for backend in ("torch", "horovod"):
-    status = main(["--backend", backend, "--max-steps", "5", "--run-dir", f"{sys.argv[1]}/{backend}"])
+    status = main(["--backend", backend, "--max-steps", "5", "--run-dir", f"{{sys.argv[1]}}/{{backend}}"])
     if status:
         break
 leave(status)
