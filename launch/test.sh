@@ -21,7 +21,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 
-# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules.
+# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules, and each
+# process of pytest would rewrite the assertions of all tests again.
+unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
 checks() {
@@ -48,7 +50,7 @@ not_run() {
   fi
 }
 
-# Two pytest processes: one runs all tests of worlds of ranks, the other the tests of a single process.
+# Two pytest processes: one runs all tests of worlds of ranks first, the other the other tests, file by file.
 tests=(pytest -n 2 --dist loadgroup)
 
 case ${1:-} in

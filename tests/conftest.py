@@ -29,6 +29,21 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute whole files to the processes of pytest-xdist."""
+    from tests.distribution import ByFile
+
+    return ByFile(config, log) if config.option.dist == "loadgroup" else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.distribution import send_fewer_messages
+
+        send_fewer_messages(config)
+
+
 def pytest_collection(session: pytest.Session) -> None:
     """Load torch in the processes that run tests, and not in the process of pytest-xdist that only starts them."""
     if not session.config.getoption("numprocesses", None):
@@ -93,7 +108,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
     """Close an open world before a test that may start ranks, because the world's threads poll and use the cores."""
-    if _world_index(request.node) < 0:
+    if not _in_processes(request.node):
         for pool in _POOLS:
             pool.disconnect()
 
@@ -154,23 +169,35 @@ def _world_index(item: pytest.Item) -> int:
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
 
 
+def _in_processes(item: pytest.Item) -> bool:
+    """Return whether the test has a world of processes."""
+    return _world_index(item) >= WORLDS.index(REAL[0])
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Put the tests of all worlds of processes into one group of pytest-xdist's ``--dist loadgroup``.
 
     Tests of one group run in one process, one after another, so that two worlds never compete for the cores. The marks must
     be set in this hook, because xdist reads them as soon as all tests are collected.
     """
-    if _world_index(item) >= WORLDS.index(REAL[0]):
+    if _in_processes(item):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
-    Under pytest-xdist, tests without a world come last, so that the long group ``processes`` starts early.
+    Under pytest-xdist, the long group ``processes`` comes first and then launches, so that both processes have tests until
+    the end. The other tests keep the order of their files.
     """
-    parallel = "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(key=lambda item: (parallel and _world_index(item) < 0, _world_index(item)))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        items.sort(key=_world_index)
+        return
+
+    def key(item: pytest.Item) -> tuple[int, int]:
+        return (0, _world_index(item)) if _in_processes(item) else (1 if "launch" in item.path.parts else 2, 0)
+
+    items.sort(key=key)
 
 
 def _launcher_variables() -> dict[str, str]:
