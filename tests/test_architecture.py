@@ -53,6 +53,7 @@ LAYERS = {
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
+        {"shm.operation"},
         {"shm.reductions"},
         {"collectives"},
         {"comparison", "local", "torch", "horovod", "shm.backend"},
@@ -70,6 +71,7 @@ LAYERS = {
     "gradients": [
         {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
+        {"slots"},
         {"buckets"},
         {"schedule", "sparse", "hooks"},
         {"refusals"},

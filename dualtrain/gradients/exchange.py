@@ -15,11 +15,12 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
-from dualtrain.gradients.buckets import Bucket, Slot, make_buckets, separate_gradients
+from dualtrain.gradients.buckets import Bucket, make_buckets
 from dualtrain.gradients.hooks import ParameterHooks
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.schedule import Schedule
+from dualtrain.gradients.slots import Slot, separate_gradients
 from dualtrain.gradients.sparse import SparseGradients, has_values
 
 Unused = Literal["zero", "none"]

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.parameters import check_supported
+from dualtrain.gradients.slots import Slot
 
 Named = Iterable[tuple[str, nn.Parameter]]
 _observing = False

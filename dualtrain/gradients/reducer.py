@@ -19,12 +19,13 @@ from dualtrain.backends import Backend
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
-from dualtrain.gradients.buckets import Bucket, Slot
+from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.exchange import Exchange, Unused
 from dualtrain.gradients.hooks import ParameterHooks, has_later_hook
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
+from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.gradients.turns import turns
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dualtrain.gradients.buckets import Bucket
+from dualtrain.gradients.slots import SlotBucket
 
 
 class Schedule:
@@ -40,7 +41,7 @@ class Schedule:
         return self.next < len(self.buckets) and not self.buckets[self.next].pending
 
     @staticmethod
-    def mark_ready(bucket: Bucket) -> bool:
+    def mark_ready(bucket: SlotBucket) -> bool:
         """Count one more gradient of ``bucket`` as ready; return whether it is complete now."""
         bucket.pending -= 1
         return not bucket.pending

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.layout import Transfer
+from dualtrain.gradients.slots import Slot
 
 
 class SparseGradients:

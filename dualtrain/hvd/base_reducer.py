@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 
 from dualtrain.errors import BackendError
-from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.hooks import ParameterHooks, reducers_of
 from dualtrain.gradients.refusals import Refusals
+from dualtrain.gradients.slots import Slot
 from dualtrain.hvd import basics, compat
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.refusals import Refusals
+from dualtrain.gradients.slots import Slot
 from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named
 from dualtrain.hvd.calls import ALLREDUCE

@@ -6,10 +6,10 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.gradients import Transfer
-from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.exchange import Exchange
 from dualtrain.gradients.hooks import has_later_hook
 from dualtrain.gradients.refusals import Refusals
+from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named, as_horovod_errors

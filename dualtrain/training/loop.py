@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,10 +20,9 @@ from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config, OutputSection, RunFacts, run_name, without_effect
 from dualtrain.cores import usable_cores
-from dualtrain.data import Batch, Task
-from dualtrain.data.draws import derived
+from dualtrain.data import Task
 from dualtrain.data.loader import LoaderSource
-from dualtrain.data.sampler import Sampler, share
+from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
@@ -39,6 +38,7 @@ from dualtrain.training.assemble import (
     try_out,
 )
 from dualtrain.training.attempts import Attempt, recoveries_in
+from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.folder_lock import FolderLock
@@ -53,7 +53,7 @@ from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import adopted, restore_best, set_aside, with_its_weights
+from dualtrain.training.resume import adopted, compare_batches_and_data, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.save_clock import SaveClock
@@ -62,7 +62,6 @@ from dualtrain.training.start import Start, start_of
 from dualtrain.training.trainer import Trainer
 from dualtrain.user_code import takes_arguments
 
-EVALUATION_BATCH = 512
 _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
 
 
@@ -151,7 +150,8 @@ class Run:
         self.lr, self.lr_in_words = scaled_lr(config.schedule, step, self.parts)
         optimizer, options = on_all_ranks(backend, "trainer", lambda: self._prepare(model))
         self.trainer = Trainer(model, optimizer, CrossEntropy(step.label_smoothing), backend=backend, **options)
-        self.mine = [backend.rank] if step.virtual_ranks is None else list(self.trainer.shards)
+        mine = [backend.rank] if step.virtual_ranks is None else list(self.trainer.shards)
+        self.plan = BatchPlan(self.sampler, self.parts, mine, step.accumulate)
         self._stream: Iterator[Tensors] | None = None
         self.attempt = Attempt(lock)
 
@@ -227,20 +227,7 @@ class Run:
 
     def _resume(self, saved: dict[str, Any], output: OutputSection) -> None:
         folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
-        if saved["global_batch"] != self.sampler.global_batch:
-            raise UserError(
-                f"the checkpoint was trained with {saved['global_batch']} samples per step and this run has "
-                f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}, or start anew"
-                f"{with_its_weights(folder)}",
-                shared=True,
-            )
-        if saved["data"] != self._data():
-            had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
-            raise UserError(
-                f"the checkpoint was trained on {had}, and this run has {has}: give the same data, or start anew"
-                f"{with_its_weights(folder, ['dataset'])}",
-                shared=True,
-            )
+        compare_batches_and_data(saved, self.sampler.global_batch, self._data(), folder)
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
@@ -274,7 +261,8 @@ class Run:
                 self.attempt.train()
             # A run that was stopped after its last step still lacks the evaluation of that step.
             while cursor.evaluated_step != cursor.step or (cursor.step < self.total_steps and not self._stops_early):
-                self._stream = self.task.train.stream(self._plan(), self.backend.device)
+                rest = self.plan.rest_of_epoch(cursor.epoch, cursor.batch)
+                self._stream = self.task.train.stream(rest, self.backend.device)
                 while cursor.batch < self.sampler.batches and cursor.step < self.total_steps:
                     self._act_on(self._step())
                 self._end_epoch()
@@ -290,24 +278,11 @@ class Run:
             error.args = (f"after step {self.cursor.step}: {error}",)
             raise
 
-    def _plan(self) -> Iterator[Batch]:
-        """Yield this rank's batches for the rest of the epoch, one for each backward pass. The loader reads ahead."""
-        epoch, seed = self.cursor.epoch, derived(self.config.step.seed, "augmentation", self.cursor.epoch)
-        for number in range(self.cursor.batch, self.sampler.batches):
-            for passes in self._passes(self.sampler.batch(epoch, number)):
-                for part in passes:
-                    yield Batch(part, seed)
-
-    def _passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Split this rank's parts of a global batch into tensors, one for each backward pass; an empty part has none."""
-        parts = [share(batch, number, self.parts) for number in self.mine]
-        return [part.tensor_split(min(self.config.step.accumulate, len(part))) if len(part) else () for part in parts]
-
     def _step(self) -> list[float]:
         """Take one optimizer step on one global batch; return how many ranks have received each of ``SIGNALS``."""
         cursor, started = self.cursor, time.perf_counter()
         batch = self.sampler.batch(cursor.epoch, cursor.batch)
-        passes, samples = [len(part) for part in self._passes(batch)], len(batch)
+        passes, samples = [len(part) for part in self.plan.passes(batch)], len(batch)
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
             batches = self._for_trainer([self._batches(count) for count in passes])
@@ -386,7 +361,7 @@ class Run:
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
         progress = self.records.progress
-        parts = [self._evaluation(number) for number in self.mine]
+        parts = self.plan.validation(len(self.task.val))
         progress.phase("evaluating", sum(map(len, parts)))
         batches = self._for_trainer([progress.counted(self.task.val.stream(part, self.backend.device)) for part in parts])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
@@ -405,12 +380,6 @@ class Run:
         ends = cursor.step == self.total_steps or self._stops_early
         if best or ends or cursor.epoch % output.checkpoint_epochs == 0:
             self._save(best=best)
-
-    def _evaluation(self, part: int) -> list[Batch]:
-        """Return the batches of one part of the validation samples, every ``parts``-th sample: none is evaluated twice."""
-        mine = torch.arange(len(self.task.val))[part :: self.parts]
-        size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
-        return [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
 
     @property
     def _stops_early(self) -> bool:

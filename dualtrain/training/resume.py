@@ -82,6 +82,31 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
         raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or {anew}")
 
 
+def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapping[str, int], folder: Path) -> None:
+    """Raise UserError if the global batch or the data differ from the checkpoint's.
+
+    Args:
+        tree: the checkpoint, the same on every rank.
+        global_batch: the samples per step of this run.
+        data: the number of samples and classes of this run.
+        folder: the folder of the checkpoint's run.
+    """
+    if tree["global_batch"] != global_batch:
+        raise UserError(
+            f"the checkpoint was trained with {tree['global_batch']} samples per step and this run has "
+            f"{global_batch}: give --global-batch-size {tree['global_batch']}, or start anew"
+            f"{with_its_weights(folder)}",
+            shared=True,
+        )
+    if tree["data"] != data:
+        had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (tree["data"], data))
+        raise UserError(
+            f"the checkpoint was trained on {had}, and this run has {has}: give the same data, or start anew"
+            f"{with_its_weights(folder, ['dataset'])}",
+            shared=True,
+        )
+
+
 def with_its_weights(folder: Path, changed: Collection[str] = ()) -> str:
     """Format the flag that starts another run from the weights of the run in ``folder``; "" if they cannot be used.
 

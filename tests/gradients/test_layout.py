@@ -9,9 +9,10 @@ from torch import nn
 
 from dualtrain.backends.local import LocalBackend
 from dualtrain.gradients import Transfer, layout
-from dualtrain.gradients.buckets import Slot, make_buckets
+from dualtrain.gradients.buckets import make_buckets
 from dualtrain.gradients.layout import lay_out
 from dualtrain.gradients.schedule import Schedule
+from dualtrain.gradients.slots import Slot
 from dualtrain.launchers import World
 from tests.models_for_tests import conv_net, small_buckets
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dualtrain import BackendError, connect
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.gradients import GradientReducer, Transfer
-from dualtrain.gradients.buckets import Slot
+from dualtrain.gradients.slots import Slot
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
 #: Numbers of elements of a small gradient, which is copied with the other gradients of its bucket, and of a large one,

@@ -90,7 +90,7 @@ def evaluation(backend) -> tuple[float, float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     found = loop.Run("run", config, backend, task, model, FolderLock())
-    values = found.trainer.evaluate(task.val.stream(found._evaluation(backend.rank), backend.device))
+    values = found.trainer.evaluate(task.val.stream(*found.plan.validation(len(task.val)), backend.device))
     return values["val_loss"], values["val_accuracy"]
 
 

@@ -15,21 +15,21 @@ operation. Ranks that compute on all cores gain nothing from another thread.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from functools import lru_cache, partial, reduce
+from contextlib import suppress
+from functools import partial, reduce
 from operator import attrgetter, or_
 from typing import NoReturn
 
 import torch
 
 from dualtrain.backends.base import Primitives, ReduceOp, Work
+from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
 from dualtrain.backends.shm.segment import map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
@@ -37,18 +37,13 @@ from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
-_STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
 _VECTOR_BYTES = 1 << 10  # least size of the memory for a vector, rounded up to pages
-_TAG_BYTES = 64  # size of the tag of one operation
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
 _CPU_NUMBERS = 64  # how many 62-bit integers encode a set of cores
-
-#: Function that returns whether a condition is met. Its argument says whether to block until then.
-Need = Callable[[bool], bool]
 
 
 class SharedMemory:
@@ -79,7 +74,7 @@ class SharedMemory:
         #: For each kind of signal, one condition per other rank: whether that rank has posted the signal.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: Buffers through which tensors outside shared memory are copied.
-        self.stage = self._new_region(_STAGE_BYTES)
+        self.stage = self._new_region(STAGE_BYTES)
         pairs = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
         self._vectors = [[memoryview(vector) for vector in pair] for pair in pairs]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
@@ -88,11 +83,11 @@ class SharedMemory:
         self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions
         #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
-        self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * _TAG_BYTES).slots]
+        self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * TAG_BYTES).slots]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and waited for
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
-        self._pending: deque[_Reduction] = deque()
+        self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
@@ -133,7 +128,7 @@ class SharedMemory:
         with self._lock:
             flat = tensor.view(-1)
             region = self._regions.get(flat.data_ptr()) if in_place else None
-            work = _Reduction(self, flat, region, op, name, factor, tail, tree)
+            work = Reduction(self, flat, region, op, name, factor, tail, tree)
             if self._failure is not None:
                 self._raise_failure(work.what)
             if self._may_post(work):
@@ -142,7 +137,7 @@ class SharedMemory:
             self.advance()
         return work
 
-    def _may_post(self, work: _Reduction) -> bool:
+    def _may_post(self, work: Reduction) -> bool:
         """Return whether ``work``, which starts now, may post "ready" before the pending operations have ended."""
         if work.short:
             # A peer that has posted a short operation has ended all earlier ones, so it has read this rank's other slot.
@@ -177,7 +172,7 @@ class SharedMemory:
         # With several hosts, the tree may need the partial sums of a host, and not only their sum.
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
-    def advance(self, until: _Reduction | None = None) -> None:
+    def advance(self, until: Reduction | None = None) -> None:
         """Advance operations without blocking; with ``until``, block until that operation and all earlier ones have ended.
 
         Raises:
@@ -260,18 +255,18 @@ class SharedMemory:
 
     # -- steps of an operation -------------------------------------------------------------------------------------
 
-    def post_ready(self, work: _Reduction) -> None:
+    def post_ready(self, work: Reduction) -> None:
         """Post that this rank's values for ``work`` are in its buffer."""
         work.posted = work.region is not None or work.short
         if work.short:
             work.values = self._short.write(work.tensor, self._next_short)
             self._next_short = 1 - self._next_short
-        at = self._posted_ready % _TAGS * _TAG_BYTES
-        self._tags[self.rank][at : at + _TAG_BYTES] = work.tag
+        at = self._posted_ready % _TAGS * TAG_BYTES
+        self._tags[self.rank][at : at + TAG_BYTES] = work.tag
         self._posted_ready += 1
         self._semaphores.post(_READY)
 
-    def reduce_shard(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
+    def reduce_shard(self, plan: Plan, work: Reduction) -> Iterator[Need]:
         """Reduce this rank's shard, from "ready" to "done"; yield the conditions to wait for."""
         yield from self._posts[_READY]
         self._check_tags(work)
@@ -284,24 +279,24 @@ class SharedMemory:
         self._semaphores.post(_DONE)
         yield from self._posts[_DONE]
 
-    def reduce_short(self, work: _Reduction) -> Iterator[Need]:
+    def reduce_short(self, work: Reduction) -> Iterator[Need]:
         """Reduce a short tensor, from "ready" on; yield the conditions to wait for."""
         yield from self._posts[_READY]
         self._check_tags(work)
         reduce_into(work.tensor, work.values, work.op, work.factor, work.scaled)
 
-    def _check_tags(self, work: _Reduction) -> None:
+    def _check_tags(self, work: Reduction) -> None:
         """Check that all ranks, which have posted "ready", are in the same operation. Raises BackendError if not."""
-        at = self._seen_ready % _TAGS * _TAG_BYTES
+        at = self._seen_ready % _TAGS * TAG_BYTES
         self._seen_ready += 1
         for tags in self._others_tags:
-            if tags[at : at + _TAG_BYTES] != work.tag:
+            if tags[at : at + TAG_BYTES] != work.tag:
                 self._raise_mismatch(at)
 
     def _raise_mismatch(self, at: int) -> NoReturn:
         """Raise BackendError, on every rank of this host, since the tags at ``at`` are of different operations."""
         ranks = self._ranks_here()
-        names = [bytes(tags[at + 8 : at + _TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
+        names = [bytes(tags[at + 8 : at + TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
         listed = "; ".join(f"rank {rank}: {name}" for rank, name in zip(ranks, names, strict=True))
         raise BackendError(
             f"the ranks are in different operations ({listed}): operations on a backend are matched by order; make the "
@@ -368,92 +363,6 @@ def _cores(library: Primitives) -> int:
     gathered = library.exchange_short([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_NUMBERS)])
     here = [mask for mask, host in zip(gathered, library.hosts, strict=True) if host == library.hosts[library.rank]]
     return sum(reduce(or_, masks).bit_count() for masks in zip(*here, strict=True))
-
-
-class _Reduction(Work[None]):
-    """Handle of one reduction over all ranks."""
-
-    def __init__(
-        self,
-        memory: SharedMemory,
-        tensor: torch.Tensor,
-        region: Region | None,
-        op: ReduceOp,
-        name: str,
-        factor: float,
-        tail: int,
-        tree: Tree | None,
-    ) -> None:
-        self._memory = memory
-        self._tree = tree
-        self.tensor = tensor
-        self.region = region
-        self.short = tree is None and memory.is_short(tensor)
-        self.values: list[torch.Tensor] = []  # of a short tensor: the ranks' slots
-        self.posted = False  # whether this rank has posted "ready" for the whole tensor
-        self.op, self.name = op, name
-        self.factor = factor
-        self.scaled = tensor.numel() - tail
-        self.tag = _tag(op, name, tensor.dtype, tensor.numel(), region is None)
-        self.ended = False
-        self._steps: Iterator[Need] = self._run()
-        self._need: Need | None = None
-
-    @property
-    def what(self) -> str:
-        """Description of the operation for messages."""
-        return f"{self.op.value} of {self.name!r}"
-
-    def wait(self) -> None:
-        if not self.ended:
-            self._memory.advance(self)
-
-    def done(self) -> bool:
-        if not self.ended:
-            self._memory.advance()
-        return self.ended or self._memory.failed
-
-    def progress(self, block: bool) -> bool:
-        """Carry out steps until a condition is not met; with ``block``, all steps. Return whether the operation ended."""
-        while self._need is None or self._need(block):
-            self._need = next(self._steps, None)
-            if self._need is None:
-                self.ended = True
-                return True
-        return False
-
-    def _run(self) -> Iterator[Need]:
-        memory, tensor, dtype = self._memory, self.tensor, self.tensor.dtype
-        if self.short:
-            if not self.posted:
-                memory.post_ready(self)
-            yield from memory.reduce_short(self)
-            return
-        if self.region is not None:
-            if not self.posted:
-                memory.post_ready(self)
-            plan = self.region.plan(dtype, tensor.numel(), self.scaled, self._tree)
-            yield from memory.reduce_shard(plan, self)
-            return
-        room = _STAGE_BYTES // dtype.itemsize
-        for first in range(0, tensor.numel(), room):
-            piece = tensor[first : first + room]
-            count = piece.numel()
-            plan = memory.stage.plan(dtype, count, min(max(self.scaled - first, 0), count))
-            plan.own.copy_(piece)
-            memory.post_ready(self)
-            yield from memory.reduce_shard(plan, self)
-            # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
-            with torch.inference_mode() if piece.is_inference() else nullcontext():
-                piece.copy_(plan.own)
-
-
-@lru_cache(maxsize=4096)
-def _tag(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> bytes:
-    """Return the tag of an operation, equal on every rank: a hash and the beginning of the operation's description."""
-    text = f"{op.value} of {name!r} ({str(dtype).removeprefix('torch.')}, {numel})"
-    digest = hashlib.blake2b(f"{text} {staged}".encode(), digest_size=8).digest()
-    return (digest + text.encode())[:_TAG_BYTES].ljust(_TAG_BYTES, b"\0")
 
 
 _has_posted = attrgetter("posted")

@@ -1,0 +1,131 @@
+"""One reduction of a CPU tensor through shared memory: its steps, and the tag by which ranks compare their operations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.shm.shards import Plan, Region, Tree
+
+STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
+TAG_BYTES = 64  # size of the tag of one operation
+
+#: Function that returns whether a condition is met. Its argument says whether to block until then.
+Need = Callable[[bool], bool]
+
+
+class Memory(Protocol):
+    """The part of ``SharedMemory`` that an operation uses."""
+
+    stage: Region
+
+    @property
+    def failed(self) -> bool:
+        """Return whether an operation has failed, so that all later ones fail too."""
+
+    def is_short(self, tensor: torch.Tensor) -> bool:
+        """Return whether every rank reduces a tensor of this size for itself."""
+
+    def advance(self, until: Reduction | None = None) -> None:
+        """Advance operations without blocking; with ``until``, block until that operation has ended."""
+
+    def post_ready(self, work: Reduction) -> None:
+        """Post that this rank's values for ``work`` are in its buffer."""
+
+    def reduce_shard(self, plan: Plan, work: Reduction) -> Iterator[Need]:
+        """Reduce this rank's shard; yield the conditions to wait for."""
+
+    def reduce_short(self, work: Reduction) -> Iterator[Need]:
+        """Reduce a short tensor; yield the conditions to wait for."""
+
+
+class Reduction(Work[None]):
+    """Handle of one reduction over all ranks."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        tensor: torch.Tensor,
+        region: Region | None,
+        op: ReduceOp,
+        name: str,
+        factor: float,
+        tail: int,
+        tree: Tree | None,
+    ) -> None:
+        self._memory = memory
+        self._tree = tree
+        self.tensor = tensor
+        self.region = region
+        self.short = tree is None and memory.is_short(tensor)
+        self.values: list[torch.Tensor] = []  # of a short tensor: the ranks' slots
+        self.posted = False  # whether this rank has posted "ready" for the whole tensor
+        self.op, self.name = op, name
+        self.factor = factor
+        self.scaled = tensor.numel() - tail
+        self.tag = _tag(op, name, tensor.dtype, tensor.numel(), region is None)
+        self.ended = False
+        self._steps: Iterator[Need] = self._run()
+        self._need: Need | None = None
+
+    @property
+    def what(self) -> str:
+        """Description of the operation for messages."""
+        return f"{self.op.value} of {self.name!r}"
+
+    def wait(self) -> None:
+        if not self.ended:
+            self._memory.advance(self)
+
+    def done(self) -> bool:
+        if not self.ended:
+            self._memory.advance()
+        return self.ended or self._memory.failed
+
+    def progress(self, block: bool) -> bool:
+        """Carry out steps until a condition is not met; with ``block``, all steps. Return whether the operation ended."""
+        while self._need is None or self._need(block):
+            self._need = next(self._steps, None)
+            if self._need is None:
+                self.ended = True
+                return True
+        return False
+
+    def _run(self) -> Iterator[Need]:
+        memory, tensor, dtype = self._memory, self.tensor, self.tensor.dtype
+        if self.short:
+            if not self.posted:
+                memory.post_ready(self)
+            yield from memory.reduce_short(self)
+            return
+        if self.region is not None:
+            if not self.posted:
+                memory.post_ready(self)
+            plan = self.region.plan(dtype, tensor.numel(), self.scaled, self._tree)
+            yield from memory.reduce_shard(plan, self)
+            return
+        room = STAGE_BYTES // dtype.itemsize
+        for first in range(0, tensor.numel(), room):
+            piece = tensor[first : first + room]
+            count = piece.numel()
+            plan = memory.stage.plan(dtype, count, min(max(self.scaled - first, 0), count))
+            plan.own.copy_(piece)
+            memory.post_ready(self)
+            yield from memory.reduce_shard(plan, self)
+            # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
+            with torch.inference_mode() if piece.is_inference() else nullcontext():
+                piece.copy_(plan.own)
+
+
+@lru_cache(maxsize=4096)
+def _tag(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> bytes:
+    """Return the tag of an operation, equal on every rank: a hash and the beginning of the operation's description."""
+    text = f"{op.value} of {name!r} ({str(dtype).removeprefix('torch.')}, {numel})"
+    digest = hashlib.blake2b(f"{text} {staged}".encode(), digest_size=8).digest()
+    return (digest + text.encode())[:TAG_BYTES].ljust(TAG_BYTES, b"\0")

@@ -1,0 +1,130 @@
+"""Slots: one for each trained parameter, with the part of a bucket that holds its gradient."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from dualtrain.backends.base import Work
+from dualtrain.gradients.layout import dense_strides
+from dualtrain.gradients.parameters import gradient_dtype
+
+LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucket as soon as it is ready
+
+
+class SlotBucket(Protocol):
+    """The part of a bucket that its slots, and the users of slots, need."""
+
+    pending: int
+    work: Work[None] | None
+    factor: torch.Tensor | None
+
+    def covers(self, address: int) -> bool:
+        """Return whether ``address`` is in the memory of a bucket of the same layout."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter, and the part of a bucket that holds its gradient."""
+
+    name: str
+    param: torch.nn.Parameter
+    #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
+    view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    #: ``None`` before the layout, and for a sparse gradient.
+    bucket: SlotBucket | None = None
+    #: The tensor that becomes ``param.grad``. It is not ``view`` itself, since the user may assign to its ``.data``.
+    alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    #: Storage address, strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
+    address: int = 0
+    strides: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    #: The last round of the schedule in which the gradient was marked ready.
+    ready_in_round: int = 0
+    #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
+    passes: int = 0
+    #: Whether the gradient is copied to the bucket as soon as it is ready, before the bucket is complete.
+    large: bool = False
+
+    def copy_to_bucket(self) -> None:
+        """Copy the gradient, which has just become ready, to its bucket.
+
+        At this time the gradient is still in the processor's cache. The copy frees the old memory for the next gradient.
+        """
+        p = self.param
+        grad = p.grad
+        if grad is None or grad.is_sparse or grad.shape != self.shape:
+            return
+        address = grad.data_ptr()
+        if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
+            return  # the gradient is in its bucket already, or in the memory of another gradient (``pack`` reports this)
+        # Don't copy if another reducer or the user has a hook that runs later: it must see this rank's own gradient, and
+        # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
+        if len(p._post_accumulate_grad_hooks) == 1:
+            self.move_kept()
+            self.view.copy_(grad.detach())
+            self.unpack()
+
+    def place(self, bucket: SlotBucket, view: torch.Tensor) -> None:
+        """Make ``view``, a part of ``bucket``, the gradient's place."""
+        self.bucket, self.view, self.alias = bucket, view, view.detach()
+        self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
+        # On a GPU, it is faster to copy all gradients of a bucket in one call.
+        self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
+
+    def move_kept(self) -> None:
+        """If the program still holds an earlier gradient, give it memory of its own before ``view`` is overwritten.
+
+        The program then sees the earlier values, as in torch. This does not help views of the earlier gradient
+        (``param.grad.view(-1)``) and, in some versions of torch, references that only C++ holds (``other.grad = p.grad``).
+        """
+        if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
+            self.alias.data = self.alias.detach().clone()
+            self.alias = self.view.detach()
+
+    def unpack(self) -> None:
+        """Make ``param.grad`` a tensor that shares the memory of ``view``."""
+        alias = self.alias
+        if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned to ``alias.data``
+            self.alias = alias = self.view.detach()
+        try:
+            self.param.grad = alias
+        except RuntimeError:  # the parameter has another shape or dtype now
+            self.alias = self.param.grad = self.view.detach()
+
+    def describe(self) -> str:
+        """Describe what must be the same on every rank: name, dtype, shape, strides and device type."""
+        p = self.param
+        dtype = str(p.dtype).removeprefix("torch.")
+        if gradient_dtype(p) != p.dtype:
+            dtype += f" with gradients of {str(gradient_dtype(p)).removeprefix('torch.')}"
+        device = "" if p.is_cpu else f", {p.device.type}"
+        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)}{device})"
+
+
+_EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
+#: The reference count of a slot's alias while only the slot refers to it.
+REFERENCES = sys.getrefcount(_EXAMPLE.alias)
+
+
+@torch.no_grad()
+def separate_gradients(slots: Sequence[Slot]) -> None:
+    """Copy each gradient that shares its memory with another gradient or is a part of a larger tensor.
+
+    Autograd makes such gradients, for example for the two inputs of a sum of reshaped parameters.
+    """
+    seen = set()
+    for slot in slots:
+        grad = slot.param.grad
+        if grad is None or grad.layout is not torch.strided:
+            continue
+        storage = grad.untyped_storage()
+        address = storage.data_ptr()
+        if address in seen or storage.nbytes() != grad.numel() * grad.element_size():
+            slot.param.grad = grad.clone()
+        seen.add(address)

@@ -1,0 +1,54 @@
+"""The samples that a rank reads: its parts of each global batch, and of the validation samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dualtrain.data import Batch
+from dualtrain.data.draws import derived
+from dualtrain.data.sampler import Sampler, share
+
+_VALIDATION_BATCH = 512
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Division of the samples into this rank's batches.
+
+    Attributes:
+        sampler: the order of the training samples, and the global batches.
+        parts: the number of parts of a global batch.
+        mine: this rank's parts.
+        accumulate: the number of backward passes for each part.
+    """
+
+    sampler: Sampler
+    parts: int
+    mine: Sequence[int]
+    accumulate: int
+
+    def rest_of_epoch(self, epoch: int, first: int) -> Iterator[Batch]:
+        """Yield the training batches of an epoch, from global batch ``first`` on. The loader reads ahead."""
+        seed = derived(self.sampler.seed, "augmentation", epoch)
+        for number in range(first, self.sampler.batches):
+            for passes in self.passes(self.sampler.batch(epoch, number)):
+                for part in passes:
+                    yield Batch(part, seed)
+
+    def passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+        """Split this rank's parts of a global batch into tensors, one for each backward pass; an empty part has none."""
+        parts = [share(batch, number, self.parts) for number in self.mine]
+        return [part.tensor_split(min(self.accumulate, len(part))) if len(part) else () for part in parts]
+
+    def validation(self, samples: int) -> list[list[Batch]]:
+        """Return the batches of each of this rank's parts of the validation samples. No sample is evaluated twice."""
+        return [self._validation(samples, part) for part in self.mine]
+
+    def _validation(self, samples: int, part: int) -> list[Batch]:
+        """Return the batches of one part: every ``parts``-th sample."""
+        mine = torch.arange(samples)[part :: self.parts]
+        size = min(_VALIDATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
+        return [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
