@@ -30,15 +30,12 @@ def missing_contenders() -> dict[str, str]:
     }
 
 
-def measure_growth(
-    ranks: Sequence[int], names: Sequence[str], rounds: int, spec: LaunchSpec, log: Callable[[str], None]
-) -> Growth:
-    """Measure the contenders ``names`` with each number of ``ranks``; ``log`` gets a line per start.
+def measure_growth(growth: Growth, names: Sequence[str], rounds: int, spec: LaunchSpec, log: Callable[[str], None]) -> None:
+    """Add the times of the contenders ``names`` with each number of ranks to ``growth``; ``log`` gets a line per start.
 
     A start that fails or exceeds its time limit is recorded, and the next one follows. Rounds alternate in order.
     """
-    growth = Growth(ranks)
-    for count in ranks:
+    for count in growth.ranks:
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 began = time.monotonic()
@@ -54,38 +51,40 @@ def measure_growth(
                 else:
                     growth.rounds.setdefault((count, name), []).append(times_of(found))
                     log(f"{title}, {time.monotonic() - began:.1f} s")
-    return growth
 
 
 def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int) -> int:
     """Measure, write the results to ``folder`` and print them. Return the exit status: 1 if nothing could be measured.
 
+    After Ctrl-C or SIGTERM, the results so far are written and printed.
+
     Raises:
         UserError: the results cannot be written; they are printed nevertheless.
     """
-    missing, began, before = missing_contenders(), now(), load()
-    names = [name for name in CONTENDERS if name not in missing]
-    with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
-        spec = LaunchSpec(ranks[0], device, Path(work))
-        growth = measure_growth(ranks, names, rounds, spec, lambda line: show(line, sys.stderr))
-    growth.missing = missing
-    machine = {"measured": f"{began} to {now()}", **host_facts(device, before, "one intra-op thread per rank")}
+    growth, began, before = Growth(ranks, missing=missing_contenders()), now(), load()
+    names = [name for name in CONTENDERS if name not in growth.missing]
     try:
-        _write(folder, growth, machine)
+        with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
+            spec = LaunchSpec(ranks[0], device, Path(work))
+            measure_growth(growth, names, rounds, spec, lambda line: show(line, sys.stderr))
+    finally:
+        machine = {"measured": f"{began} to {now()}", **host_facts(device, before, "one intra-op thread per rank")}
+        _conclude(folder, growth, machine)
+    return 0 if growth.rounds else 1
+
+
+def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
+    values = {"machine": machine, "milliseconds": plain(growth), "missing": growth.missing}
+    contents = {"bench.json": json.dumps(values, indent=1), "bench.html": page(growth, machine)}
+    if growth.rounds:
+        contents["bench.svg"] = picture(growth)
+    try:
+        for name, content in contents.items():
+            write_whole(folder / name, content.encode())
+            show(folder / name, sys.stderr)
     except OSError as error:
         raise UserError(
             f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
         ) from error
     finally:
         show(text(growth, machine))
-    return 0 if growth.rounds else 1
-
-
-def _write(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
-    values = {"machine": machine, "milliseconds": plain(growth), "missing": growth.missing}
-    contents = {"bench.json": json.dumps(values, indent=1), "bench.html": page(growth, machine)}
-    if growth.rounds:
-        contents["bench.svg"] = picture(growth)
-    for name, content in contents.items():
-        write_whole(folder / name, content.encode())
-        show(folder / name, sys.stderr)

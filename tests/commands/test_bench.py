@@ -556,7 +556,8 @@ def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
 
     monkeypatch.setattr(scale, "run_entry", run_entry)
     said: list[str] = []
-    growth = scale.measure_growth(ranks, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
+    growth = scale.Growth(ranks)
+    scale.measure_growth(growth, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
     return growth, specs, said
 
 
@@ -597,19 +598,23 @@ def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkey
     assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
 
 
-def test_the_scale_ends_with_status_1_only_if_nothing_was_measured(monkeypatch, tmp_path, capsys):
+def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(monkeypatch, tmp_path, capsys):
     asked = []
 
-    def measure_growth(ranks, names, rounds, spec, log):
-        asked.append((ranks, rounds))
-        return scale.Growth(ranks, {(2, "torch"): [dict.fromkeys(MEASURES, 1.0)]} if rounds == 1 else {})
+    def measure_growth(growth, names, rounds, spec, log):
+        asked.append((growth.ranks, rounds))
+        if rounds < 3:
+            growth.rounds[2, "torch"] = [dict.fromkeys(MEASURES, 0.5)]
+        if rounds == 2:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(scale, "measure_growth", measure_growth)
-    assert main(["--scale", "--out", str(tmp_path)]) == 0
-    assert main(["--scale", "--ranks", "4,2", "--pairs", "3", "--out", str(tmp_path)]) == 1
-    assert asked == [(RANKS, 1), ((2, 4), 3)]
+    measured, interrupted, nothing = [], ["--ranks", "4,2", "--pairs", "2"], ["--pairs", "3"]
+    for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
+        assert main(["--scale", "--out", str(tmp_path), *flags]) == status
+        assert shown in capsys.readouterr().out
+    assert asked == [(RANKS, 1), ((2, 4), 2), (RANKS, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
-    assert "launch to connected, ms" in capsys.readouterr().out
     assert ranks_of("8,2,8") == (2, 8)
 
 
