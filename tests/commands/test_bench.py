@@ -599,10 +599,10 @@ def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkey
 
 
 def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(monkeypatch, tmp_path, capsys):
-    asked = []
+    calls = []
 
     def measure_growth(growth, names, rounds, spec, log):
-        asked.append((growth.ranks, rounds))
+        calls.append((growth.ranks, rounds))
         if rounds < 3:
             growth.rounds[2, "torch"] = [dict.fromkeys(MEASURES, 0.5)]
         if rounds == 2:
@@ -613,7 +613,7 @@ def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(mo
     for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
         assert main(["--scale", "--out", str(tmp_path), *flags]) == status
         assert shown in capsys.readouterr().out
-    assert asked == [(RANKS, 1), ((2, 4), 2), (RANKS, 3)]
+    assert calls == [(RANKS, 1), ((2, 4), 2), (RANKS, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
     assert ranks_of("8,2,8") == (2, 8)
 
