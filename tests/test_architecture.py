@@ -51,8 +51,8 @@ LAYERS = {
     "backends": [
         {"watch", "objects"},
         {"base"},
-        {"wire", "serial", "agreement", "sum_order", "shm.semaphores", "shm.short"},
-        {"shm.segment", "shm.shards", "tree_sum"},
+        {"wire", "serial", "agreement", "sum_order", "ring_order", "shm.semaphores", "shm.short"},
+        {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
         {"shm.operation"},
         {"shm.reductions"},
         {"collectives"},

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import measure, pace, start_contender
+from dualtrain.bench import measure, pace, scale, scale_page, start_contender, worker
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
-from dualtrain.bench.contenders import alone, trainers
+from dualtrain.bench.contenders import alone, dualtrain_hvd, ours, trainers
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
@@ -43,6 +43,7 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import MET, NOT_MET, NOT_SHOWN, rows_of, sweep_of
+from dualtrain.bench.scale_plan import CONTENDERS, MEASURES, RANKS, ranks_of, times_of
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
@@ -397,7 +398,13 @@ def test_each_job_is_described_with_the_size_of_its_model():
     assert set(ABOUT) == set(JOBS) - {"large"}
     sizes = {"empty": "2 weights", "small": "465,198 weights", "convnet": "29,034 weights"}
     sizes |= {"resnet18": "11.2 M weights", "mlp": "20.0 M weights", "transformer": "4.7 M weights"}
-    sizes |= {"vgg": "8.7 M weights", "mlp33m": "33.6 M weights", "layers250": "263,274 weights", "linear": "8.4 M weights"}
+    sizes |= {
+        "layers20": "20,394 weights",
+        "vgg": "8.7 M weights",
+        "mlp33m": "33.6 M weights",
+        "layers250": "263,274 weights",
+        "linear": "8.4 M weights",
+    }
     for name, size in sizes.items():
         count = sum(p.numel() for p in WORKLOADS[name].build().parameters())
         assert size == f"{count / 1e6:.1f} M weights" if " M " in size else f"{count:,} weights"
@@ -432,7 +439,7 @@ def test_all_compared_contenders_are_measured():
         assert needed <= one & other, comparison
     assert all(_job_of(cost.job) in jobs_of(ENTRIES[cost.one], JOBS) for cost in COSTS if cost.job != "start")
     assert {cost.one for cost in COSTS} | {c.other for c in COSTS} <= {*ENTRIES, ""}
-    modules = {entry.module for entry in ENTRIES.values() if " " not in entry.module}
+    modules = {entry.module for entry in (*ENTRIES.values(), *CONTENDERS.values()) if " " not in entry.module}
     files = {path.stem for path in (ROOT / "dualtrain" / "bench" / "contenders").glob("[!_]*.py")}
     assert modules == files
 
@@ -519,6 +526,96 @@ def test_the_trainer_runs_the_steps_of_a_task(option):
     contender.close()
     assert task.step_seconds() > 0
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("module", [ours, dualtrain_hvd])
+def test_calls_and_steps_of_the_scale_are_timed_on_each_rank(module):
+    contender = module.start("local/native", CPU)
+    found = worker._scale(contender, "scale", SimpleNamespace(connected={"start": 2.0, "connect": 1.0}))
+    contender.train(Task("tiny", CPU, 0.5))
+    assert contender.metric(torch.tensor(2.5)).item() == 2.5
+    contender.close()
+    times = times_of(found)
+    assert {*times, "layers20"} == set(MEASURES)
+    assert min(times.values()) > 0
+
+
+# -- growth with the number of ranks ------------------------------------------------------------------------------
+
+
+def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
+    """Measure with simulated contenders: a time is the number of ranks in ms, Horovod's twice; one contender fails."""
+    specs = []
+
+    def run_entry(entry, jobs, spec, step_fraction):
+        specs.append(spec)
+        if entry is CONTENDERS["shm"] and spec.ranks == 4:
+            raise LaunchError("no <memory>")
+        seconds = spec.ranks * (2e-3 if entry is CONTENDERS["horovod"] else 1e-3)
+        return [{"job": name, "seconds": seconds * (1 + rank)} for name in MEASURES for rank in range(2)]
+
+    monkeypatch.setattr(scale, "run_entry", run_entry)
+    said: list[str] = []
+    growth = scale.Growth(ranks)
+    scale.measure_growth(growth, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
+    return growth, specs, said
+
+
+def test_a_number_of_ranks_that_fails_is_reported_and_the_others_are_measured(monkeypatch, tmp_path):
+    growth, specs, said = growth_of(monkeypatch, tmp_path)
+    assert [spec.ranks for spec in specs] == [2] * 10 + [4] * 10
+    assert all(0 < spec.timeout < 1000 for spec in specs)
+    assert growth.failures == {(4, "shm"): "no <memory>"}
+    assert growth.seconds("barrier", "native", 4) == 8e-3  # of the slowest rank
+    assert growth.seconds("connect", "native", 4) == 4e-3  # of the rank that was started last
+    assert growth.ratio("metric", "hvd", "horovod", 2) == 0.5
+    assert growth.ratio("metric", "shm", "torch", 4) is None
+    assert scale_page.plain(growth)["barrier"]["shm"] == {2: 4.0, 4: "no <memory>"}
+    assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
+    assert len([line for line in said if "failed: no <memory>" in line]) == 2
+
+
+def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkeypatch, tmp_path):
+    growth, _, _ = growth_of(monkeypatch, tmp_path)
+    growth.missing = {"horovod": "it is not installed"}
+    said, shown = scale_page.text(growth, MACHINE), Page(scale_page.page(growth, MACHINE))
+    for words in (
+        "barrier, ms",
+        "4.000",
+        "× 0.50",
+        "with 4 ranks: failed: no <memory>",
+        "not measured: it is not",
+        "two <ranks>",
+    ):
+        assert words in said
+        assert words in shown.text
+    assert said.splitlines()[-1] == "dualtrain, shared memory with 4 ranks: failed: no <memory>"
+    figure = ElementTree.fromstring(scale_page.picture(growth))
+    circles = figure.iter("{http://www.w3.org/2000/svg}circle")
+    assert len([one for one in circles if len(one)]) == len(MEASURES) * (2 * len(CONTENDERS) - 1)
+    assert not {"img", "script"} & {*shown.tags}
+    empty = scale.Growth(RANKS, failures={(2, "torch"): "no luck"})
+    assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
+
+
+def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(monkeypatch, tmp_path, capsys):
+    calls = []
+
+    def measure_growth(growth, names, rounds, spec, log):
+        calls.append((growth.ranks, rounds))
+        if rounds < 3:
+            growth.rounds[2, "torch"] = [dict.fromkeys(MEASURES, 0.5)]
+        if rounds == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(scale, "measure_growth", measure_growth)
+    measured, interrupted, nothing = [], ["--ranks", "4,2", "--pairs", "2"], ["--pairs", "3"]
+    for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
+        assert main(["--scale", "--out", str(tmp_path), *flags]) == status
+        assert shown in capsys.readouterr().out
+    assert calls == [(RANKS, 1), ((2, 4), 2), (RANKS, 3)]
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
+    assert ranks_of("8,2,8") == (2, 8)
 
 
 # -- launching ----------------------------------------------------------------------------------------------------
@@ -833,6 +930,9 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),
         (["extra"], "unrecognized"),
+        (["--ranks", "2"], "--ranks has no effect without --scale"),
+        (["--scale", "--ranks", "2,1"], "--ranks must be numbers from 2 to 1024"),
+        (["--scale", "--quick"], "--scale cannot be combined with --quick"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
