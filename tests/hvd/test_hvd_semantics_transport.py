@@ -145,6 +145,29 @@ def test_every_wait_advances_the_gradients_of_all_optimizers(real):
     assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 has joined without its last step
 
 
+def unfrozen(backend, transport):
+    """Unfreeze the second parameter after two steps. The first one's gradient, of 64 KiB or more, lies in its bucket."""
+    with library(backend, DUALTRAIN_TRANSPORT=transport) as hvd:
+        params = [nn.Parameter(torch.zeros(count)) for count in (20000, 3)]
+        params[1].requires_grad_(False)
+        named = [(f"unfrozen.{i}", p) for i, p in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named, op=hvd.Sum)
+        for step in range(4):
+            params[1].requires_grad_(step >= 2)
+            trained = params[: 1 + (step >= 2)]
+            torch.autograd.backward(trained, [torch.full_like(p, hvd.rank() + 1.0) for p in trained])
+            hvd.barrier()  # time for sums that should not have been started
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [p.unique().tolist() for p in params] == [[-12.0], [-6.0]]
+
+
+@OURS_2
+def test_gradients_are_summed_once_after_a_parameter_is_unfrozen(real):
+    real(unfrozen, "native")
+    real(unfrozen, "shm")
+
+
 def refused(backend):
     """Let rank 1 refuse to map memory."""
     problem = PermissionError(13, "Permission denied") if backend.rank else None
