@@ -18,7 +18,6 @@ from dualtrain.config import parse
 from dualtrain.errors import StoppedError, UserError
 from dualtrain.training import checkpoint
 from tests.conftest import Spmd, require_horovod
-from tests.hvd.worlds import worlds
 from tests.training.virtual import hash_of
 
 TEXT = "the quick brown fox jumps over the lazy dog . " * 40
