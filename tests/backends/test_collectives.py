@@ -810,7 +810,11 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(man
 
 
 def other_calls(backend):
-    """Make two different checked calls at the same time, one on rank 0 and one on the other ranks, for every such pair."""
+    """Make two different checked calls at the same time, one on rank 0 and one on the other ranks, for every such pair.
+
+    On Horovod, where an exchange takes ten times as long, each call is made with the next one only: the ranks have compared
+    the calls before the backend starts anything.
+    """
     rows = torch.zeros(2 * backend.size)
     weight = torch.nn.Parameter(torch.ones(2))
     reducer = GradientReducer([("weight", weight)], backend)
@@ -835,7 +839,7 @@ def other_calls(backend):
     }
     names = list(calls)
     for number, one in enumerate(names):
-        for other in names[number + 1 :]:
+        for other in names[number + 1 :][: 1 if backend.name == "horovod" else None]:
             if {one, other} == {"allgather_object", "allgather_object of an unknown class"}:
                 continue  # the same call: only one rank's object is refused
             with pytest.raises(BackendError, match="the ranks do not agree on a collective call"):
