@@ -31,7 +31,7 @@ import traceback
 from typing import Any
 
 FORMAT = 1
-#: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
+#: Steps after which the weights are summarized, besides those of ``marks``; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
 PART = 1 << 24  # elements of a tensor that are converted at once: a frozen layer may fill half of a GPU
@@ -73,6 +73,8 @@ class Recorder:
         self.record, self.steps = record, steps
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
+        self._marks = marks(steps)
+        self._first_defect = 0  # the first step by whose end dualtrain had reproduced a defect of Horovod; 0 if it has not
         self._join: Any = None  # the library's own join()
         # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
         self._joined = False
@@ -190,8 +192,10 @@ class Recorder:
         step = self.counts[number]
         sums = checksums(params)
         self.record.write("step", optimizer=number, step=step, seconds=seconds, sums=sums, time=time.time())
-        if step in MARKS or step == self.steps:
+        if step in self._marks:
             self._write_weights(number, optimizer)
+        if not self._first_defect and _defects():
+            self._first_defect = max(self.counts)
         if self._is_end() and not self._joined:  # else all ranks leave after the next join()
             self._meet()
             self._leave()
@@ -239,10 +243,8 @@ class Recorder:
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
         if reason != "error" and any(self.counts):
             self._write_state()  # after the memory was read, since the summaries need more than the script does
-        compat = sys.modules.get("dualtrain.hvd.compat")
-        met = [list(each) for each in compat.met()] if compat is not None else []
-        facts = {"steps": self.counts, "memory": memory, "gpu_memory": gpu, "defects": met}
-        self.record.write("end", reason=reason, status=status, **dict(facts, **more))
+        facts = {"steps": self.counts, "memory": memory, "gpu_memory": gpu, "defects": _defects()}
+        self.record.write("end", reason=reason, status=status, first_defect=self._first_defect, **dict(facts, **more))
 
     def _leave(self) -> None:
         """End this process, and so the script. All ranks call this at the same time.
@@ -282,6 +284,17 @@ class Recorder:
         except Exception as error:
             # Another rank has ended, or the library was shut down: nothing is left to wait for.
             self.record.note(error)
+
+
+def marks(steps: int) -> set[int]:
+    """Return the steps after which a run of ``steps`` steps summarizes the weights: MARKS, three quarters, and the end."""
+    return {*MARKS, 3 * steps // 4, steps}
+
+
+def _defects() -> list[list[Any]]:
+    """Return the defects of Horovod that dualtrain has reproduced in this process: [defect, file, line]."""
+    compat = sys.modules.get("dualtrain.hvd.compat")
+    return [list(each) for each in compat.met()] if compat is not None else []
 
 
 def summary(p: Any) -> list[Any]:

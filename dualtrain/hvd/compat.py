@@ -17,11 +17,16 @@ from dualtrain.optimizer import DistributedOptimizer
 
 FRESH_STATE = "broadcast_optimizer_state takes a step with an optimizer that has no state"
 DROPPED_STATE = "DistributedOptimizer drops the state (momentum) of the optimizer that it wraps"
+REMADE = "DistributedOptimizer drops hooks and attributes of the optimizer that it wraps"
 OPTIONS = "broadcast_optimizer_state leaves out the options of an optimizer without state"
 FROZEN = "parameters that are frozen after the wrapping get gradients of zeros"
 UNREDUCED = "the gradients of parameters that are added or unfrozen after the wrapping are not reduced"
 HALF = "float16 is summed in 16 bits"
 
+#: Optimizers whose state has a number of steps that their updates do not depend on.
+_COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
+#: Attributes that do not change numbers, because only warnings use them, or that are compared separately.
+_NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _met: dict[tuple[str, str, int], None] = {}
 _enabled = False
@@ -55,11 +60,33 @@ def met() -> list[tuple[str, str, int]]:
 
 def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and parameter groups, without the state and defaults of ``optimizer``."""
-    if optimizer.state:
-        note(DROPPED_STATE)
     kind: Any = type(optimizer)
     fresh: torch.optim.Optimizer = kind(optimizer.param_groups)
+    if not _equal(dict(optimizer.state), dict(fresh.state)):  # Adagrad makes its state in its constructor
+        note(DROPPED_STATE)
+    if not _equal(_attributes(optimizer), _attributes(fresh)):
+        note(REMADE)
     return fresh
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    found = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COMPARED}
+    if hasattr(found.get("step"), "_wrapped_by_lr_sched"):
+        del found["step"]  # of a scheduler, which counts the calls for a warning
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values are certainly equal; objects of unknown classes are not, unless they are the same."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or (isinstance(one, bool | int | float | str) and one == other)
 
 
 @torch.no_grad()
@@ -69,6 +96,7 @@ def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in params]
+    lost = any(p.grad is not None and _is_nonzero(p.grad) for p in params if p.requires_grad)
     for p in params:
         if p.requires_grad:
             p.grad = torch.zeros_like(p)
@@ -76,8 +104,9 @@ def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
     with torch.enable_grad():
         inner.step()
     moved = any(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
-    counted = any(_is_nonzero(value) for state in optimizer.state.values() for value in state.values())
-    if moved or counted or any(group.get("dampening") for group in optimizer.param_groups):
+    unused = {"step"} if isinstance(inner, _COUNTER_UNUSED) else set()
+    state = [each for state in optimizer.state.values() for name, each in state.items() if name not in unused]
+    if moved or lost or any(map(_is_nonzero, state)) or any(group.get("dampening") for group in optimizer.param_groups):
         note(FRESH_STATE)
 
 

@@ -253,8 +253,10 @@ class _Optimizer(NativeOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
+        if compat.enabled():
+            # The new optimizer has the defaults of its class, which matters to ranks that reduce nothing, too.
+            compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
-            compat.note(compat.UNREDUCED)
             self.optimizer.add_param_group(param_group)
             self.reducer.hooks.known.update(map(id, self.param_groups[-1]["params"]))
         elif self.reducer is None:

@@ -14,6 +14,7 @@ import sys
 import time
 import types
 import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,15 @@ from torch import nn
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.__main__ import main
-from dualtrain.horovodize.prove import command, launch
+from dualtrain.horovodize.prove import collect, command, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved
+from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
-from dualtrain.horovodize.prove.records import read_record
-from dualtrain.horovodize.prove.verdict import Evidence, facts, needs_compat, steps_to_measure, table, verdict_of
+from dualtrain.horovodize.prove.records import RunRecord, read_record
+from dualtrain.horovodize.prove.verdict import facts, table, verdict_of
 from dualtrain.horovodize.prove.workspace import workspace
 from tests.forked import run_ranks
 from tests.pool import ROOT
@@ -146,7 +148,7 @@ def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
         assert (rank.end.reason, rank.end.status) == ("steps", 0)
         assert [each.names for each in rank.optimizers] == [["weight", "bias"]] * 2
         assert [each.numels for each in rank.optimizers] == [[12, 3], [6, 2]]
-        assert [sorted(each.weights) for each in rank.optimizers] == [[0, 1, 2, 4]] * 2
+        assert [sorted(each.weights) for each in rank.optimizers] == [[0, 1, 2, 3, 4]] * 2
         assert [each.steps for each in rank.optimizers] == [4, 4]  # the second optimizer also takes all its steps
         assert rank.optimizers[0].weights[0].options[0]["lr"] == 0.1
         assert [number for number, _ in rank.seconds] == [0, 1] * 4
@@ -334,7 +336,6 @@ def test_equal_runs_have_the_same_bits(simulated):
     assert different_end(one, other) is None
     assert distance(one, other) == (0.0, STEPS)
     evidence = Evidence([one, other], [one, other])
-    assert not needs_compat(evidence)
     verdict = verdict_of(evidence, ["a cause"])
     assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
 
@@ -441,10 +442,9 @@ def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank
     found = first_difference(one, other)
     assert (found.step, found.optimizer, found.rank, found.names) == (step, optimizer, rank, names)
     assert found.options == options
-    assert found.measured == min(mark for mark in (0, 1, 2, 5, STEPS) if mark >= step)
+    assert found.measured == min(mark for mark in (0, 1, 2, 4, 5, STEPS) if mark >= step)
     assert 1e-7 < found.relative < 1
     evidence = Evidence([one, one], [other, other])
-    assert needs_compat(evidence)
     verdict = verdict_of(evidence, ["train.py:3: clip_grad_norm_ comes before synchronize()"])
     begin = f"from step {step}" if step else "before the first step"
     assert verdict.status == 1
@@ -550,7 +550,6 @@ def scaled_by(factor):
 def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread, apart, status, begins, simulated):
     horovod = [simulated(), simulated(scaled_by(1 + spread))]
     evidence = Evidence(horovod, [simulated(scaled_by(1 + apart))])
-    assert not needs_compat(evidence)
     verdict = verdict_of(evidence, [])
     assert (verdict.status, verdict.line.startswith(begins)) == (status, True), verdict.line
     assert verdict.details[0].startswith("not repeatable: two runs on Horovod differ before the first step in 'weight'")
@@ -998,56 +997,210 @@ def test_an_interrupt_during_the_imports_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "dualtrain: error: interrupted\n"
 
 
-def test_runs_that_only_measure_the_speed_are_shorter(simulated):
-    run = simulated(steps=50, until=50)
-    for rank in run.ranks:
-        rank.seconds = [(number, 0.1) for number, _ in rank.seconds]
-    assert steps_to_measure(Evidence([run], [run])) == 10
-    for rank in run.ranks:
-        rank.seconds = [(number, 0.03) for number, _ in rank.seconds]
-    assert steps_to_measure(Evidence([run], [run])) == 17
-    run = simulated(steps=8, until=8)
-    for rank in run.ranks:
-        rank.seconds = [(number, 1.0) for number, _ in rank.seconds]
-    assert steps_to_measure(Evidence([run], [run])) == 5  # the first step is not timed, so one step would not suffice
+LONG = 50
+MET = [("it takes a step", "train.py", 12)]
+RECORDS = {}
 
 
-LONG, SHORT = 50, 10
+def shift(models, optimizers):
+    with torch.no_grad():
+        models[0].bias[0] += 0.5
 
 
-def collected(simulated, monkeypatch, rounds, change=None, compat_fails=False):
-    """Return the evidence of runs that are simulated, and (side, steps, compat) of each run."""
-    runs = []
-
-    def run(job, side, title, compat=False):
-        runs.append((side, job.steps, compat))
-        if compat and compat_fails:
-            raise RunError("dualtrain: the script failed")
-        changed = {} if change is None or side == "Horovod" else {"change": change}
-        found = simulated(steps=job.steps, until=job.steps, **changed)
-        for rank in found.ranks:
-            rank.seconds = [(number, 1.0) for number, _ in rank.seconds]
-        return found
-
-    monkeypatch.setattr(command, "_run", run)
-    with workspace() as space:
-        return command._collect(Job(("x.py",), 2, LONG, None, 5.0, space), rounds, None), runs
+def nothing(models, optimizers):
+    pass
 
 
-def test_rounds_after_the_first_are_shorter_if_the_sides_agree(simulated, monkeypatch):
-    _, runs = collected(simulated, monkeypatch, 3)
-    both = ["Horovod", "dualtrain"]
-    sides = [*both, *both[::-1], *both]
-    assert runs == [(side, LONG if number < 2 else SHORT, False) for number, side in enumerate(sides)]
+CHANGES = {
+    "": (1, nothing),
+    "start": (1, nudge),
+    "other start": (1, shift),
+    "step 3": (3, nudge),
+    "step 30": (30, nudge),
+    "step 40": (40, nudge),
+    "step 50": (50, nudge),
+    "fewer steps": (1, nothing),
+}
 
 
-def test_a_difference_is_compared_with_the_defects_after_the_first_round(simulated, monkeypatch, capsys):
-    long = [("Horovod", LONG, False), ("dualtrain", LONG, False)]
-    evidence, runs = collected(simulated, monkeypatch, 2, at(3, 1, nudge))
-    assert runs == [*long, ("dualtrain", LONG, True), *long[::-1]]
-    assert evidence.compat is not None
-    # If the run with the defects fails, the comparison of the sides is kept.
-    evidence, runs = collected(simulated, monkeypatch, 1, at(3, 1, nudge), compat_fails=True)
-    assert (evidence.compat, runs) == (None, [*long, ("dualtrain", LONG, True), long[0]])
+def slowly(changed_step, act):
+    """Return a change before a step, in a training that does not diverge in 50 steps."""
+
+    def change(rank, step, models, optimizers):
+        if step == 1:
+            for optimizer in optimizers:
+                optimizer.param_groups[0].update(lr=1e-5, momentum=0.0)
+        at(changed_step, 0, act)(rank, step, models, optimizers)
+
+    return change
+
+
+@dataclass
+class Script:
+    """How the runs of a script differ from its run without changes: names of CHANGES."""
+
+    horovod: str = ""
+    compat: str = ""
+    plain: str = ""
+    again: str | None = None  # the second run on Horovod
+    first_defect: int = 0
+    recorded: bool = False
+
+
+@pytest.fixture
+def collected(simulated, monkeypatch):
+    """Return a function that returns the evidence of simulated runs, and the kind and the steps of each."""
+
+    def record_of(name, steps):
+        if (name, steps) not in RECORDS:
+            until = min(steps, 30) if name == "fewer steps" else steps
+            RECORDS[name, steps] = simulated(slowly(*CHANGES[name]), ranks=1, steps=steps, until=until)
+        return RECORDS[name, steps]
+
+    def collected(script, rounds=3):
+        runs = []
+
+        def run(job, side, title, compat=False):
+            kind = "Horovod" if side == "Horovod" else "compat" if compat else "plain"
+            name = {"Horovod": script.horovod, "compat": script.compat, "plain": script.plain}[kind]
+            if script.again is not None and kind == "Horovod" and runs:
+                name = script.again
+            runs.append((kind, job.steps))
+            if name == "fails":
+                raise RunError(f"{side}: the script failed")
+            [rank] = record_of(name, job.steps).ranks
+            if kind == "compat" and script.first_defect:
+                rank = replace(rank, end=rank.end._replace(defects=MET, first_defect=script.first_defect))
+            return RunRecord([rank], 0.0)
+
+        monkeypatch.setattr(collect, "run", run)
+        with workspace() as space:
+            job = Job(("x.py",), 1, LONG, None, 5.0, space)
+            evidence = collect.collect(job, rounds, record_of(script.horovod, LONG) if script.recorded else None)
+        return evidence, runs
+
+    return collected
+
+
+FIRST = [("Horovod", 50), ("compat", 50)]
+SPEED = [("plain", 8), ("Horovod", 8), ("Horovod", 8), ("plain", 8)]
+SAME, DEFECTS = "same bits for 50 steps", "same bits for 50 steps, once these defects of Horovod are reproduced: it takes"
+ONCE = "once these defects of Horovod are reproduced (it takes a step)"
+
+
+@pytest.mark.parametrize(
+    ("script", "rounds", "further", "verdict"),
+    [
+        (Script(), 3, SPEED, SAME),
+        (Script(), 1, [], SAME),
+        (Script("start", "start", "", first_defect=1), 3, [("plain", 10), *SPEED], DEFECTS),
+        (Script("start", "start", "", first_defect=1), 1, [("plain", 37)], DEFECTS),
+        (Script("step 30", "step 30", "", first_defect=30), 3, [("plain", 37), ("plain", 5), ("Horovod", 5)], DEFECTS),
+        (Script(compat="step 3", plain="step 3"), 3, [("Horovod", 37), ("plain", 5)], "differs from step 3 in 'weight'"),
+        (Script(compat="step 3", plain="step 3"), 1, [("Horovod", 37)], "differs from step 3 in 'weight'"),
+        (Script(compat="step 40", plain="step 40"), 3, [("Horovod", 41), ("plain", 8)], "differs from step 40 in 'weight'"),
+        (
+            Script("", "step 3", "start", first_defect=1),
+            3,
+            [("plain", 5), ("Horovod", 37), ("plain", 5)],
+            f"differs from step 3 in 'weight' by 1e-04 relative at step 5, {ONCE}",
+        ),
+        (
+            Script("", "start", "start", again="other start"),
+            3,
+            [("Horovod", 37), ("plain", 5)],
+            "not repeatable, so nothing",
+        ),
+        (
+            Script("step 3", "start", "other start", again="", first_defect=1),
+            3,
+            [("plain", 5), ("Horovod", 37), ("plain", 5)],
+            f"within twice the script's own spread, {ONCE}, ",
+        ),
+        (
+            Script(compat="fewer steps", plain="fewer steps"),
+            3,
+            [],
+            "ends differently: optimizer 0 of rank 0 takes 50 and 30",
+        ),
+        (Script(compat="fails"), 3, [("plain", 50), *SPEED], SAME),
+        (
+            Script(compat="fails", plain="fails"),
+            3,
+            [("plain", 50)],
+            "fails with dualtrain, but not on Horovod: dualtrain: ",
+        ),
+        (Script(recorded=True), 3, [("plain", 8), ("plain", 8)], SAME),
+        (Script("start", "start", "", first_defect=1, recorded=True), 3, [("plain", 50), *[("plain", 8)] * 2], DEFECTS),
+        (Script(compat="step 3", plain="step 3", recorded=True), 3, [("plain", 50)], "differs from step 3 in 'weight'"),
+        (
+            Script("", "step 3", "start", first_defect=1, recorded=True),
+            3,
+            [("plain", 50), ("plain", 37)],
+            f"differs from step 3 in 'weight' by 1e-04 relative at step 5, {ONCE}",
+        ),
+    ],
+)
+def test_all_runs_take_less_than_three_times_the_steps_of_one(script, rounds, further, verdict, collected):
+    evidence, runs = collected(script, rounds)
+    assert runs == FIRST[script.recorded :] + further
+    assert sum(steps for kind, steps in runs if (kind, script.compat) != ("compat", "fails")) < 3 * LONG
+    assert verdict_of(evidence, []).line.startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("script", "rounds", "further", "verdict"),
+    [
+        # The weights differ in the last step: only a full run shows that Horovod repeats its own.
+        (Script(compat="step 50", plain="step 50"), 3, [("Horovod", 50)], "differs from step 50"),
+        # Defects were reproduced, but change nothing, or this version of Horovod lacks them: only a full run shows it.
+        (Script(first_defect=1), 3, [("plain", 10), ("plain", 50)], SAME),
+        (Script(compat="start", first_defect=1), 3, [("plain", 5), ("plain", 50)], SAME),
+        # Rounds that the user adds are full runs, if the sides differ.
+        (
+            Script(compat="step 3", plain="step 3"),
+            4,
+            [("Horovod", 37), ("plain", 5), ("plain", 50), ("Horovod", 50)],
+            "differs from step 3",
+        ),
+    ],
+)
+def test_more_steps_are_run_where_fewer_prove_less(script, rounds, further, verdict, collected):
+    evidence, runs = collected(script, rounds)
+    assert runs == FIRST + further
+    assert verdict_of(evidence, []).line.startswith(verdict)
+    assert evidence.compat is None
+
+
+def test_the_run_without_defects_shows_how_far_they_change_the_weights(collected):
+    evidence, _ = collected(Script("step 30", "step 30", "", first_defect=30))
+    [place, without] = verdict_of(evidence, []).details
+    assert place == "train.py:12: it takes a step"
+    assert "the weights differ from step 30 on, and by " in without
+    assert without.endswith(" relative after step 37")
+    for run in (evidence.horovod[0], evidence.dualtrain[0]):
+        # The speeds of a round are those of the steps that both runs took: from step 8 on, without the first fifth.
+        run.ranks[0].seconds = [(number, 0.1 if step < 37 else 9.0) for step in range(50) for number in (0, 1)]
+    evidence.dualtrain[0].ranks[0].seconds = [(number, 0.05) for number in (0, 1)] * 37
+    del evidence.horovod[1:]
+    assert verdict_of(evidence, []).line.endswith("it takes a step, 2.00× the speed")
+
+
+def test_a_step_that_was_not_repeated_with_dualtrain_is_noted(collected, capsys):
+    evidence, _ = collected(Script(compat="step 40", plain="step 40"))
+    assert "whether dualtrain's own runs agree up to step 40 was not checked" in verdict_of(evidence, []).details[-2]
+    evidence, _ = collected(Script(compat="fails", plain="step 3"))
     assert "with the defects of Horovod: dualtrain: the script failed" in capsys.readouterr().err
-    assert verdict_of(evidence, []).status == 1
+    assert (evidence.compat, verdict_of(evidence, []).status) == (None, 1)
+    assert not any("was not checked" in line for line in verdict_of(evidence, []).details)
+
+
+def test_tensors_that_only_one_side_has_are_noted(simulated):
+    one, other = simulated(), simulated()
+    other.ranks[1].state[-1] = other.ranks[1].state[-1]._replace(name="mean")
+    [note] = verdict_of(Evidence([one], [other]), []).details
+    assert note.endswith("rank 1 has broadcast different ones: only on Horovod 'average', only with dualtrain 'mean'")
+    del other.ranks[1].state[-1]
+    assert (
+        verdict_of(Evidence([one], [other]), []).details[0].endswith("only on Horovod 'average', only with dualtrain none")
+    )

@@ -120,6 +120,24 @@ def sums(hvd):
     ]
 
 
+class Factored(torch.optim.SGD):
+    """An optimizer with an option that is not in its parameter groups."""
+
+    def __init__(self, params, lr=0.5, factor=1.0):
+        super().__init__(params, lr=lr)
+        self.factor = factor
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(self.factor)
+        return super().step(closure)
+
+
+def remade(hvd):
+    model = model_of()
+    return trained(hvd, model, hvd.DistributedOptimizer(Factored(model.parameters(), factor=0.5), model.named_parameters()))
+
+
 #: Scripts that trigger defects, and the defects that must be recorded.
 CASES = {
     "fresh sgd": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, weight_decay=0.1), {compat.FRESH_STATE}),
@@ -132,6 +150,7 @@ CASES = {
     ),
     "resumed": (resumed, {compat.FRESH_STATE, compat.DROPPED_STATE}),
     "dropped": (dropped, {compat.DROPPED_STATE}),
+    "remade": (remade, {compat.REMADE}),
     "frozen": (frozen, {compat.FROZEN}),
     "frozen, min": (lambda hvd: frozen(hvd, op=hvd.Min), {compat.FROZEN}),
     "unfrozen": (unfrozen, {compat.UNREDUCED}),
@@ -184,15 +203,21 @@ def equal(one, other):
     return all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, other, strict=True))
 
 
+#: Adagrad's constructor makes its state; RMSprop and Adadelta count steps, but do not use the number.
+HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum": 0.9}), ("Adadelta", {})]
+
+
 def harmless(backend):
     """Run a script that triggers none of the defects; return the recorded defects."""
     compat._met.clear()
     with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:
-        model = model_of()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        trained(hvd, model, optimizer)
+        for kind, options in HARMLESS:
+            model = model_of()
+            optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the optimizer's step
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+            hvd.broadcast_optimizer_state(optimizer, 0)
+            trained(hvd, model, optimizer)
     return compat.met()
 
 

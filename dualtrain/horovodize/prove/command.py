@@ -1,6 +1,7 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
-The unmodified script runs alternately under real Horovod and under torchrun with dualtrain, for some optimizer steps.
+The unmodified script runs under real Horovod and under torchrun with dualtrain, for some optimizer steps; all runs together
+take less than three times the steps of one run.
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures both
 sides. The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
 result means the same bits, if necessary with Horovod's defects reproduced. Compared with a record from other hardware,
@@ -17,10 +18,8 @@ import argparse
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,13 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.causes import likely_causes
-from dualtrain.horovodize.prove.launch import Job, RunError, Side, require_horovod
+from dualtrain.horovodize.prove.collect import collect
+from dualtrain.horovodize.prove.evidence import Evidence
+from dualtrain.horovodize.prove.launch import Job, RunError, require_horovod
 from dualtrain.horovodize.prove.records import RunRecord, read_record
 from dualtrain.horovodize.prove.verdict import (
-    Evidence,
     Verdict,
-    agrees,
     facts,
-    needs_compat,
-    steps_to_measure,
     table,
     verdict_of,
 )
@@ -98,7 +95,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=whole(1, 1_000_000), help="optimizer steps of each run (default: 50, or as many as were recorded)"
     )
-    parser.add_argument("--rounds", type=whole(1, 1000), default=3, help="runs on each side (default: 3)")
+    parser.add_argument(
+        "--rounds", type=whole(1, 1000), default=3, help="runs on each side (default: 3); only the first takes all steps"
+    )
     parser.add_argument(
         "--seed", type=whole(0, 2**32 - 1), help="seed torch, numpy and random on each rank before the script starts"
     )
@@ -138,7 +137,7 @@ def _prove(given: argparse.Namespace) -> int:
         if given.record is not None:
             _record_only(job, given.record)
             return 0
-        evidence = _collect(job, given.rounds, recorded)
+        evidence = collect(job, given.rounds, recorded)
     verdict = verdict_of(evidence, [] if evidence.failure else likely_causes(program))
     _report(given, evidence, verdict)
     return verdict.status
@@ -199,52 +198,6 @@ def _record_only(job: Job, folder: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from None
     show(f"recorded {run.steps} steps of {run.size} ranks on {run.library} in {folder}; compare with --against")
-
-
-def _collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
-    """Run the script alternately on both sides. If the sides differ, run dualtrain again with Horovod's defects.
-
-    If the weights of both sides agree in the first round, the other rounds only measure the speed, with fewer steps. If the
-    sides differ and there is only one round, run one side once more, to check that its runs agree.
-    """
-    evidence = Evidence([], [], recorded=recorded is not None)
-    if recorded is not None:
-        evidence.horovod.append(recorded)
-    for number in range(rounds):
-        sides: list[Side] = ["dualtrain"] if recorded else ["Horovod", "dualtrain"]
-        for side in sides[:: 1 if number % 2 == 0 else -1]:
-            try:
-                found = _run(job, side, f"round {number + 1} of {rounds}, {side}")
-            except RunError as error:
-                if side == "Horovod" or not evidence.horovod:
-                    raise
-                evidence.failure = str(error)
-                if error.traceback:
-                    show(error.traceback.rstrip("\n"), sys.stderr)
-                return evidence
-            (evidence.horovod if side == "Horovod" else evidence.dualtrain).append(found)
-        if number == 0:
-            if needs_compat(evidence):
-                try:
-                    evidence.compat = _run(job, "dualtrain", "with the defects of Horovod", compat=True)
-                except RunError as error:  # the comparison of the sides is still valid
-                    show(f"with the defects of Horovod: {error}", sys.stderr)
-            if agrees(evidence):
-                job = replace(job, steps=steps_to_measure(evidence))
-    if rounds == 1 and needs_compat(evidence) and not agrees(evidence):
-        again: Side = "dualtrain" if recorded else "Horovod"
-        runs = evidence.dualtrain if recorded else evidence.horovod
-        runs.append(_run(job, again, f"{again} again, to check that its runs are repeatable"))
-    if evidence.spread is not None:
-        evidence.compat = None
-    return evidence
-
-
-def _run(job: Job, side: Side, title: str, compat: bool = False) -> RunRecord:
-    began = time.monotonic()
-    found = job.record(side, title.replace(" ", "-"), compat=compat)
-    show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)
-    return found
 
 
 def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:

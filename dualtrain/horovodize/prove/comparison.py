@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dualtrain.horovodize.prove.records import OptimizerRecord, RankRecord, RunRecord, Summary
@@ -66,11 +67,27 @@ def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
 
 def _same_end(one: RankRecord, other: RankRecord) -> bool:
     """Return whether the tensors at the end of both scripts can be compared."""
-    if not one.state or one.end is None or other.end is None or one.end.reason != other.end.reason:
+    return _ended_alike(one, other) and [each[:3] for each in one.state] == [each[:3] for each in other.state]
+
+
+def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
+    """Return whether both scripts have ended at the same point, and recorded tensors there."""
+    if not (one.state and other.state) or one.end is None or other.end is None or one.end.reason != other.end.reason:
         return False
-    if [each.steps for each in one.optimizers] != [each.steps for each in other.optimizers]:
-        return False
-    return [each[:3] for each in one.state] == [each[:3] for each in other.state]
+    return [each.steps for each in one.optimizers] == [each.steps for each in other.optimizers]
+
+
+def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
+    """Return (rank, a tensor that only ``one`` has at its end, one that only ``other`` has); ``None`` if all are the same.
+
+    If there are such tensors, the ends are not compared. A name is empty if this run has no tensor that the other lacks.
+    """
+    for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
+        if _ended_alike(a, b) and not _same_end(a, b):
+            here, there = (Counter(each[:3] for each in run.state) for run in (a, b))
+            only = [next((name for _, name, _ in more), "") for more in (here - there, there - here)]
+            return rank, only[0], only[1]
+    return None
 
 
 def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:
@@ -142,15 +159,15 @@ def relative_difference(one: Summary, other: Summary) -> float:
     return max(by_values / scale if scale > 0 else 0.0, by_norms)
 
 
-def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
+def distance(one: RunRecord, other: RunRecord, limit: int | None = None) -> tuple[float, int]:
     """Return (distance of all weights relative to their norm, step after which it was computed).
 
-    The step is the last one that both runs summarized. The distance is estimated from sampled values and norms; of all
-    ranks' distances, the largest is returned. It is infinite if weights that differ are not finite.
+    The step is the last one, up to ``limit``, that both runs summarized. The distance is estimated from sampled values and
+    norms; of all ranks' distances, the largest is returned. It is infinite if weights that differ are not finite.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):
-        if _same_end(a, b):
+        if _same_end(a, b) and (limit is None or a.steps <= limit):
             groups = [
                 [(x.numel, x.summary, y.summary) for x, y in zip(a.state, b.state, strict=True) if x.group == group]
                 for group in ("weights", "buffers", "integers")
@@ -159,12 +176,19 @@ def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
             continue
         steps, tensors = [], []
         for x, y in zip(a.optimizers, b.optimizers, strict=False):
-            step = max(x.weights.keys() & y.weights.keys(), default=None)
+            both = x.weights.keys() & y.weights.keys()
+            step = max((step for step in both if limit is None or step <= limit), default=None)
             if step is not None:
                 steps.append(step)
                 tensors += list(zip(x.numels, x.weights[step].tensors, y.weights[step].tensors, strict=False))
         found.append((_relative(tensors), max(steps, default=0)))
     return max(found)
+
+
+def common_step(runs: Sequence[RunRecord]) -> int:
+    """Return the last step that all ``runs`` have summarized on rank 0, of the optimizer that took the most steps."""
+    optimizers = [max(run.ranks[0].optimizers, key=lambda each: each.steps) for run in runs]
+    return max(set.intersection(*(set(each.weights) for each in optimizers)))
 
 
 def moved(run: RunRecord) -> float:

@@ -82,6 +82,7 @@ class End(NamedTuple):
         memory: the process's peak memory in bytes.
         gpu_memory: the peak memory on the process's GPU, as torch counts it.
         defects: the defects of Horovod that were reproduced: (defect, file, line).
+        first_defect: the first step by whose end one was reproduced; 0 if none was.
     """
 
     reason: str
@@ -91,6 +92,7 @@ class End(NamedTuple):
     memory: int
     gpu_memory: int
     defects: list[tuple[str, str, int]]
+    first_defect: int = 0
 
 
 @dataclass
@@ -139,6 +141,11 @@ class RunRecord:
         return min(rank.steps for rank in self.ranks)
 
     @property
+    def planned(self) -> int:
+        """The number of steps after which the run was to end; a script may take fewer."""
+        return int(self.ranks[0].start["steps"])
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
@@ -158,7 +165,11 @@ class RunRecord:
     @property
     def steps_per_second(self) -> float | None:
         """Steps per second of the optimizer that steps first after the warm-up; ``None`` if there were too few steps."""
-        seconds = self.ranks[0].seconds
+        return self.speed_of_first(len(self.ranks[0].seconds))
+
+    def speed_of_first(self, count: int) -> float | None:
+        """Return the steps per second of the first ``count`` steps of all optimizers, as if the run had ended there."""
+        seconds = self.ranks[0].seconds[:count]
         timed = seconds[max(1, len(seconds) // _WARM_UP) :]
         number = next((each for each, _ in timed), 0)
         total = sum(each for _, each in timed)
@@ -184,6 +195,11 @@ class RunRecord:
     def defects(self) -> list[tuple[str, str, int]]:
         """Horovod's defects that were reproduced on any rank: (defect, file, line)."""
         return list(dict.fromkeys(each for rank in self.ranks if rank.end for each in rank.end.defects))
+
+    @property
+    def first_defect(self) -> int:
+        """The first step by whose end a defect was reproduced on a rank; the last step if that is not known."""
+        return min((rank.end.first_defect or rank.steps for rank in self.ranks if rank.end and rank.end.defects), default=0)
 
 
 def median_of(runs: Sequence[RunRecord], value: Callable[[RunRecord], float | None]) -> tuple[float, float, float] | None:
@@ -296,7 +312,8 @@ def _read_state(record: RankRecord, line: dict[str, Any]) -> None:
 def _read_end(record: RankRecord, line: dict[str, Any]) -> None:
     defects = [(str(what), str(file), int(number)) for what, file, number in line["defects"]]
     texts = str(line.get("error", "")), str(line.get("traceback", ""))
-    record.end = End(line["reason"], int(line["status"]), *texts, int(line["memory"]), int(line["gpu_memory"]), defects)
+    memory, first_defect = (int(line["memory"]), int(line["gpu_memory"])), int(line.get("first_defect", 0))
+    record.end = End(line["reason"], int(line["status"]), *texts, *memory, defects, first_defect)
 
 
 _READERS: dict[str, Callable[[RankRecord, dict[str, Any]], None]] = {

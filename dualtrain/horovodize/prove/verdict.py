@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,15 @@ from typing import Any
 from dualtrain.console import size_in_words
 from dualtrain.horovodize.prove.comparison import (
     Difference,
+    common_step,
     different_end,
+    different_tensors,
     distance,
     first_difference,
     moved,
     unequal_options,
 )
+from dualtrain.horovodize.prove.evidence import Evidence, agrees
 from dualtrain.horovodize.prove.records import RunRecord, median_of
 
 #: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
@@ -29,60 +31,6 @@ OTHER_HARDWARE = 1e-3
 LARGEST_SPREAD = 1e-2
 #: Larger differences and spreads, relative to the distance between the first and the last weights, hide differences.
 PART_OF_TRAINING = 0.1
-MEASURED_PART = 5  # a run that only measures the speed takes 1/5 of the steps
-MEASURED_STEPS = 5  # but at least this many, because the first step is not timed
-
-
-@dataclass
-class Evidence:
-    """The records of all runs.
-
-    Attributes:
-        horovod: the records of the runs on Horovod, or the record given by --against.
-        dualtrain: the records of the runs with dualtrain.
-        compat: the record of the run in which dualtrain reproduced Horovod's defects; ``None`` if there was none.
-        recorded: whether Horovod's record was given by --against.
-        failure: the error with which the script failed with dualtrain but not on Horovod; may be empty.
-    """
-
-    horovod: list[RunRecord]
-    dualtrain: list[RunRecord]
-    compat: RunRecord | None = None
-    recorded: bool = False
-    failure: str = ""
-
-    @property
-    def spread(self) -> Difference | None:
-        """The first difference between two runs on Horovod, or else between two runs with dualtrain."""
-        for runs in (self.horovod, self.dualtrain):
-            for one, other in combinations(runs, 2):
-                difference = first_difference(one, other)
-                if difference is not None:
-                    return difference
-        return None
-
-    @property
-    def other_hardware(self) -> list[str]:
-        """Facts that affect bits and differ between --against's machine and this one, such as "torch 1.13, here 2.15"."""
-        if not self.recorded or not self.dualtrain:
-            return []
-        there, here = self.horovod[0].platform, self.dualtrain[0].platform
-        return [
-            f"{name} {there[name] or 'none'}, here {here[name] or 'none'}" for name in there if there[name] != here[name]
-        ]
-
-    @property
-    def changed(self) -> str:
-        """How the script or its arguments differ from those of --against's record; may be empty."""
-        if not self.recorded or not self.dualtrain:
-            return ""
-        there, here = self.horovod[0].ranks[0].start, self.dualtrain[0].ranks[0].start
-        if there.get("sha256", here.get("sha256")) != here.get("sha256"):
-            return f"the script has changed since it was recorded as {there.get('script')!r}; record it again"
-        if there.get("arguments") != here.get("arguments"):
-            was, now = (shlex.join(map(str, start.get("arguments") or [])) or "none" for start in (there, here))
-            return f"the script's arguments were {was} when it was recorded, and are {now} here"
-        return ""
 
 
 @dataclass
@@ -102,38 +50,31 @@ class Verdict:
     difference: Difference | None = None
 
 
-def needs_compat(evidence: Evidence) -> bool:
-    """Return whether the sides differ although each side's runs agree, so that Horovod's defects may be the cause."""
-    if evidence.failure or evidence.spread is not None:
-        return False
-    return first_difference(evidence.horovod[0], evidence.dualtrain[0]) is not None
-
-
-def agrees(evidence: Evidence) -> bool:
-    """Return whether the first runs of both sides have the same bits, with or without Horovod's defects."""
-    horovod, dualtrain = evidence.horovod[0], evidence.compat or evidence.dualtrain[0]
-    return different_end(horovod, dualtrain) is None and first_difference(horovod, dualtrain) is None
-
-
-def steps_to_measure(evidence: Evidence) -> int:
-    """Return the number of steps of a run that only measures the speed: a fifth, or more in a fast or short run."""
-    runs = [evidence.horovod[0], evidence.dualtrain[0]]
-    steps = runs[0].steps
-    of_a_second = max(math.ceil(run.steps_per_second or 0) for run in runs)
-    return min(steps, max(MEASURED_STEPS, steps // MEASURED_PART, of_a_second))
-
-
 def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     """Return the verdict. ``causes`` are findings of ``--check`` that may explain a difference, the likeliest first."""
     verdict = _verdict(evidence, [evidence.changed, *causes] if evidence.changed else causes)
     if evidence.changed and not any(evidence.changed in line for line in (verdict.line, *verdict.details)):
         verdict.details.insert(0, f"note: {evidence.changed}")
+    if evidence.dualtrain and not evidence.failure:
+        verdict.details += _not_compared(evidence)
     step = _not_finite(evidence.horovod[0])
     if step is not None:
         verdict.details.append(
             f"note: weights on Horovod are NaN or infinite after step {step}, so later steps prove nothing"
         )
     return verdict
+
+
+def _not_compared(evidence: Evidence) -> list[str]:
+    """Return a note if the tensors at the end of the two sides are not the same, so that their values were not compared."""
+    found = different_tensors(evidence.horovod[0], evidence.full)
+    if found is None:
+        return []
+    here, there = (repr(name) if name else "none" for name in found[1:])
+    return [
+        f"note: the tensors at the end of the script were not compared, because rank {found[0]} has broadcast different "
+        f"ones: only on Horovod {here}, only with dualtrain {there}"
+    ]
 
 
 def _not_finite(run: RunRecord) -> int | None:
@@ -148,7 +89,7 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     if evidence.failure:
         return Verdict(f"fails with dualtrain, but not on Horovod: {evidence.failure}", 1)
     horovod, dualtrain = evidence.horovod[0], evidence.dualtrain[0]
-    other_end = different_end(horovod, dualtrain)
+    other_end = different_end(horovod, evidence.full)
     if other_end is not None:
         return Verdict(f"ends differently: {other_end} (Horovod, dualtrain)", 1, list(causes))
     difference = first_difference(horovod, dualtrain)
@@ -179,11 +120,14 @@ def speed(evidence: Evidence) -> str:
 
 
 def _ratios(evidence: Evidence) -> list[float]:
-    """Return the ratio of dualtrain's to Horovod's steps per second, for each round."""
+    """Return the ratio of dualtrain's to Horovod's steps per second, for each round, in the steps that both runs took."""
     if evidence.recorded:
         return []
-    pairs = zip(evidence.horovod, evidence.dualtrain, strict=False)
-    rates = [(a.steps_per_second, b.steps_per_second) for a, b in pairs]
+    pairs = [
+        (a, b, min(len(run.ranks[0].seconds) for run in (a, b)))
+        for a, b in zip(evidence.horovod, evidence.dualtrain, strict=False)
+    ]
+    rates = [(a.speed_of_first(count), b.speed_of_first(count)) for a, b, count in pairs]
     return [b / a for a, b in rates if a and b]
 
 
@@ -225,6 +169,11 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
     compared = evidence.compat if once and evidence.compat is not None else evidence.dualtrain[0]
     apart, step = distance(evidence.horovod[0], compared)
+    if not any(run.steps >= difference.step for run in evidence.dualtrain[1:]):
+        details.append(
+            f"whether dualtrain's own runs agree up to step {difference.step} was not checked; "
+            "--rounds 4 runs both sides in full"
+        )
     details.append(f"all weights differ {_by(apart)} after step {step}{once and ', with these defects'}")
     return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
 
@@ -315,16 +264,34 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
         line = f"repeatable on Horovod, but not with dualtrain: {who} differ {where(spread)}"
         return Verdict(line, 1, details[1:], spread)
     runs = evidence.dualtrain if only_dualtrain else evidence.horovod
-    between = [distance(a, b) for a in evidence.horovod for b in evidence.dualtrain]
-    widest = max(distance(a, b)[0] for a, b in combinations(runs, 2))
-    apart, step = statistics.median_high(between)
+    compared, once = evidence.dualtrain, ""
+    if evidence.full is evidence.compat:
+        apart, step, widest = _distances(evidence.horovod, evidence.dualtrain, runs)
+        details += _places(evidence.compat)
+        details.append(f"without these defects, Horovod and dualtrain differ by {apart:.1e} after step {step}")
+        compared, once = [evidence.compat], f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
+    apart, step, widest = _distances(evidence.horovod, compared, runs)
     measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, {who} by up to {widest:.1e}"
     if widest > min(LARGEST_SPREAD, PART_OF_TRAINING * moved(evidence.horovod[0])):
         details.append(f"all steps change the weights by {moved(evidence.horovod[0]):.1e}")
         return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)
     if apart <= 2 * widest:  # twice, because the spread is known from a few runs only
-        return Verdict(f"within twice the script's own spread{speed(evidence)}: {measured}", 0, details, spread)
-    return Verdict(f"differs by more than twice the script's own spread: {measured}", 1, details, spread)
+        return Verdict(f"within twice the script's own spread{once}{speed(evidence)}: {measured}", 0, details, spread)
+    return Verdict(f"differs by more than twice the script's own spread{once}: {measured}", 1, details, spread)
+
+
+def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
+    """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
+
+    Both distances are those after the last step that a run on each side and two of the repeated runs have summarized.
+    """
+    steps = min(max(run.steps for run in ours), sorted(run.steps for run in repeated)[-2])
+    long = [run for run in (*horovod, *ours, *repeated) if run.steps >= steps]
+    limit = common_step(long)
+    between = [distance(a, b, limit) for a in horovod for b in ours if a in long and b in long]
+    widest = max(distance(a, b, limit)[0] for a, b in combinations(repeated, 2) if a in long and b in long)
+    apart, step = statistics.median_high(between)
+    return apart, step, widest
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------

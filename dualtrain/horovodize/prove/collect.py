@@ -1,0 +1,160 @@
+"""The runs of ``--prove``: which side runs the script next, with how many steps."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+from dualtrain.console import show
+from dualtrain.horovodize.prove import plan
+from dualtrain.horovodize.prove.comparison import different_end, first_difference
+from dualtrain.horovodize.prove.evidence import Evidence, agrees
+from dualtrain.horovodize.prove.launch import Job, RunError, Side
+from dualtrain.horovodize.prove.records import RunRecord
+
+
+def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
+    """Run the script on both sides, and return the records.
+
+    The first run with dualtrain reproduces Horovod's defects. If the script meets none, it is also the run without defects.
+    Otherwise, a shorter run without defects follows. If both sides agree, the other rounds only measure the speed, on
+    alternating sides. If they differ, each side runs again, to check that its runs agree. The module ``plan`` has the
+    numbers of steps.
+
+    Raises:
+        RunError: the script failed on Horovod.
+    """
+    runs = _Runs(job, rounds, recorded)
+    try:
+        runs.first()
+        if agrees(runs.evidence):
+            runs.measure()
+        elif different_end(runs.evidence.horovod[0], runs.evidence.full) is None:
+            runs.repeat()
+    except _DualtrainError as error:
+        runs.evidence.failure = str(error.cause)
+        if error.cause.traceback:
+            show(error.cause.traceback.rstrip("\n"), sys.stderr)
+    return runs.evidence
+
+
+class _DualtrainError(Exception):
+    """The script failed with dualtrain, after it had run on Horovod."""
+
+    def __init__(self, cause: RunError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Runs:
+    """The runs of one ``--prove`` so far, and the number of steps that they took."""
+
+    def __init__(self, job: Job, rounds: int, recorded: RunRecord | None) -> None:
+        self.job, self.rounds = job, rounds
+        self.evidence = Evidence([] if recorded is None else [recorded], [], recorded=recorded is not None)
+        self.sides: list[Side] = ["Horovod", "dualtrain"] if recorded is None else ["dualtrain"]
+        self.spent = self.count = 0
+
+    @property
+    def left(self) -> int:
+        return plan.steps_left(self.evidence.horovod[0].steps, self.spent)
+
+    @property
+    def marks(self) -> list[int]:
+        return plan.marks(self.evidence.horovod[0])
+
+    def first(self) -> None:
+        """Run the script in full on each side, and without Horovod's defects as far as needed."""
+        evidence = self.evidence
+        if not evidence.recorded:
+            evidence.horovod.append(self._run("Horovod"))
+        try:
+            compat = self._run("dualtrain", compat=True)
+        except RunError as error:  # maybe only with the defects
+            show(f"with the defects of Horovod: {error}", sys.stderr)
+            self._plain()
+            return
+        if not compat.defects:
+            evidence.dualtrain.append(compat)
+            return
+        evidence.compat = compat
+        horovod = evidence.horovod[0]
+        self._plain(self._plain_steps(compat))
+        short = evidence.full is compat
+        if short and (_equal_so_far(horovod, evidence.dualtrain[0]) or different_end(horovod, compat) is not None):
+            self._plain()
+        plain = evidence.full
+        if plain is not compat and _equal_so_far(horovod, plain) and different_end(horovod, plain) is None:
+            evidence.compat = None  # the reproduced defects change nothing here, or this version of Horovod lacks them
+
+    def _plain_steps(self, compat: RunRecord) -> int:
+        """Return the steps of the run without defects: those that are not needed for the following runs."""
+        steps = self.evidence.horovod[0].steps
+        if agrees(self.evidence):
+            reserve = plan.speed_reserve(steps, self.rounds, len(self.sides))
+        else:
+            reserve = plan.repeat_reserve(self.marks, self.left)
+        return plan.plain_steps(self.marks, compat.first_defect, self.left - reserve)
+
+    def measure(self) -> None:
+        """Run the other rounds, which measure the speed: the sides agree."""
+        steps = plan.speed_rounds(self.evidence.horovod[0].steps, self.rounds, self.left, len(self.sides))
+        for number, of_round in enumerate(steps, 1):
+            self._round(number, of_round)
+
+    def repeat(self) -> None:
+        """Run the sides again, up to the step at which they differ: maybe the script is not repeatable."""
+        evidence, horovod = self.evidence, self.evidence.horovod[0]
+        difference = first_difference(horovod, evidence.full)
+        needed = 0 if difference is None else plan.steps_to_reach(difference, horovod)
+        if evidence.recorded:
+            self._plain(plan.repeated_steps(self.marks, needed, self.left))
+        else:
+            again = plan.repeated_steps(self.marks, needed, self.left - plan.SHORTEST)
+            evidence.horovod.append(self._run("Horovod", again))
+            if self.rounds > 1 and self.left >= plan.SHORTEST:
+                self._plain(min(self.left, max(needed, plan.SHORTEST)))
+        for number in range(plan.PLANNED_ROUNDS, self.rounds):
+            self._round(number)
+
+    def _round(self, number: int, steps: int | None = None) -> None:
+        """Run each side; every second round begins with the other side."""
+        for side in self.sides[:: 1 if number % 2 == 0 else -1]:
+            if side == "Horovod":
+                self.evidence.horovod.append(self._run(side, steps))
+            else:
+                self._plain(steps)
+
+    def _plain(self, steps: int | None = None) -> None:
+        """Run the script with dualtrain, without Horovod's defects; a run of all steps becomes the first one."""
+        try:
+            found = self._run("dualtrain", steps)
+        except RunError as error:
+            raise _DualtrainError(error) from error
+        dualtrain = self.evidence.dualtrain
+        longest = not dualtrain or found.planned > dualtrain[0].planned
+        dualtrain.insert(0 if longest else len(dualtrain), found)
+
+    def _run(self, side: Side, steps: int | None = None, *, compat: bool = False) -> RunRecord:
+        """Run the script for so many steps; ``None`` or at least as many as it takes are all."""
+        first = self.evidence.horovod[0] if self.evidence.horovod else None
+        if steps is None or (first is not None and steps >= first.steps):
+            steps = self.job.steps
+        self.count += 1
+        title = f"run {self.count}, {side}{' with the defects of Horovod' if compat else ''}"
+        found = run(replace(self.job, steps=steps), side, title, compat)
+        self.spent += found.steps
+        return found
+
+
+def _equal_so_far(horovod: RunRecord, other: RunRecord) -> bool:
+    return first_difference(horovod, other) is None
+
+
+def run(job: Job, side: Side, title: str, compat: bool = False) -> RunRecord:
+    """Run the script once, and print a line."""
+    began = time.monotonic()
+    found = job.record(side, title.replace(",", "").replace(" ", "-"), compat=compat)
+    show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)
+    return found

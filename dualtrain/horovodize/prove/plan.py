@@ -1,0 +1,85 @@
+"""Numbers of steps of the runs of ``--prove``: pure functions of what is known after the first runs.
+
+The first run of each side takes all steps. All runs together take less than three times the steps of one run, or less
+than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the last tenth of the
+steps; or defects of Horovod were reproduced, and the weights are equal without them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dualtrain.horovodize import recorder
+from dualtrain.horovodize.prove.comparison import Difference
+from dualtrain.horovodize.prove.records import RunRecord
+
+TIMES = 3
+LEAST_BUDGET = 150  # in a script of fewer steps, the start of the processes takes longer than the steps
+SPEED_PART = 6  # a run that only measures the speed takes 1/6 of the steps
+SHORTEST = 5  # steps of a run, because the first one is not timed
+PLANNED_ROUNDS = 3  # further rounds are requested by the user, and not part of the budget
+
+
+def steps_left(steps: int, spent: int) -> int:
+    """Return how many steps further runs may take, after ``spent`` steps of a script that takes ``steps``."""
+    return max(TIMES * steps, LEAST_BUDGET) - 1 - spent
+
+
+def marks(run: RunRecord) -> list[int]:
+    """Return the steps after which a run that takes all steps summarizes its weights, without step 0."""
+    return sorted({mark for mark in recorder.marks(run.planned) if 0 < mark < run.steps} | {run.steps})
+
+
+def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
+    """Return the numbers of steps of the rounds after the first one, which only measure the speed."""
+    if rounds == 1:
+        return []
+    share = left // (sides * (min(rounds, PLANNED_ROUNDS) - 1))
+    found = min(steps, max(SHORTEST, steps // SPEED_PART), share)
+    if found >= min(steps, SHORTEST):
+        return [found] * (rounds - 1)
+    return [SHORTEST] * min(rounds - 1, max(left, 0) // (sides * SHORTEST))
+
+
+def speed_reserve(steps: int, rounds: int, sides: int) -> int:
+    """Return the number of steps that the rounds after the first one are to take."""
+    return sides * (min(rounds, PLANNED_ROUNDS) - 1) * max(SHORTEST, steps // SPEED_PART)
+
+
+def repeated_steps(at: list[int], needed: int, left: int) -> int:
+    """Return the steps of a second run on a side: as many as are left, but ``needed`` to reach the first difference.
+
+    Args:
+        at: the steps after which the first run has summarized its weights.
+        needed: the number of steps that the run needs to reach the first difference.
+        left: the number of steps that are left for this run.
+    """
+    return min(max(needed, _last(at, left)), at[-1])
+
+
+def repeat_reserve(at: list[int], left: int) -> int:
+    """Return the steps that second runs on both sides are to take, if ``left`` are left for them and for another run."""
+    return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
+
+
+def plain_steps(at: list[int], first_defect: int, left: int) -> int:
+    """Return the steps of the run without Horovod's defects, which shows how far these change the weights.
+
+    It ends after a step of ``at``, and not before the first step in which a defect was reproduced (``first_defect``).
+    """
+    after_defect = next((mark for mark in at if mark > first_defect), at[-1])
+    return max(after_defect, _last(at, left), next((mark for mark in at if mark >= SHORTEST), at[-1]))
+
+
+def _last(at: list[int], left: int) -> int:
+    return max((mark for mark in at if mark <= left), default=at[0])
+
+
+def steps_to_reach(difference: Difference, run: RunRecord) -> int:
+    """Return the number of steps of a run that reaches a difference from ``run``: it ends after so many of an optimizer."""
+    if difference.at_end:
+        return run.steps
+    events = run.ranks[difference.rank].seconds[: difference.order // 2 + 1]
+    counts = Counter(number for number, _ in events).values()
+    # One more than the other optimizers have taken: the recorder ends a run that takes more steps with one of them.
+    return 1 + max(max(counts), sum(counts) // recorder.MOST_ROUNDS)
