@@ -701,7 +701,7 @@ def test_the_results_are_a_table_a_page_and_json_values(simulated):
 CLIPPED = """
 import torch
 import horovod.torch as hvd
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1))
 hvd.broadcast_optimizer_state(optimizer, 0)
 loss.backward()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
