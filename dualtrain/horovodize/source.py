@@ -61,7 +61,7 @@ class Source:
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
-        except (tokenize.TokenError, SyntaxError):  # this module accepts less than the parser, such as odd line ends
+        except (tokenize.TokenError, SyntaxError):  # odd line ends, for example, which the parser accepts
             return self.text
         return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
 
