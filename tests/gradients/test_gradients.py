@@ -295,7 +295,7 @@ def unused_somewhere(backend, unused):
 
 
 @unused_rules
-def test_a_parameter_without_gradient_on_some_ranks_counts_as_zero_there(spmd, unused):
+def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(spmd, unused):
     spmd(unused_somewhere, unused)
 
 
@@ -1045,7 +1045,7 @@ def images_of_two_sizes(backend):
     optimizer.close()
 
 
-def test_ranks_count_equally_with_batches_of_different_sizes(typical):
+def test_ranks_with_batches_of_different_sizes_have_equal_weight(typical):
     typical(images_of_two_sizes)
 
 

@@ -314,7 +314,7 @@ def fresh(backend, kind, wrapped):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
-def test_only_the_options_of_a_fresh_optimizer_change(typical, kind, wrapped):
+def test_a_broadcast_to_a_fresh_optimizer_changes_only_its_options(typical, kind, wrapped):
     typical(fresh, kind, wrapped)
 
 
