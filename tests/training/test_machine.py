@@ -128,7 +128,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_a_setting_may_be_taken_from_the_checkpoint_or_fixed_or_both(tmp_path, monkeypatch):
+def test_a_setting_may_be_resumed_from_the_checkpoint_or_fixed_or_both(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
