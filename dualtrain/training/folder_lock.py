@@ -24,7 +24,8 @@ from dualtrain.training.generation import Owner, Seen
 
 WAIT_SECONDS = 6.0  # longest wait for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
-#: A process of another host counts as ended if it misses this many renewals; ``take(waits=True)`` fails if it sees as many.
+#: A process of another host counts as ended if it misses this many renewals. ``take(waits=True)`` fails once it has seen
+#: this many.
 RENEWALS = 3
 _POLL_SECONDS = 0.05
 

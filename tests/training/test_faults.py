@@ -224,7 +224,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monk
     assert error.value.transient
 
 
-def test_a_second_damage_of_the_metrics_keeps_the_file_of_the_first(tmp_path):
+def test_each_damaged_file_of_metrics_is_kept_under_a_name_of_its_own(tmp_path):
     metrics, said = tmp_path / "metrics.jsonl", []
     for damage in ("one", "two", "three"):
         metrics.write_text(f'{{"step": 1}}\n{damage}\n')
