@@ -276,7 +276,8 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
 
 
 def _print_start(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
-    """Print where the run starts, and one line for each checkpoint that was skipped. On rank 0 alone."""
+    """Print where the run starts, and a warning for each checkpoint that was skipped. On rank 0 alone."""
     if backend.rank == 0:
-        for line in (f"{by}: {what}", *(f"skipped: {problem}" for problem in problems)):
-            show(line)
+        show(f"{by}: {what}")
+        for problem in problems:
+            log.warning("skipped: %s", problem)
