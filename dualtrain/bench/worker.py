@@ -65,7 +65,7 @@ def _loaded(given: Any) -> Contender:
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # private in torch 2.13; optimizers import it in their first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.5 to 2.15; optimizers import it in their first step
 
     return contender
 
