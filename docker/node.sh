@@ -16,7 +16,7 @@ IFS=, read -ra names <<<"$HOSTS"
 names=("${names[@]%%:*}")
 [ "${#names[@]}" -gt 1 ] || refuse "HOSTS='$HOSTS' names fewer than two hosts: set it to, say, node1:2,node2:2"
 [[ " ${names[*]} " == *" $(hostname) "* ]] || refuse "this host's name, $(hostname), is not in HOSTS=$HOSTS: set its hostname"
-[ -w /keys ] || refuse "/keys cannot be written: mount there a volume that all hosts share"
+[ -w /keys ] || refuse "/keys cannot be written: mount a volume there that all hosts share"
 
 # The container that starts first makes the keys, in a volume that all containers share, because an image must not contain keys.
 umask 077
@@ -34,7 +34,7 @@ mkdir -p ~/.ssh
 printf '%s\n' "Host ${names[*]}" 'Port 2222' 'IdentityFile /keys/user' 'UserKnownHostsFile /keys/known_hosts' \
   'StrictHostKeyChecking yes' 'LogLevel ERROR' >~/.ssh/config
 
-# sshd does not run as root, so it accepts logins of this user only. The ranks need no other user.
+# sshd does not run as root, so it accepts logins of this user only. The ranks run as this user.
 serve=(/usr/sbin/sshd -D -e -f /dev/null -p 2222 -h /keys/host)
 for option in AuthorizedKeysFile=/keys/user.pub PasswordAuthentication=no KbdInteractiveAuthentication=no PidFile=none \
   LogLevel=ERROR "SetEnv=PATH=$PATH"; do serve+=(-o "$option"); done

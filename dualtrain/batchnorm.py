@@ -111,7 +111,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return ``module`` with a layer of this class, with the same parameters and state, in place of each BatchNorm."""
+        """Replace each BatchNorm in ``module`` by a layer of this class, which gets its parameters and state.
+
+        Return ``module``, or the new layer if ``module`` itself is a BatchNorm.
+        """
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             made.weight, made.bias, made.training = module.weight, module.bias, module.training

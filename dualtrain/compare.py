@@ -21,7 +21,7 @@ Run = tuple[str, dict[str, Any]]  # its label and its summary
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format finished runs, given by label and summary, as lines of text; the last line says which have equal weights."""
+    """Format finished runs, given by label and summary, as a table; the last line says which runs have equal weights."""
     models: dict[str, list[str]] = {}
     for label, summary in runs:
         models.setdefault(summary["weights_sha256"], []).append(label)
@@ -39,7 +39,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, bool]:
-    """Format the runs and compare their results: weights, steps, and all metrics of the last evaluation, exactly.
+    """Format the runs and compare their results: weights, steps, and all metrics in their summaries, exactly.
 
     Args:
         runs: the runs that have ended.

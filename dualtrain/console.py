@@ -105,13 +105,19 @@ started_as = ""
 
 
 def program(module: str) -> str:
-    """Return how the command of ``module`` (an option may follow) was started, for usage and messages."""
+    """Return how the command of ``module`` was started, for usage and messages.
+
+    ``module`` may end with an option: ``"dualtrain.horovodize --prove"``.
+    """
     name, space, option = module.partition(" ")
     return f"{started_as or f'python -m {name}'}{space}{option}"
 
 
 def parser_of(module: str, about: str) -> Parser:
-    """Make a parser for the command of ``module``; its description is the docstring ``about``."""
+    """Make a parser for the command of ``module``.
+
+    The docstring ``about`` gives the description (its first paragraph, from the first colon on) and the epilog (the rest).
+    """
     first, _, more = about.partition("\n\n")
     return Parser(program(module), first.partition("``: ")[2].capitalize(), more)
 
@@ -167,7 +173,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Inside the block, print the library's warnings as lines of the command that runs."""
+    """Inside the block, print the library's warnings on standard error, as ``dualtrain: warning: …``."""
     handler, log = _StderrHandler(logging.WARNING), logging.getLogger("dualtrain")
     log.addHandler(handler)
     try:
@@ -177,10 +183,10 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def refuse_on_all(error: UserError, world: World) -> int:
-    """Print an error that most likely occurs on all ranks, if possible on rank 0 alone; return the exit status.
+    """Print an error that most likely occurs on all ranks, and return the exit status. If possible, only rank 0 prints it.
 
-    The other ranks wait for 3 s, in which the launcher stops them because rank 0 has exited. A rank that still runs then
-    prints its error too: its command line may differ from that of rank 0.
+    The other ranks wait for 3 s, in which the launcher stops them because rank 0 has exited. A rank that still runs after
+    that prints its error too: its command line may differ from that of rank 0.
     """
     if world.rank != 0:
         time.sleep(3.0)

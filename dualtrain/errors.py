@@ -60,7 +60,7 @@ class PeerFailure:
     """A rank that has left the job, and the reason.
 
     Attributes:
-        rank: the rank in the job.
+        rank: its rank in the job.
         reason: one line, then the rank's traceback if it sent one.
         quiet: whether the rank left normally, which is an error only for operations that wait for this rank.
     """

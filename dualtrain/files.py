@@ -185,7 +185,7 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return the path under which ``path`` can be kept: ``name``.aside, or with a number if another file has that path."""
+    """Return the path under which ``path`` can be kept: ``name``.aside, or ``name``.aside-2 and so on if that is in use."""
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1
@@ -194,7 +194,7 @@ def aside_of(path: Path, name: Path) -> Path:
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove temporary files of killed processes that were to replace files whose names match ``names``. Raises OSError."""
+    """Remove the temporary files that killed processes left for files whose names match ``names``. Raises OSError."""
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):

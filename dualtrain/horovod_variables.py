@@ -46,6 +46,7 @@ class Settings:
         dynamic_sets: whether process sets may be added and removed after the start.
         fusion_bytes: size of the largest gradient bucket in bytes; ``None`` for the reducer's default.
         compat: whether Horovod's own defects are reproduced (DUALTRAIN_HVD_COMPAT).
+        transport: how gradients on the CPU are summed: auto, shm or native (DUALTRAIN_TRANSPORT).
     """
 
     stall_check: float = 60.0
@@ -55,18 +56,22 @@ class Settings:
     dynamic_sets: bool = False
     fusion_bytes: int | None = None
     compat: bool = False
+    transport: str = "auto"
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a variable that should be a finite number is not one.
+            UserError: a variable that should be a finite number is not one, or there is no such transport.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)
         fusion = _number(env, "HOROVOD_FUSION_THRESHOLD", -1)
         timeline = env.get("HOROVOD_TIMELINE", "")
+        transport = env.get("DUALTRAIN_TRANSPORT") or cls.transport
+        if transport not in ("auto", "shm", "native"):
+            raise UserError(f"DUALTRAIN_TRANSPORT={transport!r} is not known: set it to auto, shm or native, or unset it")
         return cls(
             stall_check=0.0 if _flag(env, "HOROVOD_STALL_CHECK_DISABLE") else check,
             stall_shutdown=shutdown or float("inf"),  # Horovod's 0 means never
@@ -75,6 +80,7 @@ class Settings:
             dynamic_sets=_flag(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
             fusion_bytes=None if fusion < 0 else int(fusion),
             compat=env.get("DUALTRAIN_HVD_COMPAT", "0") not in ("", "0"),
+            transport=transport,
         )
 
 

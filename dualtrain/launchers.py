@@ -25,15 +25,15 @@ class World:
         cross_rank, cross_size: this host's rank among the hosts that have a process with this local rank, and the number of
             these hosts.
         launcher: name of the launcher; "none" for a process that was started without one.
-        rendezvous: (host, port) of rank 0, if the launcher provides one.
+        rendezvous: (host, port) at which the ranks meet, if the launcher provides one.
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
             launcher does not reserve a port.
         secret: text that only the processes of this job know, if the launcher or the user has given them one.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
-        job: the job's name, which only its restarts share; empty if the launcher gives none.
+        job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
         job_key: key of the job's name in torchrun's store, which outlives restarts; empty without such a store.
-        served: whether a process that is not a rank serves the ranks' store, for all worlds of the ranks.
+        served: whether the process that started the ranks serves their store, also for worlds of only some of the ranks.
     """
 
     rank: int = 0
@@ -237,7 +237,7 @@ def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | N
 
 def _by_pmi(env: Mapping[str, str]) -> bool:
     # srun may set PMI_* too (--mpi=pmi2), with the values of its own variables. If the values differ, an mpiexec inside the
-    # step set PMI_*.
+    # step has set PMI_*.
     same = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get("SLURM_NTASKS")
     return "PMI_RANK" in env and not (_in_a_step(env) and same)
 
@@ -286,7 +286,7 @@ def spawned(
     """Return the variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
 
     A restart of the ranks gets the same ``job``. ``local`` is the local rank and size; without it, all ranks are on this
-    host. ``by`` is the engine that starts them: ``"spark"``, ``"ray"``, or ``"1"`` for this process.
+    host. ``by`` is the engine that starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` if this process starts them.
     """
     host, port = rendezvous
     local_rank, local_size = (rank, size) if local is None else local

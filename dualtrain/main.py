@@ -126,8 +126,8 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     Waits for the other ranks only if all ranks have the same error.
     """
     status = _status_of(error, backend.world)
-    # The printed line forbids a restart under torchrun, which starts the same command again after any error. Under other
-    # launchers, it does so only if the run's folder refuses later starts.
+    # Under torchrun, which starts the same command again after any error, the printed line says "do not restart". Under
+    # other launchers, it says so only if the run's folder refuses later starts.
     final = is_final(error) and (
         backend.world.launcher == "torchrun" or isinstance(error, DivergedError) or getattr(error, "forbids_restart", False)
     )
@@ -163,7 +163,7 @@ def _status_of(error: BaseException, world: World) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return the reason why the run ends as two texts: with the traceback of the failed code, and as a single line."""
+    """Return two texts with the reason for the run's end: one with the traceback of the failed code, and a single line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):
@@ -186,7 +186,7 @@ def _wait_for_all(backend: Backend) -> None:
 
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
-    """Print at once that a rank has failed: a launcher may end this process before the training loop detects it."""
+    """Print at once that a rank has failed: a launcher may end this process before the training loop detects that."""
     if failure.reason.endswith(f": {_INTERRUPTED}") and _interrupted.wait(_SAME_SECONDS):
         reported.set()
         return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
@@ -214,7 +214,7 @@ def _is_stopping() -> bool:
     """Return whether the run has been saved because of a signal, and is about to end.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
-    must not suppress the message about the checkpoint. Other ranks must not report this rank as failed because of it.
+    must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 

@@ -50,9 +50,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             does the same by hand.
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
-        sum_order: ``"backend"``: the order of the library and transport (with two ranks, all of these give the same bits).
-            ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A ``SumOrder``: a fixed
-            tree over shards, of which a rank may have several.
+        sum_order: ``"backend"``: the order of the library and transport (with two ranks, every library and transport gives
+            the same bits). ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A
+            ``SumOrder``: a fixed tree over shards, of which a rank may have several.
         carry: the former name of ``extra``; deprecated.
 
     Raises:
@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, which any such optimizer can load, wrapped or not, on any backend."""
+        """Return the wrapped optimizer's state. Optimizers of its class can load it, wrapped or not, on any backend."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step
 
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Combine the ranks' losses, as closures returned them. Return ``loss`` itself if it is no number. Collective; blocks.
+    """Combine the losses that the ranks' closures returned. If ``loss`` is no number, return it. Collective; blocks.
 
     Args:
         loss: a tensor of one element or a real number; or anything else, on every rank.

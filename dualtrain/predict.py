@@ -98,7 +98,7 @@ def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
     wrong = differences(model.state_dict(), state)
     if wrong:
         raise UserError(
-            f"{str(weights)!r} does not fit the model {name}: {'; '.join(wrong)}: use the code that it was trained with"
+            f"{str(weights)!r} does not fit the model {name}: {'; '.join(wrong)}: use the code that trained the run"
         )
     model.load_state_dict(state, strict=False)
     return model.eval()

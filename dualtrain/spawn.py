@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent needs none, and a rank imports this file before it is set up to end with its parent.
+# Don't import torch: the parent does not need it, and a rank that still imports this file does not end with its parent yet.
 
 Body = Callable[[list[str]], int]
 
@@ -40,9 +40,9 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
-REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of it may be reaped first
-#: Waits before the first restart after ``TRY_AGAIN``, and the longest before a later one. An attempt that lasts longer than
-#: the latter is assumed to have advanced.
+REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of the kill may be reaped first
+#: The wait before the first restart after ``TRY_AGAIN``, and the longest wait before a later restart. An attempt that lasts
+#: longer than the longest wait is assumed to have made progress.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 REPEAT_SECONDS = 2.0  # a second stop signal within this time is ignored: a sender may signal the process and its group
 RANKS_PER_CORE = 16
@@ -64,8 +64,9 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
-            a restart would repeat), or after a SIGTERM or SIGINT. Restarts after ``TRY_AGAIN`` follow after 1 s, 2 s,
-            4 s and so on, at most 30 s, until an attempt has lasted longer than that or has ended with another status.
+            a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after ``TRY_AGAIN`` are 1 s,
+            2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has lasted longer than 30 s or
+            has ended with another status.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
@@ -139,7 +140,7 @@ class _Job:
         self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start one rank with each of ``environments``, its environment variables. Does not wait for the ranks."""
+        """Start one rank for each set of environment variables in ``environments``. Does not wait for the ranks."""
         from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")
@@ -258,7 +259,7 @@ class _Job:
         if not self._unsent:
             left = ", ".join(f"{process.name} (process {process.pid})" for process in self._alive())
             print_error(
-                f"{left} did not end within {END_SECONDS:g} s of SIGKILL: it hangs in the kernel; see its state in ps"
+                f"{left} did not end within {END_SECONDS:g} s of SIGKILL: a hang in the kernel; see the state in ps"
             )
             self._status = self._status or 128 + signal.SIGKILL
             return False
@@ -290,7 +291,7 @@ def _signals() -> Iterator[int]:
 
 def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> None:
     """Run ``body`` as a spawned rank; ``command`` is the parent's command line."""
-    sys.orig_argv = command  # the run records its command line; that of this process only names multiprocessing
+    sys.orig_argv = command  # for the run's records: the command line of this process shows only multiprocessing
     signal_at_parents_end(signal.SIGKILL, parent)
     # Start a session: the rank then receives a Ctrl-C once, from the parent, and not from the terminal too.
     os.setsid()

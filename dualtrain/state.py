@@ -150,7 +150,7 @@ def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Ten
     """Return the pairs (name, tensor) among pairs of names and values.
 
     Raises:
-        ValueError: tensors would be left out: a value is a container of tensors, or there are values and none is a tensor.
+        ValueError: a value is a container of tensors, which would be left out; or there are values, but no tensors.
     """
     pairs = [pair for pair in named if isinstance(pair[1], torch.Tensor) or not is_extra_state(pair[0])]
     found = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]

@@ -93,10 +93,10 @@ def in_one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback from the user's first frame to the user's last one.
+    """Format the traceback from the first to the last frame of the user's code; empty if none of the user's code ran.
 
-    The frames below the last one are included if the user's code called this package there, and so are the errors that led
-    to this one. Empty if none of the user's code ran.
+    If the user's last frame called this package, the frames below it are included too. The errors that led to ``error`` are
+    formatted in the same way.
     """
     shown = traceback.TracebackException.from_exception(error)
     todo, users = [shown], False

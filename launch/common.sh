@@ -1,4 +1,4 @@
-# Common part of torchrun.sh, horovodrun.sh, mpirun.sh and slurm.sbatch, which source this file; it gets their arguments.
+# Common part of torchrun.sh, horovodrun.sh, mpirun.sh and slurm.sbatch, which source this file. $1 is their first argument.
 # Sets root, nproc, names (the entries of HOSTS), and the ranks' environment variables.
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set\|^#SBATCH/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default, here for all 
 if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
 IFS=, read -ra names <<<"${HOSTS:-localhost}"
 
-# count_ranks: sets hosts (host:slots,… where slots is the number of ranks on the host) and ranks (the number of all ranks).
+# count_ranks: sets hosts (host:slots,… where slots is the number of ranks on the host) and ranks (the total number of ranks).
 count_ranks() {
   local host
   hosts='' ranks=0

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains under horovodrun over Gloo. Start it on one host; it reaches the other HOSTS by ssh and chooses free ports.
+# Trains under horovodrun over Gloo. Start this script on one host: horovodrun reaches the other HOSTS by ssh and chooses free ports.
 #
 #   bash launch/horovodrun.sh [flags of dualtrain train]
 #

@@ -2,14 +2,16 @@
 # Shows that --virtual-ranks gives one result: trains the same job in one process, then on several numbers of ranks, over
 # both backends, all transports and launchers, and in a chain of runs. Each run of the chain has another number of ranks,
 # and resumes from a checkpoint of the previous run. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or
-# metrics differ or a run failed, 2 if the flags are wrong. Ways that cannot run here are listed at the end with the reason.
+# metrics differ or a run failed, 2 if the flags are wrong. Ways (see below) that cannot run here are listed at the end with
+# the reason.
 #
 #   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #
 # V      number of virtual ranks (default: 4)
-# RANKS  numbers of ranks, such as "1 2 3 4", for every way (default: for each way one or two of 2, 3 and 4)
-# WAYS   which ways (default: "nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi
-#        mpirun-torch mpirun-horovod chain"); one process is always first. The chain has 4, 1, 3 and 2 ranks
+# RANKS  numbers of ranks, such as "1 2 3 4", for every way except the chain (default: for each way one or two of 2, 3 and 4)
+# WAYS   ways to train: a launcher with a transport or backend, or the chain, whose runs have 4, 1, 3 and 2 ranks (default:
+#        "nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi mpirun-torch mpirun-horovod
+#        chain"). The run in one process is always the first
 # RUNS   folder of the runs (default: a new folder below runs/)
 # The script calls launch/setup.sh, whose --help lists more variables. Here, the default of DUALTRAIN_WITH is tree, not dev, so
 # that the tools for tests are not installed.
@@ -50,7 +52,7 @@ if [ "$(id -u)" = 0 ]; then mpi+=(--allow-run-as-root); fi
 main=(python -m dualtrain.main --virtual-ranks "$virtual" "$@")
 folders=() left_out=()
 
-# train NAME COMMAND…: runs the command, with its output in its own file; prints the end of that file if the command fails.
+# train NAME COMMAND…: runs the command, with its output in NAME.log; prints one line of results, or the end of NAME.log after a failure.
 train() {
   local name=$1 status=0
   shift
@@ -67,7 +69,7 @@ train() {
   return "$status"
 }
 
-# one WAY RANKS NAME [FLAG…]: trains one run in this way, on this number of ranks.
+# one WAY RANKS NAME [FLAG…]: trains the run NAME in this way, on this number of ranks.
 one() {
   local way=$1 size=$2 name=$3
   shift 3
@@ -108,7 +110,8 @@ sizes_of() {
   esac
 }
 
-# chain: starts four complete runs, on 4, 1, 3 and 2 ranks. The second to fourth resume from step 3, 6 and 9 of the previous run.
+# chain: starts four complete runs, on 4, 1, 3 and 2 ranks. The second resumes from step 3 of the first, the third from step 6 of
+# the second, the fourth from step 9 of the third.
 chain() {
   local step=0 from=() link way size flags=(--checkpoint-every 3 --keep 100)
   local third=nproc-native last=torchrun-native

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Sets up the environment, then checks format, lint and types, and runs the tests.
 #
-#   bash launch/test.sh                       all tests but launches, and one smoke launch per launcher and backend
-#   bash launch/test.sh --all                 every test, with coverage (at least 90 %); before a release, run
-#                                             bash tests/extras.sh first, which installs what hosts and Slurm need
-#   bash launch/test.sh PYTEST-ARGUMENTS…     the tests that these select, such as tests/gradients -k sparse
+#   bash launch/test.sh                       all tests except tests/launch/ and tests/integrations/, plus one smoke launch
+#                                             per launcher and backend
+#   bash launch/test.sh --all                 every test, with coverage (at least 90 %). Before a release, first run
+#                                             bash tests/extras.sh, which installs programs that some tests need
+#   bash launch/test.sh PYTEST-ARGUMENTS…     the tests that the arguments select, such as tests/gradients -k sparse
 #   bash launch/test.sh --help                this text
 #
 # Tests that cannot run on this machine are listed at the end as skipped, with the reason. After a failure, the last lines
@@ -20,7 +21,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 
-# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules.
+# Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules, and each
+# process of pytest would rewrite the assertions of all tests again.
+unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
 checks() {
@@ -33,21 +36,21 @@ checks() {
 not_run() {
   local missing=''
   for program in ip sshd; do command -v "$program" >/dev/null || [ -x "/usr/sbin/$program" ] || missing+=" $program"; done
-  [ -z "$missing" ] || echo "skipped: hosts in network namespaces, which need$missing: bash tests/extras.sh hosts"
-  command -v srun >/dev/null || echo "skipped: Slurm, which needs srun: bash tests/extras.sh slurm"
+  [ -z "$missing" ] || echo "skipped: tests of hosts in network namespaces, which need$missing: bash tests/extras.sh hosts"
+  command -v srun >/dev/null || echo "skipped: tests of Slurm, which need srun: bash tests/extras.sh slurm"
   if ! python -c 'import pyspark, ray.train' 2>/dev/null; then
-    echo "skipped: Spark and Ray in tests/integrations/, which need them: DUALTRAIN_WITH=integrations bash launch/setup.sh"
+    echo "skipped: tests of Spark or Ray, which need pyspark or Ray: DUALTRAIN_WITH=integrations bash launch/setup.sh"
   elif ! command -v java >/dev/null; then
-    echo "skipped: Spark in tests/integrations/, which needs a Java runtime: bash tests/extras.sh java"
+    echo "skipped: tests of Spark, which need a Java runtime: bash tests/extras.sh java"
   fi
   if docker info >/dev/null 2>&1; then
     echo "not run: tests/docker.sh, which takes a quarter of an hour"
   else
-    echo "skipped: tests/docker.sh, which needs Docker's daemon to answer"
+    echo "skipped: tests/docker.sh, which needs a running Docker daemon"
   fi
 }
 
-# Two pytest processes: one runs all tests of worlds of ranks, the other the tests of a single process.
+# Two pytest processes: one runs all tests of worlds of ranks first, the other the other tests, file by file.
 tests=(pytest -n 2 --dist loadgroup)
 
 case ${1:-} in

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains under torchrun. With several HOSTS, start it on each of them with the same variables; the first runs the rendezvous.
+# Trains under torchrun. With several HOSTS, start this script on each host with the same variables; the first host runs the rendezvous.
 #
 #   bash launch/torchrun.sh [flags of dualtrain train]
 #
@@ -23,7 +23,7 @@ for host in "${entries[@]}"; do
   if [[ $here == *" ${host%%:*} "* ]]; then
     mine=${host##*:}
   elif [[ -z $mine && ${host%%[.:]*} == "$(hostname -s)" ]]; then
-    mine=${host##*:}  # unless a later entry has the full name
+    mine=${host##*:}  # a later entry with the full name replaces this number
   fi
   if [[ " ${counts[*]-} " != *" ${host##*:} "* ]]; then counts+=("${host##*:}"); fi
 done

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Compares the ways of data parallelism on this machine: trains the same job in one process, with nn.DataParallel, on ranks
-# started by torchrun, --nproc and horovodrun, and with mixed precision, and prints a table of the results.
+# started by torchrun, --nproc and horovodrun, and with mixed precision. Prints a table of the results, and writes the
+# page report.html into the folder of the runs.
 #
 #   bash launch/ways.sh [flags of dualtrain train, for all runs]
 #
-# NPROC  number of ranks of the runs on several ranks (default: 2)
+# NPROC  number of ranks under torchrun, --nproc and horovodrun (default: 2)
 # RUNS   folder of the runs (default: a new folder below runs/)
 set -euo pipefail
 
@@ -24,7 +25,7 @@ way() {
   local name=$1
   shift
   printf '\n== %s ==\n' "$name"
-  if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: not possible here, see above)"; fi
+  if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: failed, see above)"; fi
 }
 
 # All runs take the same steps, because the recipe sets the global batch size.

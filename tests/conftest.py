@@ -7,12 +7,12 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.pool import Pool, reference
+from tests.pool import Pool, in_turn, named, reference
 
 LOCAL = [("local", 1)]
 THREADS = [("threads", 2), ("threads", 3)]
@@ -22,11 +22,27 @@ WORLDS = LOCAL + THREADS + REAL + SHARED
 # SPREAD and TYPICAL have one size per kind of world; the fixture `real` has all sizes on both libraries.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
 TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 2), ("shm", 3)]
+Cases = list[tuple[Any, ...]]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 # A waiting OpenMP thread sleeps, so that another rank can use the core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute whole files to the processes of pytest-xdist."""
+    from tests.distribution import ByFile
+
+    return ByFile(config, log) if config.option.dist == "loadgroup" else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.distribution import send_fewer_messages
+
+        send_fewer_messages(config)
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -38,7 +54,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what exists by now from garbage collection, which would look at it again and again."""
+    """Exclude the objects that exist now from garbage collection, to save the time of visiting them."""
     gc.collect()
     gc.freeze()
 
@@ -64,6 +80,19 @@ class Spmd:
 
         with connect("local") as backend:
             return [fn(backend, *args)]
+
+    def each(self, fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]], on_horovod: Cases | None = None) -> None:
+        """Run ``fn(backend, *case)`` on all ranks for each case; processes run all cases in one call.
+
+        ``on_horovod``: the cases in Horovod's worlds, where an operation takes ten times as long; by default all.
+        """
+        chosen = on_horovod if on_horovod is not None and self.name == "horovod" else list(cases)
+        if self._pool is not None:
+            self(in_turn, fn, chosen)
+            return
+        for case in chosen:  # a world for each: a thread that is ahead would change the next case's globals
+            with named(case):
+                self(fn, *case)
 
     def leave(self) -> None:
         """Close the world of processes, for tests that make it unusable for other tests."""
@@ -93,7 +122,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
     """Close an open world before a test that may start ranks, because the world's threads poll and use the cores."""
-    if _world_index(request.node) < 0:
+    if not _in_processes(request.node):
         for pool in _POOLS:
             pool.disconnect()
 
@@ -146,12 +175,17 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 
 
 def _world_index(item: pytest.Item) -> int:
-    """Return the index in ``WORLDS`` of a test's world (with ``pool``: of the first in ``REAL``), or -1 without a world."""
+    """Return the index in ``WORLDS`` of a test's world, -1 without a world. A test with ``pool`` counts as ``REAL[0]``."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:
         return WORLDS.index(used[0])
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
+
+
+def _in_processes(item: pytest.Item) -> bool:
+    """Return whether the test has a world of processes."""
+    return _world_index(item) >= WORLDS.index(REAL[0])
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -160,17 +194,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     Tests of one group run in one process, one after another, so that two worlds never compete for the cores. The marks must
     be set in this hook, because xdist reads them as soon as all tests are collected.
     """
-    if _world_index(item) >= WORLDS.index(REAL[0]):
+    if _in_processes(item):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
-    Under pytest-xdist, tests without a world come last, so that the long group ``processes`` starts early.
+    Under pytest-xdist, the long group ``processes`` comes first and then launches, so that both processes have tests until
+    the end. The other tests keep the order of their files.
     """
-    parallel = "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(key=lambda item: (parallel and _world_index(item) < 0, _world_index(item)))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        items.sort(key=_world_index)
+        return
+
+    def key(item: pytest.Item) -> tuple[int, int]:
+        return (0, _world_index(item)) if _in_processes(item) else (1 if "launch" in item.path.parts else 2, 0)
+
+    items.sort(key=key)
 
 
 def _launcher_variables() -> dict[str, str]:

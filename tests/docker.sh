@@ -7,16 +7,17 @@
 #
 # GPU                1: build the GPU image instead, and run it without a GPU (20 GB of disk space)
 # TORCH              torch's version in the images (default: that of launch/versions.txt)
-# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch has; fewer build faster)
+# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch was compiled for); fewer of
+#                    them make the build faster
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
-# TESTS              arguments of launch/test.sh in its image (default: three quick files; empty: all tests)
-# WEIGHTS            the 16 digits of the weights' hash that runs with two ranks must print; they depend on the CPU
-#                    (default: the hash is only compared between the backends)
+# TESTS              arguments of launch/test.sh in the tests' image (default: three quick files; empty: all tests)
+# WEIGHTS            the first 16 digits of the weights' hash that runs with two ranks must have; the hash depends on the CPU
+#                    (default: the hashes of the two backends are only compared with each other)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
-# reason FILE: prints the last line of a command's output, but not docker's advice to see its --help.
+# reason FILE: prints the last line of a command's output, ignoring docker's advice to run docker … --help.
 reason() { grep -v -e '^$' -e "^Run 'docker" "$1" | tail -n 1 | cut -c 1-300; }
 fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
 
@@ -64,7 +65,7 @@ inside() { docker run --rm "$@"; }
 in_container() { docker exec "$container" "$@"; }
 service() { compose run --rm -T "$@"; }
 
-# trained RANKS: checks that both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints a row for each.
+# trained RANKS: checks that both runs in $out have RANKS ranks, an accuracy of 0.97 or more and equal weights. Prints a row for each.
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
@@ -77,7 +78,7 @@ trained() {
   sed 's/^/  /' <<<"$table"
 }
 
-# learned: checks that the run in $out has an accuracy of 0.97. Sets weights.
+# learned: checks that the run in $out has an accuracy of 0.97 or more. Sets weights to the hash of its weights.
 learned() {
   local line
   line=$(tr -d '\r' <"$out" | grep -oE 'done: val accuracy [0-9.]+.*weights [0-9a-f]{16}' | tail -n 1)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the programs that some tests need and launch/setup.sh does not install. Without them, these tests are skipped.
-# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. The script can be repeated: installed packages are not changed.
-# It starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
+# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. The script can be run again: installed packages are not changed.
+# The script starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #
 #   bash tests/extras.sh [PART…]     all parts without an argument
 #

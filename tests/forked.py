@@ -34,7 +34,7 @@ PRELOADED = ["tests.warm"]
 
 @cache
 def server() -> ForkServerContext:
-    """Return the context whose processes are forked from the server. The first process starts the server."""
+    """Return the context whose processes are forked from the server. The first call starts the server."""
     # Start the server as a run does for its data workers: a process has only one server, which must survive job signals.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
@@ -126,7 +126,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> list[End]:
-    """Run ``command`` on loopback ranks, and return their ends in rank order.
+    """Run ``command`` on loopback ranks; return each rank's exit status and output, in rank order.
 
     ``ranks`` is the number of ranks, or the launcher variables of each rank.
     """

@@ -51,8 +51,8 @@ LAYERS = {
     "backends": [
         {"watch", "objects"},
         {"base"},
-        {"wire", "serial", "agreement", "sum_order", "shm.semaphores", "shm.short"},
-        {"shm.segment", "shm.shards", "tree_sum"},
+        {"wire", "serial", "agreement", "sum_order", "ring_order", "shm.semaphores", "shm.short"},
+        {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
         {"shm.operation"},
         {"shm.reductions"},
         {"collectives"},
@@ -162,7 +162,7 @@ def layer_of(name, package):
 
 
 def type_imports(path):
-    """Yield the names of :func:`imports`, including imports under ``if TYPE_CHECKING:``."""
+    """Yield the full names of all ``from`` imports of the file, including those under ``if TYPE_CHECKING:``."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -75,7 +75,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills. It accepts bad files of the kinds ``fine``."""
+    """A function that reads ``file`` in a folder that ``make`` fills. It accepts bad files of the kinds in ``fine``."""
 
     make: Callable[[Path], Any]
     file: str
@@ -148,7 +148,7 @@ def load_script_of(folder: Path) -> None:
 
 
 def refuse_none(step: int | None) -> None:
-    """Raise a UserError for readers that return ``None`` for a bad file. It names the files of both such readers."""
+    """Raise a UserError for readers that return ``None`` for a bad file. Its message names the files of these readers."""
     if step is None:
         raise UserError("step-00000001 or model cannot be read")
 

@@ -1,4 +1,4 @@
-"""Printed output: control characters in names of files and classes are escaped."""
+"""Printed output: escaped control characters, log messages, closed pipes and closed streams."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from dualtrain.console import logging_to_stderr, print_error, printable, show, size_in_words
 from tests.forked import ROOT, run
+from tests.no_compiler import NO_COMPILER
 
 
 def test_control_characters_are_escaped_and_text_is_kept():
@@ -68,7 +69,8 @@ def test_output_to_a_closed_pipe_is_discarded(monkeypatch, closed_pipe):
 def test_a_closed_pipe_does_not_change_how_a_command_ends(tmp_path, closed_pipe, command):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
     options = {"stdout": closed_pipe, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": env, "timeout": 300}
-    end = subprocess.run([sys.executable, "-m", "dualtrain", *command.split()], **options, check=False)
+    program = f"{NO_COMPILER}import runpy\nrunpy.run_module('dualtrain', run_name='__main__', alter_sys=True)"
+    end = subprocess.run([sys.executable, "-c", program, *command.split()], **options, check=False)
     assert (end.returncode, end.stderr) == (0, "")
     assert (tmp_path / "run" / "summary.json").exists() == ("run" in command)
 

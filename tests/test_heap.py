@@ -13,9 +13,9 @@ import pytest
 from dualtrain import heap
 from tests.pool import ROOT
 
-#: Program that prints two numbers. Each of its four steps allocates and frees 64 MB; then it allocates five larger blocks
-#: (96 to 100 MB), and frees each between blocks that stay allocated. The numbers are the page faults of the third and
-#: fourth step, and the growth of resident memory in MB.
+#: Program that prints two numbers. Each of its four steps allocates and frees 64 MB. Then it allocates five larger blocks
+#: (96 to 100 MB), and frees each one after the memory behind it is allocated. The numbers are the page faults of the third
+#: and fourth step together, and the growth of resident memory in MB.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}

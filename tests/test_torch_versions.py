@@ -1,4 +1,4 @@
-"""Functions for differences between torch versions: each works, and must be removed once setup.cfg requires newer torch."""
+"""Functions for differences between torch versions: each works, and some supported version of torch needs it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests with versions of torch other than the pinned one. Run it by hand before a release, for tests/README.md's table.
+# Runs the tests with the given versions of torch. Run this script by hand before a release, for the table in tests/README.md.
 # For each version, the script makes an environment with that torch, the matching torchvision and no Horovod. In the environment,
 # it runs all tests except launches, and one job under torchrun. At the end, it prints a table. It needs the package index, and
 # 6 GB of disk space per environment (less if there is a CPU build of torch). A second run uses finished environments again.
@@ -8,12 +8,12 @@
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    folder of the environments and logs, the only files that are left (delete it at any time)
-#                  (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it is not set)
+# --into FOLDER    folder of the environments and logs (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it
+#                  is not set). The script leaves no other files. The folder may be deleted at any time
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
 # The tests run on a copy of this tree. Exit status: 0 if all versions passed; 1 if one failed; 2 for an error that the user can
-# fix, such as a version that the index does not have (one line, before anything is built).
+# fix, in one line. A version that the index does not have is refused before any installation.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -109,7 +109,7 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# hash_inputs: prints a hash of the installation's inputs, without comments. A finished environment has recorded this hash.
+# hash_inputs: prints a hash of the installation's inputs, without comments. In a finished environment, versions.done has this hash.
 hash_inputs() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum
@@ -117,7 +117,7 @@ hash_inputs() {
 
 finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$wanted" ]; }
 
-# check_index: fails if the index lacks a requested version for this Python.
+# check_index: refuses a version that the index lacks for this Python, unless the version's environment is finished.
 check_index() {
   local version missing=() known='' broken='' folder=$work/index
   for version in "${versions[@]}"; do finished "$version" || missing+=("$version"); done
@@ -138,8 +138,8 @@ check_index() {
   done
 }
 
-# install VERSION FOLDER: installs torch's CPU build if there is one (pip's own settings, then PyTorch's index), else the
-# default build. pip chooses the matching torchvision, because torchvision requires its version of torch.
+# install VERSION FOLDER: installs torch's CPU build, from the index in pip's settings or else from PyTorch's index. If neither has
+# it, installs the default build. pip chooses the matching torchvision, because each torchvision requires one version of torch.
 install() {
   local pip=("$2/bin/python" -m pip install --no-cache-dir) needed
   grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt" >"$2/constraints.txt"

@@ -1,10 +1,11 @@
-"""Check that all ranks make the same collective call, before any data is sent.
+"""Check that all ranks make the same collective call, before any of its data is used.
 
 If calls do not match, Horovod reports an error; Gloo may hang, abort the process or return a wrong sum (int32 1 and
 float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a fingerprint of the call, and an
 extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal, the call gets
-the extents of all ranks. Otherwise no data is sent: the ranks exchange descriptions of their calls, and all of them raise
-the same error. The backend stays usable.
+the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise the same error.
+The backend stays usable. Data is sent after the comparison, except for the values of short reductions, which may travel
+with it, and are used only if the fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from dualtrain.backends.base import Primitives
+from dualtrain.backends.base import Primitives, Reduction
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
@@ -73,15 +74,18 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
+def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
+
+    The backend may reduce a short tensor in the same messages; ``reduction`` then has a result when this function returns.
 
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
-    fingerprints, extents = zip(*backend.exchange_short([~mine if backend.flag else mine, extent]), strict=True)
+    rows = backend.exchange_call([~mine if backend.flag else mine, extent], reduction)
+    fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
     if backend.any_flag:
         fingerprints = tuple(max(each, ~each) for each in fingerprints)

@@ -14,6 +14,7 @@ import enum
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -85,6 +86,21 @@ class Work(ABC, Generic[T_co]):
     @abstractmethod
     def done(self) -> bool:
         """Return whether :meth:`wait` would return at once. Does not block."""
+
+
+@dataclass
+class Reduction:
+    """Reduction of ``tensor`` (contiguous, as in :meth:`Primitives.start_allreduce`) over all ranks.
+
+    Attributes:
+        tensor: this rank's values; they stay as they are.
+        op: SUM, MIN, MAX or PRODUCT.
+        result: the reduced values, once they are known. The backend's next call overwrites them.
+    """
+
+    tensor: torch.Tensor
+    op: ReduceOp
+    result: torch.Tensor | None = None
 
 
 class GradientPath(Protocol):
@@ -233,6 +249,14 @@ class Primitives(ABC):
         """Gather every rank's ``numbers`` (64-bit integers, equally many on every rank), in rank order. Blocks."""
         gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
         return gathered
+
+    def exchange_call(self, numbers: Sequence[int], reduction: Reduction | None = None) -> list[list[int]]:
+        """Gather two numbers from every rank as :meth:`exchange_short` does, to compare the ranks' calls. Blocks.
+
+        A backend may reduce a short tensor in the same messages, and then sets the result of ``reduction``. If the calls
+        differ, other ranks may have passed another reduction or none, and the result is meaningless.
+        """
+        return self.exchange_short(numbers)
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:

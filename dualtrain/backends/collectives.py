@@ -19,7 +19,7 @@ import torch
 
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
-from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Scaled, Work
+from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Reduction, Scaled, Work
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.tree_sum import TreeSum
@@ -434,8 +434,12 @@ class Backend(Primitives):
         Raises:
             BackendError: on every rank, if the calls differ; as :meth:`allreduce`.
         """
-        agree(self, call)
-        self.start_allreduce(tensor, op, name).wait()
+        reduction = Reduction(tensor, op)
+        agree(self, call, reduction=reduction)
+        if reduction.result is None:
+            self.start_allreduce(tensor, op, name).wait()
+        else:
+            tensor.copy_(reduction.result)
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
         """Return the primitives' operation for ``op`` on ``tensor``; if there is none, raise on every rank."""

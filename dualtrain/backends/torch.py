@@ -35,8 +35,9 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from dualtrain.backends.agreement import exchange_text
-from dualtrain.backends.base import GradientPath, ReduceOp, Work
+from dualtrain.backends.base import GradientPath, ReduceOp, Reduction, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.short_calls import CallBuffers, travels
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, new_job
@@ -50,6 +51,7 @@ from dualtrain.torch_versions import asynchronous, shut_down
 #: For each address and name, the number of worlds so far: the same number on all ranks of a world.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
+_COMPARING = "comparing calls with the other ranks"
 _PLACE_BYTES = 128  # longest text of an address, a port and a key prefix
 
 #: The groups in use, each with the id of the process that made it. This list keeps the groups alive: after a peer has
@@ -101,6 +103,8 @@ _OPTIONS = {
     ReduceOp.PRODUCT: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.PRODUCT),
 }
 _GATHER = _asynchronous(c10d.AllgatherOptions)
+_TO_RANK_0 = _asynchronous(c10d.GatherOptions, rootRank=0)
+_FROM_RANK_0 = _asynchronous(c10d.BroadcastOptions, rootRank=0, rootTensor=0)
 _ALL_TO_ALL = _asynchronous(c10d.AllToAllOptions)
 
 
@@ -222,6 +226,7 @@ class TorchBackend(Backend):
     def _open_groups(self, store: dist.Store, interface: str | None) -> None:
         """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
         self._store, self._interface = store, interface
+        self._buffers: CallBuffers | None = None
         try:
             self._sums, self._calls = (
                 _gloo_group(dist.PrefixStore(name, store), self.world, interface, self.timeout)
@@ -253,10 +258,37 @@ class TorchBackend(Backend):
         return _Operations(self, self._group_of).start_alltoall(output, tensor, received, sent, name)
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        output = vector.new_empty(self.size, vector.numel())
-        issue = partial(self._calls._allgather_base, output, vector[None], _GATHER)
-        self.start("comparing calls with the other ranks", issue, output, vector).wait()
-        return output
+        gathered = vector.new_empty(self.size, vector.numel())
+        self._compare(vector, list(gathered), gathered, lambda: None)
+        return gathered
+
+    def exchange_call(self, numbers: Sequence[int], reduction: Reduction | None = None) -> list[list[int]]:
+        short = reduction if travels(reduction) else None
+        # After a failed exchange, Gloo may still use its buffers: keep only those of an exchange that has ended.
+        buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size), None
+        buffers.write(numbers, short)
+        self._compare(buffers.message, buffers.rows, buffers.reply, partial(buffers.answer, short))
+        self._buffers = buffers
+        return buffers.read(short)
+
+    def _compare(
+        self, message: torch.Tensor, rows: list[torch.Tensor], reply: torch.Tensor, answer: Callable[[], None]
+    ) -> None:
+        """Gather every rank's ``message`` into ``rows`` on rank 0, call ``answer`` there, then broadcast ``reply``. Blocks.
+
+        These are 2 * (size - 1) messages. Gloo's allgather sends about size² or more, and each message costs a switch of
+        processes if ranks outnumber cores. Two ranks gather all messages, and both call ``answer``: this is one operation.
+        """
+        if self.size == 2:
+            self.start(_COMPARING, partial(self._calls.allgather, [rows], [message], _GATHER), message, *rows).wait()
+            answer()
+            return
+        received = [rows] if self.rank == 0 else []
+        gathering = self.start(_COMPARING, partial(self._calls.gather, received, [message], _TO_RANK_0), message, *rows)
+        if self.rank == 0:
+            gathering.wait()
+            answer()
+        self.start(_COMPARING, partial(self._calls.broadcast, [reply], _FROM_RANK_0), reply).wait()
 
     @property
     def gradient_path(self) -> GradientPath:

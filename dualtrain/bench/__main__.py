@@ -10,6 +10,7 @@ move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers. The exit status is then 1 if a target is not met, not judged
 (after fewer than 7 rounds) or not measured. Targets of optional contenders that are not installed do not count.
+--scale shows instead how costs grow with the number of ranks on this host (about 20 minutes; --ranks 2,4,8 takes 3).
 """
 
 from __future__ import annotations
@@ -18,20 +19,17 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
-import platform
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dualtrain.bench.host_facts import host_facts, load, now
 from dualtrain.bench.measure import Plan, Results, measure
 from dualtrain.bench.plan import (
     COMPARISONS,
@@ -48,14 +46,14 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
+from dualtrain.bench.scale_plan import ranks_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show, whole
-from dualtrain.cores import processor_name, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
-from dualtrain.version import __version__
 
+_WITHOUT_SCALE = ("quick", "nproc", "launch", "contenders", "jobs", "targets")  # options without a meaning for --scale
 LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
 
 
@@ -74,15 +72,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pairs",
         type=whole(1, 10_000),
-        default=ROUNDS,
         metavar="N",
-        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS})",
+        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS}; with --scale 1)",
     )
     parser.add_argument(
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if not all are judged and met"
     )
+    parser.add_argument("--scale", action="store_true", help="how costs grow with the number of ranks on this host")
+    parser.add_argument("--ranks", metavar="A,B", help="with --scale: the numbers of ranks (default: 2,4,8,16,32)")
     parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.ranks is not None and not given.scale:
+        raise UserError("--ranks has no effect without --scale: use --nproc N for the other measurements")
+    fixed = [f"--{name}" for name in _WITHOUT_SCALE if getattr(given, name) != parser.get_default(name)]
+    if given.scale and fixed:
+        raise UserError(f"--scale cannot be combined with {fixed[0]}: leave one of them out")
+    return given
 
 
 def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
@@ -152,34 +157,15 @@ def _starts(prefix: Sequence[str], starter: str) -> bool:
     return Path(prefix[0]).name == "horovodrun" and (flag in prefix or (flag == "--gloo" and "--mpi" not in prefix))
 
 
-def _load() -> str:
-    return "{:.2f}, {:.2f} and {:.2f}".format(*os.getloadavg())
-
-
 def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:
     """Return facts about the machine and the measurement. ``began`` has the time and the load at the start."""
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
     shared = "dualtrain.main" if spec.prefix else "dualtrain.main and the tutorial script"
     return {
-        "measured": f"{began[0]} to {_now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
+        "measured": f"{began[0]} to {now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
         "ranks": f"{ranks}, {f'started by {shlex.join(spec.prefix)}' if spec.prefix else 'on this host'}",
-        "device": spec.device,
-        "processor": processor_name(),
-        "cores": f"{usable_cores()} usable here; one intra-op thread per rank, but cores / ranks for {shared}",
-        "load": f"{began[1]} before (means of 1, 5 and 15 minutes), {_load()} after",
-        "versions": ", ".join([f"dualtrain {__version__}", f"Python {platform.python_version()}", *_versions()]),
+        **host_facts(spec.device, began[1], f"one intra-op thread per rank, but cores / ranks for {shared}"),
     }
-
-
-def _versions() -> Iterator[str]:
-    """Yield the versions of the compared libraries that are installed."""
-    for name in ("torch", "horovod", "accelerate", "lightning-fabric", "pytorch-ignite"):
-        with suppress(metadata.PackageNotFoundError):
-            yield f"{name} {metadata.version(name)}"
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M")
 
 
 def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[str, str], *, targets: bool) -> list[Path]:
@@ -212,13 +198,17 @@ def _run(given: argparse.Namespace) -> int:
             f"{world.launcher} started this process, but the bench starts its contenders itself: run it once, without a "
             "launcher, with --nproc or --launch"
         )
+    if given.scale:
+        from dualtrain.bench.scale import run_scale
+
+        return run_scale(ranks_of(given.ranks), _folder(given.out), given.device, given.pairs or 1)
     jobs = _chosen("--jobs", _without_groups(given.jobs), JOBS, QUICK if given.quick else DEFAULT)
     default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
     folder = _folder(given.out)
     # The work folder is always new, because it is deleted with its contents at the end.
-    began = (_now(), _load())
+    began = (now(), load())
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
         spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
         results = _measure(given, jobs, names, spec)
@@ -240,7 +230,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
 
         write_mnist(spec.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
-    plan = Plan(entries, jobs, given.pairs, 0.5 if given.quick else 1.0, seconds, fallbacks)
+    plan = Plan(entries, jobs, given.pairs or ROUNDS, 0.5 if given.quick else 1.0, seconds, fallbacks)
     results = measure(plan, spec, lambda line: show(line, sys.stderr))
     results.missing = {**missing, **results.missing}
     return results

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 #: half of them with --quick.
 LENGTHS = {
     "tiny": (2, 4),
+    "layers20": (4, 32),
     "empty": (20, 200),
     "small": (4, 32),
     "convnet": (2, 12),
@@ -42,16 +43,17 @@ LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
 VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of --virtual-ranks; not measured by default
 SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # models with other gradients; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
-MODELS = tuple(job for job in STEPS if job not in ("empty", *SHAPES))
+MODELS = tuple(job for job in STEPS if job not in ("empty", "layers20", *SHAPES))
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
-DEFAULT = tuple(job for job in JOBS if job not in ("tiny", *VIRTUAL, *SHAPES))
+DEFAULT = tuple(job for job in JOBS if job not in ("tiny", "layers20", *VIRTUAL, *SHAPES))
 GROUPS = {"virtual": VIRTUAL, "shapes": SHAPES}  # names for several jobs
 QUICK = ("empty", "small", "convnet", "sweep", "trainer")
 #: Description of what each job measures. "large" has none: its sizes are part of "sweep" in the results.
 ABOUT = {
     "tiny": "a step of a model of 18 weights; for tests",
+    "layers20": "a step of 20 linear layers of 32 × 32 (20,394 weights), batch 16",
     "empty": "a step of a model of 2 weights, batch 1: the cost of a step without computation",
     "small": "a step of 100 linear layers of 68 × 68 (465,198 weights), batch 32: many small gradients",
     "convnet": "a step of the MNIST ConvNet (29,034 weights), batch 100 images of 28 × 28",

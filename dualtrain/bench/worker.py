@@ -62,9 +62,10 @@ def main() -> None:
 def _loaded(given: Any) -> Contender:
     """Start the contender, which joins the world, and import a module that its first step needs."""
     with loading():
-        contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
-            given.option, _device(given.device)
-        )
+        module, device = import_module(f"dualtrain.bench.contenders.{given.module}"), _device(given.device)
+        began = time.perf_counter()
+        contender: Contender = module.start(given.option, device)
+        given.connected = {"start": time.time() - given.launched, "connect": time.perf_counter() - began}
         import torch._dynamo  # noqa: F401  # private in torch 2.5 to 2.15; optimizers import it in their first step
 
     return contender
@@ -146,7 +147,38 @@ def _epoch(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     return [{"job": job, **run.epoch(str(given.folder), EPOCH_BATCH, EPOCH_LR)}]
 
 
-_JOBS = {"sweep": _sweep, "large": _sweep, "trainer": _trainer, "stall": _stall, "feed": _feed, "epoch": _epoch}
+def _scale(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
+    import torch
+
+    from dualtrain.bench.scale_plan import SHORT_BYTES, repetitions
+
+    tensor, value = torch.ones(SHORT_BYTES // 4, device=contender.device), torch.ones((), device=contender.device)
+    calls: dict[str, Callable[[], object]] = {
+        "barrier": contender.barrier,
+        "allreduce": lambda: contender.allreduce(tensor.fill_(1)),
+        "metric": lambda: contender.metric(value),
+    }
+    found = dict(given.connected)
+    for name, call in calls.items():
+        times = []
+        for _ in range(2 + repetitions(contender.size)):
+            started = time.perf_counter()
+            call()
+            contender.wait_for_gpu()
+            times.append(time.perf_counter() - started)
+        found[name] = statistics.median(times[2:])
+    return [{"job": name, "seconds": seconds} for name, seconds in found.items()]
+
+
+_JOBS = {
+    "scale": _scale,
+    "sweep": _sweep,
+    "large": _sweep,
+    "trainer": _trainer,
+    "stall": _stall,
+    "feed": _feed,
+    "epoch": _epoch,
+}
 
 if __name__ == "__main__":
     main()

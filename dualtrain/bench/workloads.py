@@ -103,6 +103,7 @@ def _chain(width: int, count: int) -> nn.Module:
 
 WORKLOADS = {
     "tiny": Workload(lambda: nn.Linear(8, 2), (4, 8)),
+    "layers20": Workload(lambda: _chain(32, 20), (16, 32)),
     "empty": Workload(lambda: nn.Linear(1, 2, bias=False), (1, 1)),
     "small": Workload(lambda: _chain(68, 100), (32, 68)),
     "convnet": Workload(_convnet, (100, 1, 28, 28)),

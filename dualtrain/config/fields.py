@@ -70,7 +70,7 @@ class Setting:
 
     Attributes:
         name: its name in the flag and in ``config.json``, with underscores.
-        section: the attribute of ``Config`` that it is in.
+        section: the name of its section, an attribute of ``Config``.
         attribute: its name in that section.
         kind: bool, int, float or str.
         default: its default; ``None`` if it has none.

@@ -116,7 +116,7 @@ class StepSection:
     weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
     label_smoothing: float = fixed_setting(0.0, "probability that the loss moves from the true class to all classes", UNIT)
     clip_norm: float | None = fixed_setting(
-        None, "scale gradients down to this norm, over all parameters and ranks", ABOVE_ZERO
+        None, "scale the averaged gradients down to this norm, over all parameters", ABOVE_ZERO
     )
     amp: str = fixed_setting("off", "mixed precision: off, bf16 or fp16", one_of("off", "bf16", "fp16"))
     compress: str = fixed_setting("none", "round gradients for sending: none, fp16 or bf16", one_of("none", "fp16", "bf16"))

@@ -59,7 +59,7 @@ class RunFacts:
         steps: optimizer steps of the whole run.
         steps_of_epochs: optimizer steps in all epochs of the run.
         global_batch: samples of a step, on all ranks.
-        part: samples of a step on one rank, or virtual rank, at most.
+        part: the largest number of samples of a step on one rank or virtual rank.
         short_batch: whether the last batch of an epoch would have fewer samples.
         shape: the shape of one input.
         classes: the number of classes of the data.

@@ -106,7 +106,7 @@ def transforms_of(
     if size is not None and resize is None and size > side + 2 * options.pad * augment:
         resize = size
     if size is not None and size > (resize or side) + 2 * options.pad * augment:
-        raise UserError(f"--image-size {size} is larger than --resize {resize} with its --pad: leave --resize out")
+        raise UserError(f"--image-size {size} is larger than images after --resize {resize} and --pad: leave --resize out")
     final = size or resize or side
     shape = channels, final, final
     evaluation = ImageTransform(size, resize, statistics=statistics)

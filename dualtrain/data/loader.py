@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 
 class LoaderSource(Source):
-    """A :class:`Source` whose samples ``reader`` reads in ``workers`` processes (0: in this process).
+    """A :class:`Source` of the samples that ``reader`` reads in ``workers`` processes (0: in this process).
 
     ``transform`` is applied to whole batches, on the device. Workers run until :meth:`close` or until this process exits.
     """

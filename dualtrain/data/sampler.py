@@ -1,7 +1,7 @@
 """Order of the samples and their division into batches.
 
 The samples of a global batch are a pure function of (seed, epoch, batch index). They do not depend on the world size, the
-backend, or restarts. Each rank gets a consecutive part of the global batch; the parts differ by at most one sample.
+backend, or restarts. Each rank gets a consecutive part of the global batch; the sizes of the parts differ by at most 1.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def share(batch: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the consecutive part of a global batch that ``rank`` processes. Parts differ by at most one sample."""
+    """Return the consecutive part of a global batch that ``rank`` processes. The parts' sizes differ by at most 1."""
     return batch.tensor_split(size)[rank]

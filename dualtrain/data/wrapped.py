@@ -25,7 +25,7 @@ class Samples:
         dataset: the dataset.
         sample: input and target of one sample, for the shapes and dtypes of an empty batch.
         split: "training" or "validation", for messages.
-        classes: the number of classes; targets must be lower.
+        classes: the number of classes; targets must be below it.
     """
 
     def __init__(self, dataset: Any, sample: Tensors, split: str, classes: int) -> None:
@@ -86,7 +86,7 @@ class Samples:
 
 
 def _stacked(samples: list[Any]) -> Any:
-    """Stack the samples to a batch. Raises ValueError or TypeError."""
+    """Stack the samples into a batch. Raises ValueError or TypeError."""
     try:
         return default_collate(samples)
     except RuntimeError as error:  # torch raises it for tensors of different sizes or kinds

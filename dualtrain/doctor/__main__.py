@@ -1,8 +1,8 @@
 """``python -m dualtrain.doctor``: check whether a run would work here, alone or under the launcher that started it.
 
-Every rank sends its versions, devices and interfaces to rank 0. Both backends join the world and time an allreduce. Each
-problem is printed in one line with its cure. The exit status is 0 if a run would work with the requested backend (by
-default the backend that --backend auto would choose here), else 2.
+Every rank sends its versions, devices and interfaces to rank 0. Each tested backend joins the world and times an allreduce.
+Each problem is printed in one line with its cure. The exit status is 0 if a run would work, else 2. With --backend all,
+a run with the backend that dualtrain train would choose here must work.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     if rebuilt := _built_for_another(rows):
         broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(rebuilt)
-    # One line per host: the advice for the host's first rank that gets any.
+    # One line per host, because the ranks of a host usually get the same advice.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
     return problems, [*notes, *found.values(), *_crowded(rows), *_cpus(rows)]
 
@@ -100,7 +100,7 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
 
 
 def _cpus(rows: Sequence[Row]) -> list[str]:
-    """Return notes on what slows down the processors: CPU quotas, mpirun's binding, missing bf16 instructions."""
+    """Return notes on what makes runs on CPUs slow: CPU quotas, mpirun's binding, missing bf16 instructions."""
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]

@@ -88,7 +88,7 @@ def _measure(backend: Backend, size: int) -> float:
         if repetition == 0:
             if not bool((values == backend.size).all()):
                 raise BackendError(f"the sum of {size} bytes is wrong on rank {backend.rank}: this build cannot be used")
-            values.zero_()  # repeated sums would overflow
+            values.zero_()  # otherwise repeated sums would overflow
     return statistics.median(times[1:])
 
 

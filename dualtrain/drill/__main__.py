@@ -2,8 +2,8 @@
 
 Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
-results. --seed determines the faults and their moments. torchrun restarts the ranks; horovodrun, which starts them with
---backend horovod, ends. If a launcher has ended, the drill starts it again. The exit status is 0 if the results are the
+results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks, but horovodrun (with
+--backend horovod) ends. If the launcher has ended, the drill starts it again. The exit status is 0 if the results are the
 same, bit for bit, 1 if not, and 2 if an argument or the job is wrong.
 """
 

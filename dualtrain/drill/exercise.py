@@ -174,7 +174,7 @@ class Exercise:
         return list(zip(planned, moments, strict=False))
 
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
-        """Wait for the moment, inject the fault, and wait for the recovery; add a row to the report; return it as text."""
+        """Wait for the moment, inject the fault and wait for the recovery; add a row to the report, and return its text."""
         moment = self._await_moment(job, step)
         self._leave_step(job)
         row = Row(fault.name, self._inject(job, fault), moment)

@@ -111,5 +111,5 @@ FAULTS = (
     Fault("newest checkpoint damaged", _damaged),
     Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP)),
 )
-#: Used if the run has its own small file system.
+#: This fault needs a run with its own small file system.
 FULL_DISK = Fault("file system full", _full)

@@ -25,7 +25,7 @@ END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 
 
 class Job:
-    """A training job of ``nproc`` ranks in ``folder``, which is started again until it has finished.
+    """A training job of ``nproc`` ranks, started again until it has finished.
 
     torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher has ended, the drill starts it
     again.
@@ -185,7 +185,7 @@ class Job:
         return self.log.read_bytes().count(b"could not be written") if self.log.exists() else 0
 
     def last_error(self) -> str:
-        """Return the last line of the job's output that names an error; if none does, its last line."""
+        """Return the last line of the job's output that reports an error; if there is none, the output's last line."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [line for line in lines if "dualtrain: error" in line]
         return (errors or lines or ["it printed nothing"])[-1].strip()

@@ -49,7 +49,7 @@ class SmallDisk:
             raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """Copy the content to the file system that holds the folder, and unmount this one. Raises OSError."""
+        """Copy the content to a new folder, unmount the file system, and move the copy to its place. Raises OSError."""
         kept = self._folder.with_name(f"{self._folder.name}.kept")
         shutil.copytree(self._folder, kept, symlinks=True)
         self._call("umount2", os.fsencode(self._folder), _MNT_DETACH)

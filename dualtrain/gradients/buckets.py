@@ -45,11 +45,9 @@ class Bucket:
     ) -> None:
         self.name = name
         self.slots = list(slots)
-        is_complex = layout.dtype.is_complex
-        numel = layout.numel * (2 if is_complex else 1)
-        real = layout.dtype.to_real()
-        narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
-        self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), layout.device)
+        is_complex, real = layout.dtype.is_complex, layout.dtype.to_real()
+        numel, sent_as = _wire_form(layout, transfer)
+        self.wire = backend.new_buffer(numel + extra, sent_as, layout.device)
         self.extra = self.wire[numel:]
         #: The gradients as real numbers: the front of ``wire``, or a separate buffer.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
@@ -264,6 +262,23 @@ def _views(flat: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
         flat = torch.view_as_complex(flat.view(-1, 2))
     origin = int(flat.storage_offset())  # as_strided counts from the start of the storage
     return [flat.as_strided(place.shape, place.strides, origin + place.offset) for place in layout.places]
+
+
+def _wire_form(layout: BucketLayout, transfer: Transfer) -> tuple[int, torch.dtype]:
+    """Return how many real numbers the gradients of a bucket are, and the dtype in which they are sent."""
+    real = layout.dtype.to_real()
+    narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
+    return layout.numel * (2 if layout.dtype.is_complex else 1), narrow or wire_dtype(real)
+
+
+def buffer_sizes(slots: Sequence[Slot], extra: int, transfer: Transfer) -> list[int]:
+    """Return the sizes in bytes of the buffers on the CPU that :func:`make_buckets` allocates for ``slots``.
+
+    Each size has room for ``extra`` scalars, since another bucket may be the last one if some gradients are sparse.
+    """
+    layouts = [layout for layout in lay_out([slot.param for slot in slots], transfer) if layout.device.type == "cpu"]
+    forms = [_wire_form(layout, transfer) for layout in layouts]
+    return [(numel + extra) * dtype.itemsize for numel, dtype in forms]
 
 
 def make_buckets(

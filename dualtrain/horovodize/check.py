@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from dualtrain.console import show
 from dualtrain.errors import UserError
@@ -13,6 +14,8 @@ from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Finding, Source
 
+#: Enough for ast.unparse of any expression that Source accepts: some calls per level, and at most about 1000 levels.
+_RECURSION_LIMIT = 20_000
 _LEVELS = ("trap", "unsupported", "differs")
 
 
@@ -41,13 +44,25 @@ def check(files: Sequence[str]) -> int:
 def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
-    Lines that run only without Horovod have no findings.
+    Lines that run only without Horovod, or never, have no findings.
     """
     if not source.uses_horovod and not source.wrapped:
         return []
-    off = Guards(source).lines_without_horovod()
-    found = {finding[:3]: finding for rule in RULES for finding in rule(source) if finding.line not in off}
+    with _deep_recursion():
+        off = Guards(source).lines_without_horovod()
+        found = {finding[:3]: finding for rule in RULES for finding in rule(source) if finding.line not in off}
     return sorted(found.values())
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Allow the recursion that ast.unparse needs for a sum of some hundred terms."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _RECURSION_LIMIT))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def status(found: Iterable[Finding]) -> int:

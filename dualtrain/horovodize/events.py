@@ -25,18 +25,31 @@ class Event(NamedTuple):
 
 def steps(source: Source) -> Iterator[list[Event]]:
     """Yield the events of each function in source order, except those that run only without Horovod."""
-    guards = Guards(source)
+    guards, passes = Guards(source), _backward_functions(source)
     for _, nodes in source.scopes:
-        found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node))]
+        found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
         events = [event for event in found if not guards.is_without_horovod(event.node)]
         # Sort by the end of a call: `scaler.scale(loss).backward()` calls backward last.
         yield sorted(events, key=lambda event: (event.node.end_lineno or 0, event.node.end_col_offset or 0))
 
 
-def _event(source: Source, call: ast.Call) -> Event | None:
+def _backward_functions(source: Source) -> set[str]:
+    """Return the names of the script's functions that call ``backward`` of a loss, but no ``step`` or ``synchronize``."""
+    found = set()
+    for name, function in source.functions.items():
+        calls = {last_name(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+        method = isinstance(source.parents[function], ast.ClassDef)
+        if not method and "backward" in calls and not {"step", "synchronize", "zero_grad"} & calls:
+            found.add(name)
+    return found
+
+
+def _event(source: Source, call: ast.Call, backward_functions: set[str]) -> Event | None:
     called = last_name(call.func)
     if called in _CLIPS:
         return Event("clip", call)
+    if isinstance(call.func, ast.Name) and called in backward_functions:
+        return Event("backward", call)
     if not isinstance(call.func, ast.Attribute):
         return None
     if called == "backward":

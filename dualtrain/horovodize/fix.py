@@ -75,7 +75,7 @@ def repair(source: Source, initialized: bool = True) -> Repaired:
     for finding in edits:
         fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
     if edits:
-        source = Source(apply(source.text, [edit for one in edits for edit in one.edits]), source.wrapped)
+        source = Source(apply(source.text, [edit for one in edits for edit in one.edits]), source.wrapped, source.program)
     return Repaired(source, sorted(fixed), [*findings(source), *why])
 
 
@@ -85,7 +85,7 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
     Return None if the edits add a finding, remove none, or make the script invalid.
     """
     try:
-        after = Source(apply(source.text, finding.edits), source.wrapped)
+        after = Source(apply(source.text, finding.edits), source.wrapped, source.program)
         compile(after.text, "script", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return None

@@ -39,28 +39,50 @@ class Guards:
         """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
         if isinstance(value, ast.Call) and self.source.hvd(value.func) in RANKS:
             return self.source.hvd(value.func)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+            return self._returned.get(value.func.id, "")
         return self._ranks.get(ast.unparse(value), "") if isinstance(value, ast.Name | ast.Attribute) else ""
+
+    @cached_property
+    def _returned(self) -> dict[str, str]:
+        """The script's functions that return a rank, or a constant where Horovod is not used, with the kind of rank."""
+        found = {}
+        for name, function in self.source.functions.items():
+            ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+            kinds = {self.source.hvd(end.func) for end in ends if isinstance(end, ast.Call)}
+            others = [end for end in ends if not isinstance(end, ast.Call | ast.Constant)]
+            if len(kinds) == 1 and kinds <= set(RANKS) and not others:
+                found[name] = kinds.pop()
+        return found
 
     def depends_on_rank(self, test: ast.expr) -> bool:
         """Return whether ``test`` is true on one rank only, or on all ranks but one."""
         return self.signature(test) is not None
 
-    def signature(self, test: ast.expr) -> tuple[bool, str] | None:
+    def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return (whether ``test`` holds on one rank only, its comparison); None if ``test`` does not depend on the rank.
 
         Two conditions are opposites if only the first elements of their signatures differ.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.signature(test.operand)
+            inner = self.signature(test.operand, depth)
             return inner and (not inner[0], inner[1])
+        if isinstance(test, ast.IfExp) and depth < 4:  # True if rank == 0 else False
+            arms = [part.value if isinstance(part, ast.Constant) else None for part in (test.body, test.orelse)]
+            inner = self.signature(test.test, depth + 1) if arms in ([True, False], [False, True]) else None
+            return inner and (inner[0] is arms[0], inner[1])
         if isinstance(test, ast.BoolOp):
             found = [part for value in test.values if (part := self.signature(value))]
             if not isinstance(test.op, ast.And) or not found:
                 return None
             others = sorted(ast.unparse(value) for value in test.values if self.signature(value) is None)
             return found[0][0], " and ".join([found[0][1], *others])
-        if (comparison := self._comparisons.get(ast.unparse(test))) is not None:
-            test = comparison
+        if isinstance(test, ast.Name | ast.Attribute):
+            text = ast.unparse(test)
+            values = self.source.values.get(text, [])
+            test = self._comparisons.get(text, test)
+            if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name) and depth < 4:
+                return self.signature(values[0], depth + 1)
         if isinstance(test, ast.Compare) and self._compares(test):
             constants = {ast.unparse(node) for node in self._constants(test.comparators[0])}
             rank = next(iter(constants - {"-1"}))  # scripts use -1 for runs without Horovod
@@ -84,7 +106,15 @@ class Guards:
 
     def looks_like_one_rank(self, node: ast.AST) -> bool:
         """Return whether only some ranks may run ``node``, because of a condition around it or an exit before it."""
-        return any(_ONE_RANK.search(ast.unparse(test)) for test, _ in self._conditions(node))
+        return any(self._names_one_rank(test) for test, _ in self._conditions(node))
+
+    def _names_one_rank(self, test: ast.expr, depth: int = 0) -> bool:
+        """Return whether ``test``, or a value that is assigned to one of its variables, contains a word such as rank."""
+        if _ONE_RANK.search(ast.unparse(test)):
+            return True
+        names = {ast.unparse(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
+        values = [value for name in names for value in self.source.values.get(name, ())]
+        return depth < 2 and any(self._names_one_rank(value, depth + 1) for value in values)
 
     def is_conditional(self, node: ast.AST) -> bool:
         """Return whether ``node`` may be skipped or repeated, by a condition, a loop or an exception handler."""
@@ -103,7 +133,7 @@ class Guards:
         return any(self._is_off(test, truth) for test, truth in self._conditions(node))
 
     def lines_without_horovod(self) -> set[int]:
-        """Return the lines that run only without Horovod or with one rank."""
+        """Return the lines that run only without Horovod or with one rank, or never."""
         return set(self._lines_off(self.source.tree.body))
 
     def _lines_off(self, block: list[ast.stmt]) -> Iterator[int]:
@@ -118,6 +148,7 @@ class Guards:
                 off = self.leaves(statement.body) and self._is_off(statement.test, False)
             else:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
+            off = off or self.leaves([statement])
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""
@@ -136,11 +167,17 @@ class Guards:
     def leaves(self, block: list[ast.stmt]) -> bool:
         """Return whether the statement after ``block`` never runs, because ``block`` ends with an exit or a jump."""
         last = block[-1]
+        if isinstance(last, ast.If):
+            return bool(last.orelse) and self.leaves(last.body) and self.leaves(last.orelse)
+        if isinstance(last, ast.With):
+            return self.leaves(last.body) and "suppress" not in ast.unparse(last.items[0])
         exits = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _EXITS
         return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
 
     def _is_off(self, test: ast.expr, truth: bool) -> bool:
-        """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank."""
+        """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank, or never."""
+        if isinstance(test, ast.Constant):
+            return bool(test.value) is not truth
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self._is_off(test.operand, not truth)
         if isinstance(test, ast.BoolOp):
@@ -151,13 +188,13 @@ class Guards:
 
     def _means_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
         """Return the value of ``test`` when Horovod is used with several ranks; None if unknown."""
-        text = ast.unparse(test)
-        if text in self._around_wraps:
-            return True
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return self._compared(test.left, test.ops[0], test.comparators[0])
         if self.rank(test) or not isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
             return None
+        text = ast.unparse(test)
+        if text in self._around_wraps:
+            return True
         values = self.source.values.get(text, [])
         if len(values) == 1 and depth < 3 and (known := self._means_horovod(values[0], depth + 1)) is not None:
             return known
@@ -171,7 +208,7 @@ class Guards:
         """Return the value of a comparison when Horovod is used with several ranks; None if unknown."""
         if not isinstance(right, ast.Constant):
             return None
-        if self._is_size(left):
+        if self.is_size(left):
             return _SEVERAL.get((type(op), right.value))
         same = isinstance(op, ast.Eq | ast.Is)
         if not same and not isinstance(op, ast.NotEq | ast.IsNot):
@@ -182,7 +219,8 @@ class Guards:
             return same if right.value else not same
         return None
 
-    def _is_size(self, value: ast.expr) -> bool:
+    def is_size(self, value: ast.expr) -> bool:
+        """Return whether ``value`` is the number of ranks, or a variable that may hold it."""
         values = self.source.values.get(ast.unparse(value), [])
         return any(isinstance(given, ast.Call) and self.source.hvd(given.func) == "size" for given in (value, *values))
 

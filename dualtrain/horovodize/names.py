@@ -46,6 +46,12 @@ _CLASSES = {"Compression", "DistributedOptimizer", "HorovodInternalError", "Sync
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
 PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
+#: Arguments of DistributedOptimizer.
+WRAP_ARGUMENTS = {
+    *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor"),
+    *("num_groups", "groups", "sparse_as_dense", "process_set"),
+}
+
 #: Subpackages of horovod for frameworks other than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "tensorflow"}
 
@@ -55,6 +61,10 @@ RUN_UNSUPPORTED = (
     *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
     *("host_discovery_script", "output_filename", "min_np", "max_np"),
 )
+
+
+#: Arguments of RayExecutor that make it elastic. They are refused unless they are None.
+RAY_ELASTIC = ("min_workers", "max_workers", "reset_limit", "cooldown_range", "elastic_timeout", "override_discovery")
 
 
 def is_this_host(hosts: object) -> bool:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.source import Function, Scope, Source, last_name
+
+#: Libraries that start a function, which one process has defined, on all ranks.
+_STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
+
+
+def runs_on_driver(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` may run once for all ranks: outside the functions that Spark, Ray or horovod.run starts."""
+    if not any(_STARTS_RANKS.match(name) for name in source.imported_names):
+        return False
+    own = next(nodes for scope, nodes in source.scopes if scope is source.scope(node))
+    return not any(isinstance(part, ast.Call) and source.hvd(part.func) for part in own)
 
 
 def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dualtrain.errors import UserError
@@ -50,13 +50,14 @@ def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
         UserError: a script cannot be read, or is not valid Python.
     """
     files = {name: read_script(name) for name in names}
-    wrapped = wrapped_names([_parse(file) for file in files.values()])
-    return {name: (file, _parse(file, wrapped)) for name, file in files.items()}
+    sources = [_parse(file) for file in files.values()]
+    wrapped = wrapped_names(sources)
+    return {name: (file, _parse(file, wrapped, sources)) for name, file in files.items()}
 
 
-def _parse(file: ScriptFile, wrapped: set[str] | None = None) -> Source:
+def _parse(file: ScriptFile, wrapped: Iterable[str] = (), program: Sequence[Source] = ()) -> Source:
     try:
-        return Source(file.text, wrapped or ())
+        return Source(file.text, wrapped, program)
     except SyntaxError as error:
         raise UserError(f"{file.name}:{error.lineno} is not valid Python ({error.msg}): fix it first") from None
     except (ValueError, RecursionError, MemoryError) as error:

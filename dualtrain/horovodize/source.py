@@ -37,12 +37,13 @@ class Source:
     Args:
         text: source code of the script.
         wrapped: names of the optimizers that other files of the program wrap.
+        program: the program's files, if there are several.
 
     Raises:
         SyntaxError: the text is not valid Python.
     """
 
-    def __init__(self, text: str, wrapped: Iterable[str] = ()) -> None:
+    def __init__(self, text: str, wrapped: Iterable[str] = (), program: Sequence[Source] = ()) -> None:
         self.text = text
         self.tree = ast.parse(text)
         #: All nodes in source order.
@@ -52,6 +53,7 @@ class Source:
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         #: Names of variables that hold an hvd.DistributedOptimizer; for ``self.optimizer`` this is ``optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
+        self.program = program or [self]
 
     @cached_property
     def code(self) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.gradients import Transfer
+from dualtrain.gradients.buckets import buffer_sizes
 from dualtrain.gradients.exchange import Exchange
 from dualtrain.gradients.hooks import has_later_hook
 from dualtrain.gradients.refusals import Refusals
@@ -15,6 +16,8 @@ from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named, as_horovod_errors
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
+
+_SCALARS = 1  # number of extra scalars in an exchange
 
 
 def _are_on_cpu(named: Named) -> bool:
@@ -58,7 +61,7 @@ class ChannelReducer(HorovodReducer):
         self._on_cpu = _are_on_cpu(named)
         #: One extra scalar: the number of joined ranks that averages leave out. It is read and written only if a rank
         #: may have joined, because with a GPU each access is a copy between GPU and CPU.
-        self._exchange = Exchange(self.hooks, transfer, scalars=1)
+        self._exchange = Exchange(self.hooks, transfer, scalars=_SCALARS)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange
         self.add(named)
@@ -212,6 +215,7 @@ class ChannelReducer(HorovodReducer):
                 self.set_id,
                 layout=[*(slot.describe() for slot in slots), self._describe_transfer()],
                 sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
+                buffers=buffer_sizes(slots, _SCALARS + 1, self._exchange.transfer),  # 1 for the flag of a refusal
                 then=self._start if start else None,
             )
         return self._opening

@@ -1,4 +1,12 @@
-"""The channels of a rank: one backend for the calls of each process set, and one for the gradients of each optimizer."""
+"""The channels of a rank: one backend for the calls of each process set, and one for the gradients of each optimizer.
+
+The gradients on the CPU of two ranks on one host are summed through shared memory, with the bits of the library, since
+a + b = b + a. Sums of more ranks have other bits there, so shared memory must be chosen for them.
+
+In shared memory the ranks themselves do the work of an operation, and the library has threads for it. So a rank that waits
+for anything advances the operations of all its channels: ranks may wait for different channels, or one for a channel and
+another for a call.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +17,8 @@ from collections import Counter
 from typing import Protocol
 
 from dualtrain.backends import Backend
+from dualtrain.backends.shm import SharedMemory, SharedMemoryBackend, UnsharedError
+from dualtrain.horovod_variables import log
 
 _MANY_CHANNELS = 16
 
@@ -41,6 +51,7 @@ class Channels:
     def __init__(self, world: Backend) -> None:
         self.sets: dict[int, Backend] = {0: world}
         self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
+        self._memories: list[SharedMemory] = []  # of the channels for gradients
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._claims: Counter[str] = Counter()
         self._exchangers: list[weakref.ref[Exchanger]] = []  # in order of registration
@@ -68,6 +79,38 @@ class Channels:
         known = [one for one in alive if one.channel_name == channel_name]
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
+    def with_shared_memory(self, channel: Backend, transport: str, buffers: list[int]) -> Backend:
+        """Return ``channel`` with sums through shared memory, if ``transport`` and the ranks' hosts allow it, else itself.
+
+        Collective over the channel, with equal arguments; blocks.
+
+        Args:
+            channel: the backend for an optimizer's gradients.
+            transport: ``"native"``, ``"shm"``, or ``"auto"``: shared memory for two ranks.
+            buffers: sizes in bytes of the buffers that the optimizer will make.
+        """
+        allowed = (transport == "shm" and channel.size > 1) or (transport == "auto" and channel.size == 2)
+        if not (allowed and buffers and channel.name == "torch" and len(set(channel.hosts)) == 1):
+            return channel
+        try:
+            shared = SharedMemoryBackend(channel, self._memories, buffers)
+        except UnsharedError as reason:
+            if channel.rank == 0:
+                log.warning("shared memory cannot be used (%s): gradients use %s", reason, channel.transport)
+            return channel
+        self._memories.append(shared.memory)
+        return shared
+
+    @property
+    def share_memory(self) -> bool:
+        """Return whether any channel sums through shared memory."""
+        return bool(self._memories)
+
+    def progress(self) -> bool:
+        """Advance operations in shared memory, without blocking. Return whether some are left unfinished."""
+        unfinished = [memory.progress() for memory in tuple(self._memories)]
+        return any(unfinished)
+
     def release_with(self, owner: object, name: str) -> None:
         """Release the channel ``name`` when ``owner`` is freed."""
         # Do not close the channel here: garbage collection may run in any thread, at any moment.
@@ -80,6 +123,7 @@ class Channels:
         while not self._released.empty():
             channel, _ = self.gradients.pop(self._released.get(), (None, None))
             if channel is not None:
+                self._memories[:] = [memory for memory in self._memories if memory is not getattr(channel, "memory", None)]
                 channel.close()
 
     def close(self) -> None:

@@ -24,7 +24,14 @@ Message = dict[str, Any]
 Key = tuple[int, str, str | None]  # process set, kind, name
 
 #: Fields that must be the same in every rank's call, and their names in error messages.
-_EQUAL = {"op": "reduction", "pre": "prescale factor", "post": "postscale factor", "root": "root rank", "ranks": "ranks"}
+_EQUAL = {
+    "op": "reduction",
+    "pre": "prescale factor",
+    "post": "postscale factor",
+    "root": "root rank",
+    "ranks": "ranks",
+    "transport": "DUALTRAIN_TRANSPORT",
+}
 #: Kinds in which the first dimension may differ from rank to rank.
 _FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
 #: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
@@ -88,6 +95,9 @@ class Coordinator:
             self._after_join(rank)
         elif kind == "join_with_zeros":
             self._request_zeros(rank, message)
+        elif kind == "progress":
+            for other in range(self.size):
+                self._send(other, {"do": "progress"})
         else:
             self._submit(rank, message)
 
@@ -185,6 +195,9 @@ class Coordinator:
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":
             facts["sparse"] = sorted({tuple(pair) for message in calls.values() for pair in message["sparse"]})
+            # Ranks whose parameters are partly on a GPU make other buffers: then no rank shares memory.
+            same = all(message["buffers"] == first["buffers"] for message in calls.values())
+            facts["buffers"] = first["buffers"] if same else []
         if key[1] in _FREE_ROWS:
             facts["rows"] = [[_rows(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
         if key[1] == "alltoall":

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.execution import Executor
-from dualtrain.hvd.pending import Pending
+from dualtrain.hvd.pending import Pending, slice_seconds
 from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0
+_PROGRESS_SECONDS = 1.0  # a longer wait makes the other ranks' engines advance operations in shared memory
 
 
 class Engine:
@@ -49,6 +51,7 @@ class Engine:
         self.absent: list[int] = []  # ranks that have joined
         self._reported_waits: dict[str, float] = {}
         self._requested_reports: dict[str, float] = {}
+        self._requested_progress = 0.0
         self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the join has ended
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -84,7 +87,7 @@ class Engine:
         tensors = [tensor.detach() for tensor in tensors or []]
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
-        pending = Pending(message, tensors, outputs, then=then)
+        pending = Pending(message, tensors, outputs, then=then, progress=self.channels.progress)
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is not None:
             self._executor.gpu = gpu
@@ -108,11 +111,16 @@ class Engine:
         if self._executor.gpu is None and torch.cuda.is_initialized():
             self._executor.gpu = torch.device("cuda", torch.cuda.current_device())
         pending = self.submit("join", divide_by=divide_by)
-        while (request := self._zeros_requests.get()) is not None:
+        while (request := self._next_zeros_request()) is not None:
             exchanger = self.channels.exchanger(request["channel"])
             if exchanger is not None and exchanger.exchanges < request["exchange"]:
                 exchanger.join_with_zeros(divide_by)
         return int(pending.wait())
+
+    def _next_zeros_request(self) -> Message | None:
+        while True:
+            with suppress(queue.Empty):
+                return self._zeros_requests.get(timeout=slice_seconds(self.channels.progress))
 
     def send(self, message: Message) -> None:
         """Send a message to the coordinator."""
@@ -142,6 +150,7 @@ class Engine:
         *,
         layout: list[str],
         sparse: list[list[int]],
+        buffers: list[int],
         then: Callable[[Backend, list[list[int]]], None] | None = None,
     ) -> Pending:
         """Request a backend over the ranks of a process set for one caller alone. Collective by name; do not block.
@@ -151,6 +160,7 @@ class Engine:
             set_id: the process set.
             layout: descriptions of what will be sent, the same on every rank.
             sparse: this rank's sparse gradients, as pairs of a parameter's index and the number of sparse dimensions.
+            buffers: sizes in bytes of the buffers on the CPU that the caller will make.
             then: called with the result in the engine's thread, before the call counts as ended.
 
         Returns:
@@ -160,7 +170,8 @@ class Engine:
             pending = Pending({}, result=self.channels.gradients[name])
             pending.ended.set()
             return pending
-        return self.submit("channel", name, set_id, then=then, layout=layout, sparse=sparse)
+        facts: dict[str, Any] = {"layout": layout, "sparse": sparse, "buffers": buffers}
+        return self.submit("channel", name, set_id, then=then, transport=self.settings.transport, **facts)
 
     def announce(self, exchanger: Exchanger) -> None:
         """Request zeros from the ranks that have joined, if any, for the current exchange of ``exchanger``."""
@@ -179,6 +190,9 @@ class Engine:
         if long and now - self._reported_waits.get(what, 0) > 1:
             self._reported_waits[what] = now
             self.send({"kind": "waiting", "what": what, "members": list(backend.members), "seconds": seconds})
+        if self.channels.share_memory and min(seconds, now - self._requested_progress) > _PROGRESS_SECONDS:
+            self._requested_progress = now
+            self.send({"kind": "progress"})
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
@@ -255,6 +269,10 @@ class Engine:
 
     def _do_who(self, message: Message) -> None:
         self._requested_reports[message["what"]] = time.monotonic()
+
+    def _do_progress(self, message: Message) -> None:
+        """Advance operations in shared memory, for which a rank waits while this rank's main thread does something else."""
+        self.channels.progress()
 
     def _do_report(self, message: Message) -> None:
         log.warning("%s", message["text"])

@@ -47,6 +47,7 @@ class Executor:
             channel = self._backend.group(message["members"])
             if channel is None:
                 return None
+            channel = self._channels.with_shared_memory(channel, message["transport"], message["buffers"])
             self._channels.gradients[message["name"]] = channel, message["sparse"]
             if pending is not None and pending.then is not None:
                 pending.then(channel, message["sparse"])

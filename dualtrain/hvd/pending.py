@@ -12,6 +12,13 @@ import torch
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 
+#: How long a wait sleeps before it looks again for operations in shared memory: while there are some, and otherwise.
+_SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
+
+
+def _nothing() -> bool:
+    return False
+
 
 @dataclass
 class Pending:
@@ -25,6 +32,7 @@ class Pending:
         ended: set once there is a result or an error.
         facts: what all ranks agreed on.
         events: GPU events after which the inputs are ready; once the call has ended, the events of the results.
+        progress: advances operations in shared memory, for which other ranks may wait, and returns whether some are left.
     """
 
     message: Message
@@ -36,13 +44,20 @@ class Pending:
     result: Any = None
     error: HorovodInternalError | None = None
     events: list[Any] = field(default_factory=list)
+    progress: Callable[[], bool] = _nothing
 
     def wait(self) -> Any:
         """Block until the result can be used on the current stream; return it. Raises HorovodInternalError."""
-        self.ended.wait()
+        while not self.ended.wait(slice_seconds(self.progress)):
+            pass
         if self.error is not None:
             # A new exception each time, because several callers may wait.
             raise HorovodInternalError(*self.error.args) from self.error
         for event in self.events:
             torch.cuda.current_stream().wait_event(event)
         return self.result
+
+
+def slice_seconds(progress: Callable[[], bool]) -> float:
+    """Call ``progress``, and return how long a wait may sleep until the next call."""
+    return _SLICE_SECONDS if progress() else _IDLE_SECONDS

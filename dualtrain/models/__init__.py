@@ -50,7 +50,7 @@ def build(
 
 def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module:
     if pretrained and (":" in name or name in _IMAGES or name in _TEXTS):
-        raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave it out, or give --weights")
+        raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave --pretrained out")
     if ":" in name:
         return _checked(call_user_code(name, "--model", "(shape, classes)", shape, classes), name)
     if name in _TEXTS:
@@ -71,7 +71,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module
 def _freeze(model: nn.Module, name: str) -> None:
     if name in _TEXTS:
         raise UserError(
-            f"--freeze-backbone: {name} has no separate head: its output layer shares the embedding's weights; leave it out"
+            f"--freeze-backbone does not work with {name}, whose output layer has the embedding's weights: omit the flag"
         )
     freeze_backbone(model, find_head(model))
 

@@ -50,8 +50,8 @@ def freeze_backbone(model: nn.Module, head: str) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and not name.startswith(f"{head}."):
             raise UserError(
-                f"--freeze-backbone: the head {head!r} shares {name!r} with the rest of the model, which is frozen: "
-                "leave it out"
+                f"--freeze-backbone does not work with this model, whose head {head!r} shares {name!r} with other layers: "
+                "leave the flag out"
             )
     for name, module in model.named_modules():
         if name == head or name.startswith(f"{head}."):
@@ -72,5 +72,5 @@ def find_head(model: nn.Module) -> str:
     """
     layers: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     if not layers or not layers[-1]:
-        raise UserError("--freeze-backbone needs a model that ends in a linear or convolutional layer: leave it out")
+        raise UserError("--freeze-backbone needs a model that ends in a linear or convolutional layer: leave the flag out")
     return layers[-1]

@@ -81,7 +81,7 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
     with readable_path(file) as path:
         try:
             return safetensors.torch.load_file(path)
-        except Exception as error:  # a damaged file can make it raise almost any exception
+        except Exception as error:  # a damaged file can make load_file raise almost any exception
             raise ValueError(str(error)) from error
 
 
@@ -96,7 +96,7 @@ def read_pickled(file: str | Path) -> Any:
     with open_regular(file) as opened:
         try:
             return torch.load(opened, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file can make it raise almost any exception
+        except Exception as error:  # a damaged file can make torch.load raise almost any exception
             raise ValueError(str(error)) from error
 
 

@@ -28,7 +28,7 @@
       return { run: group.dataset.run, label: group.dataset.label, color: group.getAttribute("class"), kind, name, points };
     });
     const chart = { figure, svg, curves, zero: "zero" in svg.dataset, view: null };
-    // Chromium draws no paths in a viewBox smaller than about one unit, as learning rates need: enlarge the coordinates.
+    // Chromium draws no paths in a viewBox smaller than about one unit, but learning rates are smaller: enlarge the coordinates.
     const { left, right, low, high } = rangeOf(chart);
     chart.scale = [1000 / (right - left), 1000 / (high - low)];
     for (const path of svg.querySelectorAll(".plot path")) {

@@ -69,6 +69,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, short: bool = F
 
 
 def facts(values: Sequence[tuple[str, str]], style: str = "") -> str:
-    """Return a list of names with their values, both plain text."""
+    """Return an HTML list of names with their values, which are given as plain text."""
     items = "\n".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in values)
     return f'<dl class="{style}">\n{items}\n</dl>' if style else f"<dl>\n{items}\n</dl>"

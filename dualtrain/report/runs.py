@@ -17,7 +17,7 @@ COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, â
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
 #: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
-#: Names of the facts in the origin that the summary of a run that has ended has too.
+#: Names of the facts that are in the origin and, once the run has ended, in its summary too.
 RANKS = ("backend", "transport", "launcher", "world_size", "device")
 COMPARED = ("commit", "hosts", "versions")  # the facts that are compared between runs
 
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Values for the table of runs: those of the summary have priority, then the latest metrics, then the start."""
+        """Values for the table of runs: from the summary, else from the latest metrics, else from the run's start."""
         settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
         known = {key: value for line in self.metrics for key, value in line.items()}
         return {**settings, **self.ranks, **known, **self.summary, "finished": bool(self.summary)}

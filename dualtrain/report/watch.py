@@ -1,4 +1,4 @@
-"""Server of the report of running runs, on the loopback interface. The page reloads itself while it is open.
+"""HTTP server of the report, on the loopback interface. The page reloads itself while it is open.
 
 Other users of the host can connect to the port too. Therefore the address contains a secret; other paths get status 403.
 """
@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def server_of(folders: Sequence[str], port: int) -> ReportServer:
-    """Return a server of the report. Runs may not have started yet. The caller starts and closes the server.
+    """Return a server of the report. The runs need not have started. The caller starts and closes the server.
 
     Raises:
         UserError: a folder does not exist, or the port cannot be used.

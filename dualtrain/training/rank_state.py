@@ -56,7 +56,10 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
-    """Restore this rank's entry of ``ranks``. At another world size, seed generators anew; see :func:`restore_buffers`."""
+    """Restore this rank's entry of ``ranks``.
+
+    If the state is of another world size, seed the generators anew, and restore buffers as :func:`restore_buffers` does.
+    """
     restore_buffers(model, [rank["buffers"] for rank in ranks], backend)
     if len(ranks) == backend.size:
         restore_random_state(ranks[backend.rank]["random"], backend.device)
@@ -68,7 +71,8 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
 def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    At another world size, average the floating-point buffers, and use rank 0's other buffers.
+    If the state is of another world size, average each floating-point buffer that all its ranks have in one shape, and use
+    rank 0's other buffers.
     """
     same = len(ranks) == backend.size
     # States of versions before 0.3.0 have floating-point buffers only.

@@ -26,6 +26,8 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 MOVABLE = [*DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.complex128, torch.float8_e4m3fn]
+#: Cases in Horovod's worlds for calls that move tensors as bytes, as tests/threads.py asserts.
+AS_BYTES = [(dtype,) for dtype in (torch.bool, torch.float8_e4m3fn, torch.float32, torch.complex128)]
 OPS = list(ReduceOp)
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
@@ -107,9 +109,8 @@ def allreduce_all(backend, dtype):
         check(mine, result, **EXACT)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_allreduce_of_every_operation_in_and_out_of_place(typical, dtype):
-    typical(allreduce_all, dtype)
+def test_allreduce_of_every_operation_in_and_out_of_place(typical):
+    typical.each(allreduce_all, [(dtype,) for dtype in DTYPES])
 
 
 def allreduce_defaults(backend):
@@ -226,9 +227,8 @@ def sums_of_nan(backend, dtype):
         assert backend.allreduce(mine, op).isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_nan_of_one_rank_reaches_all_ranks(typical, dtype):
-    typical(sums_of_nan, dtype)
+def test_a_nan_of_one_rank_reaches_all_ranks(typical):
+    typical.each(sums_of_nan, [(dtype,) for dtype in FLOATS])
 
 
 def without_history(backend):
@@ -245,10 +245,18 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 
 def same_bits_everywhere(backend):
-    mine = torch.randn(1000, generator=torch.Generator().manual_seed(backend.rank))
-    result = backend.allreduce(mine)
-    everyone = backend.allgather(bits(result)[None])
-    assert bool((everyone == everyone[0]).all())
+    """Short tensors are reduced by the comparison of their calls, with the bits of the library's all-reduce."""
+    mine = torch.randn(1025, generator=torch.Generator().manual_seed(backend.rank))
+    mine[7::50] = math.copysign(0.0, backend.rank - 1)
+    mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
+    for length in (0, 1, backend.size, 2 * backend.size + 1, 1000, 1024, 1025):
+        for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+            raw = mine[:length].clone()
+            result = backend.allreduce(raw, op)
+            backend.start_allreduce(raw, op, "raw").wait()
+            assert bits(result).tolist() == bits(raw).tolist(), (length, op)
+            everyone = backend.allgather(bits(result)[None])
+            assert bool((everyone == everyone[0]).all())
 
 
 def test_all_ranks_get_the_same_bits(spmd):
@@ -282,9 +290,8 @@ def reducescatter_all(backend, dtype):
             check_reducescatter(backend, 2 * backend.size + 1, op, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reducescatter_of_every_operation(typical, dtype):
-    typical(reducescatter_all, dtype)
+def test_reducescatter_of_every_operation(typical):
+    typical.each(reducescatter_all, [(dtype,) for dtype in DTYPES], [(torch.float32,), (torch.bfloat16,), (torch.int8,)])
 
 
 def reducescatter_layouts(backend):
@@ -316,9 +323,8 @@ def broadcast_bits(backend, dtype):
     check(bits(mine), bits(result))
 
 
-@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
-def test_broadcast_is_exact_to_the_bit(typical, dtype):
-    typical(broadcast_bits, dtype)
+def test_broadcast_is_exact_to_the_bit(typical):
+    typical.each(broadcast_bits, [(dtype,) for dtype in MOVABLE], AS_BYTES)
 
 
 def broadcast_from_all(backend):
@@ -372,9 +378,8 @@ def allgather_all(backend, dtype):
         check(bits(result), torch.cat([bits(each) for each in everyone]))
 
 
-@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
-def test_allgather_of_equal_unequal_and_no_rows(typical, dtype):
-    typical(allgather_all, dtype)
+def test_allgather_of_equal_unequal_and_no_rows(typical):
+    typical.each(allgather_all, [(dtype,) for dtype in MOVABLE], AS_BYTES)
 
 
 def allgather_layouts(backend):
@@ -399,9 +404,8 @@ def alltoall_equally(backend, dtype):
     assert tuple(result.shape) == (2 * backend.size, 3)
 
 
-@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
-def test_alltoall_without_splits_sends_equally_many_rows(typical, dtype):
-    typical(alltoall_equally, dtype)
+def test_alltoall_without_splits_sends_equally_many_rows(typical):
+    typical.each(alltoall_equally, [(dtype,) for dtype in MOVABLE], AS_BYTES)
 
 
 def alltoall_by_splits(backend):
@@ -809,13 +813,16 @@ MISMATCHES = ["shape", "layout", "columns", "dtype", "op", "root", "kind", "name
 MISMATCHES += ["reducescatter", "device"]
 
 
-@pytest.mark.parametrize("what", MISMATCHES)
-def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(many, what):
-    many(disagree, what)
+def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(many):
+    many.each(disagree, [(what,) for what in MISMATCHES])
 
 
 def other_calls(backend):
-    """Make two different checked calls at the same time, one on rank 0 and one on the other ranks, for every such pair."""
+    """Make two different checked calls at the same time, one on rank 0 and one on the other ranks, for every such pair.
+
+    On Horovod, where an exchange takes ten times as long, each call is made with the next one only: the ranks have compared
+    the calls before the backend starts anything.
+    """
     rows = torch.zeros(2 * backend.size)
     weight = torch.nn.Parameter(torch.ones(2))
     reducer = GradientReducer([("weight", weight)], backend)
@@ -840,7 +847,7 @@ def other_calls(backend):
     }
     names = list(calls)
     for number, one in enumerate(names):
-        for other in names[number + 1 :]:
+        for other in names[number + 1 :][: 1 if backend.name == "horovod" else None]:
             if {one, other} == {"allgather_object", "allgather_object of an unknown class"}:
                 continue  # the same call: only one rank's object is refused
             with pytest.raises(BackendError, match="the ranks do not agree on a collective call"):
@@ -915,9 +922,8 @@ def mistake_of_one_rank(backend, which):
     assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
 
 
-@pytest.mark.parametrize("which", MISTAKES)
-def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many, which):
-    many(mistake_of_one_rank, which)
+def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many):
+    many.each(mistake_of_one_rank, [(which,) for which in MISTAKES])
 
 
 def checks_behind_pending_calls(backend):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +31,8 @@ from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
 from tests.conftest import require_horovod
-from tests.pool import ROOT, free_port
+from tests.forked import run
+from tests.pool import free_port
 
 PAIR = World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", 1))
 ALONE = World(launcher="environment")
@@ -206,10 +207,9 @@ def busy_port():
 
 
 @pytest.fixture(scope="module")
-def horovod_errors(busy_port):
+def horovod_errors(busy_port, tmp_path_factory):
     """Three errors, raised in one new process: Horovod is missing, the port is in use, Horovod's world has another size."""
-    command = [sys.executable, "-c", HOROVOD_CASES, str(busy_port)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run(("-c", HOROVOD_CASES, str(busy_port)), tmp_path_factory.mktemp("horovod_errors"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -394,7 +394,7 @@ def test_a_with_statement_closes_and_lets_exceptions_through():
 
 
 FORKS = """
-import os, sys, signal
+import ctypes, os, signal
 import torch
 from dualtrain import connect
 from dualtrain.launchers import World
@@ -415,7 +415,7 @@ for what in (lambda: None, backend.close, again):
     if pid == 0:
         signal.alarm(60)  # a child that hangs is killed
         what()
-        sys.exit(3)
+        ctypes.pythonapi.Py_Exit(3)  # as at the end of a program
     statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 allreduce(backend)
 print(*statuses)
@@ -432,12 +432,12 @@ def test_every_wait_of_an_operation_on_a_gpu_is_without_a_timeout():
     assert waits == [(), ()]
 
 
-def test_a_forked_child_does_not_end_the_groups_of_its_parent():
+def test_a_forked_child_does_not_end_the_groups_of_its_parent(tmp_path):
     """Three children end: one without a call, one that has closed the backend, one that has connected again."""
-    end = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert (end.returncode, end.stdout, end.stderr) == (0, "3 3 3\n", "")
+    end = run(("-c", FORKS), tmp_path)
+    # The modules that are loaded before the fork include triton, whose bindings print what they leak at exit.
+    said = [line for line in end.stderr.splitlines() if not re.search("nanobind|leaked|skipped remainder|refleaks", line)]
+    assert (end.returncode, end.stdout, said) == (0, "3 3 3\n", [])
 
 
 def test_the_default_process_group_is_made_only_on_request():
@@ -558,5 +558,5 @@ def own_place(backend):
     return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
 
 
-def test_the_world_keeps_the_launcher_and_its_evidence(real):
+def test_the_world_keeps_the_launchers_name_and_variables(real):
     assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size

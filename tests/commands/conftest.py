@@ -10,8 +10,14 @@ import pytest
 from tests.commands.setups import Setup
 
 
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which fake interpreters keep what Python has printed."""
+    return tmp_path_factory.mktemp("answers")
+
+
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    setup = Setup(tmp_path)
+def setup(tmp_path: Path, answers: Path) -> Iterator[Setup]:
+    setup = Setup(tmp_path, answers)
     yield setup
     setup.end()

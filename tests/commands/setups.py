@@ -1,7 +1,7 @@
 """Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are fakes.
 
 A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments, and print
-files that a test has written.
+the contents of files that a test has written.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from tests.pool import ROOT
 SECONDS = 60.0
 
 # The fake interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the file "torch" has
-# the version of torch; other calls go to Python. When pip builds Horovod's wheel, its environment is written to the file
-# "build".
+# the version of torch; other calls go to Python, once for each program after -c. When pip builds Horovod's wheel, its
+# environment is written to the file "build".
 PYTHON = """#!/bin/bash
 here={folder}
+{once}
 case "$1 $2" in
   "-m venv")
     mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
@@ -43,8 +44,19 @@ case "$1 $2" in
     case "$*" in *nvidia-cuda-nvcc*) mkdir -p "$place/nvidia"; cp -r "$here/toolkit" "$place/nvidia/cu13" ;; esac ;;
   "-c "*torch/version.py*) cat "$here/torch" ;;
   "-c "*--check-build*) cat "$here/horovod" ;;
+  "-c "*) once "$@" ;;
   *) exec {real} -S "$@" ;;
 esac
+"""
+# Shell function of fake interpreters. A call is Python's, except if an earlier call with the same arguments succeeded: then
+# its output is printed again.
+ONCE = """
+once() {{
+  local name=$*
+  name={answers}/${{name//[^a-z0-9]/_}}
+  [ -e "$name" ] || {{ {real} -S "$@" >"$name.$$" || exit; mv "$name.$$" "$name"; }}
+  cat "$name"
+}}
 """
 SMI = """#!/bin/sh
 if [ ! -s {folder}/gpus ]; then exit 9; fi
@@ -61,17 +73,22 @@ esac
 """
 
 
-class Setup:
-    """Runs of setup.sh for one folder."""
+def once(answers: Path) -> str:
+    """Return ``ONCE`` with the answers in this folder."""
+    return ONCE.format(answers=answers, real=sys.executable)
 
-    def __init__(self, folder: Path) -> None:
+
+class Setup:
+    """Runs of setup.sh for one folder. ``answers`` keeps what Python has printed."""
+
+    def __init__(self, folder: Path, answers: Path) -> None:
         self.venv = folder / "venv"
         self.cache = folder / "cache"
         self.root = ROOT
         self._folder = folder
         self._started: list[subprocess.Popen[str]] = []
         python = folder / "python"
-        python.write_text(PYTHON.format(folder=folder, real=sys.executable))
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
         python.chmod(0o755)
         self._program("bin/nvidia-smi", SMI.format(folder=folder))
         self.horovod("PyTorch", "MPI", "Gloo")

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import measure, pace, start_contender
+from dualtrain.bench import measure, pace, scale, scale_page, start_contender, worker
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
-from dualtrain.bench.contenders import alone, trainers
+from dualtrain.bench.contenders import alone, dualtrain_hvd, ours, trainers
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
@@ -43,6 +43,7 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import MET, NOT_MET, NOT_SHOWN, rows_of, sweep_of
+from dualtrain.bench.scale_plan import CONTENDERS, MEASURES, RANKS, ranks_of, times_of
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
@@ -125,7 +126,7 @@ def row(rows, one, other, job="resnet18"):
     return found
 
 
-def test_ratios_are_of_rounds_so_that_drift_cancels_out():
+def test_ratios_are_computed_within_each_round_so_that_drift_cancels_out():
     rows = rows_of(results(shm=0.1, alone=0.08, ddp_tuned=0.15))
     found = row(rows, "shm", TUNED)
     assert found.found.value == pytest.approx(1.5)
@@ -201,7 +202,7 @@ def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypat
     ("program", "reason"),
     [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
 )
-def test_an_import_that_prints_or_hangs_is_one_error(program, reason, monkeypatch):
+def test_an_import_that_prints_or_hangs_raises_a_launch_error(program, reason, monkeypatch):
     monkeypatch.setattr(measure, "_IMPORT", program)
     with pytest.raises(LaunchError, match=reason):
         measure._import_seconds(20.0 if "print" in program else 0.4)
@@ -397,7 +398,13 @@ def test_each_job_is_described_with_the_size_of_its_model():
     assert set(ABOUT) == set(JOBS) - {"large"}
     sizes = {"empty": "2 weights", "small": "465,198 weights", "convnet": "29,034 weights"}
     sizes |= {"resnet18": "11.2 M weights", "mlp": "20.0 M weights", "transformer": "4.7 M weights"}
-    sizes |= {"vgg": "8.7 M weights", "mlp33m": "33.6 M weights", "layers250": "263,274 weights", "linear": "8.4 M weights"}
+    sizes |= {
+        "layers20": "20,394 weights",
+        "vgg": "8.7 M weights",
+        "mlp33m": "33.6 M weights",
+        "layers250": "263,274 weights",
+        "linear": "8.4 M weights",
+    }
     for name, size in sizes.items():
         count = sum(p.numel() for p in WORKLOADS[name].build().parameters())
         assert size == f"{count / 1e6:.1f} M weights" if " M " in size else f"{count:,} weights"
@@ -432,7 +439,7 @@ def test_all_compared_contenders_are_measured():
         assert needed <= one & other, comparison
     assert all(_job_of(cost.job) in jobs_of(ENTRIES[cost.one], JOBS) for cost in COSTS if cost.job != "start")
     assert {cost.one for cost in COSTS} | {c.other for c in COSTS} <= {*ENTRIES, ""}
-    modules = {entry.module for entry in ENTRIES.values() if " " not in entry.module}
+    modules = {entry.module for entry in (*ENTRIES.values(), *CONTENDERS.values()) if " " not in entry.module}
     files = {path.stem for path in (ROOT / "dualtrain" / "bench" / "contenders").glob("[!_]*.py")}
     assert modules == files
 
@@ -521,6 +528,96 @@ def test_the_trainer_runs_the_steps_of_a_task(option):
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("module", [ours, dualtrain_hvd])
+def test_calls_and_steps_of_the_scale_are_timed_on_each_rank(module):
+    contender = module.start("local/native", CPU)
+    found = worker._scale(contender, "scale", SimpleNamespace(connected={"start": 2.0, "connect": 1.0}))
+    contender.train(Task("tiny", CPU, 0.5))
+    assert contender.metric(torch.tensor(2.5)).item() == 2.5
+    contender.close()
+    times = times_of(found)
+    assert {*times, "layers20"} == set(MEASURES)
+    assert min(times.values()) > 0
+
+
+# -- growth with the number of ranks ------------------------------------------------------------------------------
+
+
+def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
+    """Measure with simulated contenders: a time is the number of ranks in ms, Horovod's twice; one contender fails."""
+    specs = []
+
+    def run_entry(entry, jobs, spec, step_fraction):
+        specs.append(spec)
+        if entry is CONTENDERS["shm"] and spec.ranks == 4:
+            raise LaunchError("no <memory>")
+        seconds = spec.ranks * (2e-3 if entry is CONTENDERS["horovod"] else 1e-3)
+        return [{"job": name, "seconds": seconds * (1 + rank)} for name in MEASURES for rank in range(2)]
+
+    monkeypatch.setattr(scale, "run_entry", run_entry)
+    said: list[str] = []
+    growth = scale.Growth(ranks)
+    scale.measure_growth(growth, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
+    return growth, specs, said
+
+
+def test_a_number_of_ranks_that_fails_is_reported_and_the_others_are_measured(monkeypatch, tmp_path):
+    growth, specs, said = growth_of(monkeypatch, tmp_path)
+    assert [spec.ranks for spec in specs] == [2] * 10 + [4] * 10
+    assert all(0 < spec.timeout < 1000 for spec in specs)
+    assert growth.failures == {(4, "shm"): "no <memory>"}
+    assert growth.seconds("barrier", "native", 4) == 8e-3  # of the slowest rank
+    assert growth.seconds("connect", "native", 4) == 4e-3  # of the rank that was started last
+    assert growth.ratio("metric", "hvd", "horovod", 2) == 0.5
+    assert growth.ratio("metric", "shm", "torch", 4) is None
+    assert scale_page.plain(growth)["barrier"]["shm"] == {2: 4.0, 4: "no <memory>"}
+    assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
+    assert len([line for line in said if "failed: no <memory>" in line]) == 2
+
+
+def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkeypatch, tmp_path):
+    growth, _, _ = growth_of(monkeypatch, tmp_path)
+    growth.missing = {"horovod": "it is not installed"}
+    said, shown = scale_page.text(growth, MACHINE), Page(scale_page.page(growth, MACHINE))
+    for words in (
+        "barrier, ms",
+        "4.000",
+        "× 0.50",
+        "with 4 ranks: failed: no <memory>",
+        "not measured: it is not",
+        "two <ranks>",
+    ):
+        assert words in said
+        assert words in shown.text
+    assert said.splitlines()[-1] == "dualtrain, shared memory with 4 ranks: failed: no <memory>"
+    figure = ElementTree.fromstring(scale_page.picture(growth))
+    circles = figure.iter("{http://www.w3.org/2000/svg}circle")
+    assert len([one for one in circles if len(one)]) == len(MEASURES) * (2 * len(CONTENDERS) - 1)
+    assert not {"img", "script"} & {*shown.tags}
+    empty = scale.Growth(RANKS, failures={(2, "torch"): "no luck"})
+    assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
+
+
+def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(monkeypatch, tmp_path, capsys):
+    calls = []
+
+    def measure_growth(growth, names, rounds, spec, log):
+        calls.append((growth.ranks, rounds))
+        if rounds < 3:
+            growth.rounds[2, "torch"] = [dict.fromkeys(MEASURES, 0.5)]
+        if rounds == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(scale, "measure_growth", measure_growth)
+    measured, interrupted, nothing = [], ["--ranks", "4,2", "--pairs", "2"], ["--pairs", "3"]
+    for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
+        assert main(["--scale", "--out", str(tmp_path), *flags]) == status
+        assert shown in capsys.readouterr().out
+    assert calls == [(RANKS, 1), ((2, 4), 2), (RANKS, 3)]
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
+    assert ranks_of("8,2,8") == (2, 8)
+
+
 # -- launching ----------------------------------------------------------------------------------------------------
 
 
@@ -529,7 +626,7 @@ def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
     assert found_in(said) == [{"rank": 1}, {"rank": 0}]
 
 
-def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
+def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
     lines = [
         {"rank": 0, "size": 2, "job": "small", "seconds": 1.0, "first": 5.0, "sha256": "a"},
         {"rank": 1, "size": 2, "job": "small", "seconds": 2.0, "first": 6.0, "sha256": None},
@@ -570,7 +667,7 @@ def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     assert {env["HOROVOD_CONTROLLER"] for env in said} == {"gloo"}
 
 
-def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
+def test_a_failure_is_reported_in_one_line_and_ends_all_ranks(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
@@ -588,7 +685,7 @@ def test_processes_that_outlive_their_leader_are_ended(tmp_path):
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_a_contender_that_cannot_be_started_ends_those_that_were(tmp_path, monkeypatch):
+def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monkeypatch):
     started, start = [], start_contender.subprocess.Popen
 
     def start_one(*given, **named):
@@ -658,7 +755,7 @@ def test_a_fallback_replaces_a_contender_that_cannot_run(tmp_path, monkeypatch):
     assert len(found.pairs("native", TUNED)) == 2
 
 
-def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monkeypatch):
+def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monkeypatch):
     plans = []
     monkeypatch.setattr(bench, "_missing", lambda names, _: {name: "no" for name in names if name == "hvd-gloo"})
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
@@ -833,6 +930,9 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),
         (["extra"], "unrecognized"),
+        (["--ranks", "2"], "--ranks has no effect without --scale"),
+        (["--scale", "--ranks", "2,1"], "--ranks must be numbers from 2 to 1024"),
+        (["--scale", "--quick"], "--scale cannot be combined with --quick"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, words, capsys):

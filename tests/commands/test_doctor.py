@@ -152,7 +152,7 @@ def test_a_backend_that_fails_is_a_problem_if_it_is_the_chosen_one():
     assert advise(rows, "horovod") == (["horovod on rank 1: no"], [])
 
 
-def test_another_torch_than_horovod_was_built_against_is_reported():
+def test_a_torch_that_horovod_was_not_built_against_is_reported():
     _, notes = advise([row(0, horovod={"torch": "2.12"})], "torch")
     assert notes == ["Horovod was built against torch 2.12, but rank 0 has 2.13: build it again with launch/setup.sh"]
 

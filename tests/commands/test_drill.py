@@ -113,7 +113,7 @@ def test_the_verdict_and_the_exit_status_follow_from_the_problems(problems, monk
     assert found["rows"][0]["repeated"] == 2
 
 
-def test_a_job_without_its_launcher_reports_that(monkeypatch, tmp_path):
+def test_a_job_whose_launcher_is_not_installed_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = Job(tmp_path / "run", [], 2, horovod=True, restarts=0)
     with pytest.raises(UserError, match="horovodrun is not installed"):

@@ -73,7 +73,7 @@ def _main_of(module: str) -> str:
     return module if (ROOT / f"{module.replace('.', '/')}.py").exists() else f"{module}.__main__"
 
 
-#: ``python -m dualtrain`` with forked ranks, which start faster. The test below starts a rank as a new interpreter.
+#: ``python -m dualtrain`` with forked ranks, which start faster than new interpreters.
 PROGRAM = """
 import runpy, dualtrain.spawn
 from tests.afresh import AfreshContext

@@ -116,7 +116,7 @@ def test_an_exception_comes_back_with_rank_traceback_and_cause():
     assert isinstance(seen.value, RuntimeError)  # horovod.run raises RuntimeError too
 
 
-def test_a_failure_can_be_pickled_itself():
+def test_a_rank_failed_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(RankFailedError("rank 1 of 2 failed: x", 1, "Traceback\n", by_peer=True)))
     assert (str(error), error.rank, error.trace, error.by_peer) == (
         *("rank 1 of 2 failed: x\n\nTraceback", 1, "Traceback\n"),

@@ -2,7 +2,7 @@
 
 This file contains the rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1). If
 the package kubeflow-training is installed, the names and types of all fields, also of the pods, are compared with its
-models.
+OpenAPI types.
 tests/launch/test_k8s.py runs the pods' own commands.
 """
 
@@ -137,7 +137,7 @@ def assert_type(value: Any, kind: str, models: Any, core: Any) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubeflow") is None, reason="needs kubeflow-training: bash tests/extras.sh")
-def test_the_published_models_have_all_fields():
+def test_the_operators_openapi_types_have_all_fields():
     from kubeflow.training import models
     from kubernetes import client
 

@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
         ([], {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 2"),
     ],
 )
-def test_an_error_that_a_user_can_fix_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, env, part):
+def test_an_error_that_a_user_can_fix_gives_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, env, part):
     monkeypatch.chdir(tmp_path)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -137,8 +137,8 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
         (DivergedError("inf"), "spawn", True, 1),
     ],
 )
-def test_the_error_has_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
-    """torchrun may restart after any error. Elsewhere, only an error that is in the run's folder forbids a restart."""
+def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
+    """torchrun may restart after any error. Elsewhere, only an error that the run's folder records forbids a restart."""
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)
         assert command._give_up(error, backend) == status
@@ -146,7 +146,7 @@ def test_the_error_has_do_not_restart_if_a_restart_would_repeat_it(capsys, error
     assert capsys.readouterr().err == said
 
 
-def test_a_run_that_its_folder_forbids_has_do_not_restart(tmp_path, capsys):
+def test_the_error_of_a_run_that_its_folder_forbids_says_do_not_restart(tmp_path, capsys):
     """The error begins with "do not restart" when the run fails while it trains, and in each restart."""
     flags = ["--max-steps", "4", "--threads", "1", "--run-dir", str(tmp_path), "--resume", "auto"]
     assert [command.main([*flags, "--lr", "1e30"]) for _ in range(2)] == [1, 2]
@@ -172,7 +172,7 @@ def test_each_rank_prints_that_ranks_differ_but_only_rank_0_an_error_of_all_rank
     assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
 
 
-def test_other_ranks_than_0_wait_before_they_report_a_mistyped_flag(monkeypatch, capsys):
+def test_ranks_other_than_0_wait_before_they_report_a_mistyped_flag(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     silent: list[str] = []
@@ -184,7 +184,7 @@ def test_other_ranks_than_0_wait_before_they_report_a_mistyped_flag(monkeypatch,
         parse(["--lr", "x"])
 
 
-def test_the_error_has_do_not_restart_only_if_the_launcher_restarts_ranks(capsys):
+def test_the_error_says_do_not_restart_only_if_the_launcher_restarts_ranks(capsys):
     for launcher, said in (("torchrun", "do not restart: no such flag"), ("environment", "no such flag")):
         assert refuse_on_all(UserError("no such flag"), World(launcher=launcher)) == 2
         assert capsys.readouterr().err == f"dualtrain: error: {said}\n"

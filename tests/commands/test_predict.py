@@ -1,4 +1,4 @@
-"""Prediction from image files. The images are transformed like evaluation images, and wrong input is a one-line error."""
+"""Prediction from image files: images are transformed as in evaluation, and wrong input is refused in one line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [save(image, folder / f"{number}.png") for number, image in enumerate(images[:COUNT])]
 
 
-def test_files_get_exactly_what_the_model_gives_for_the_evaluation_tensors(trained, digits):
+def test_predictions_from_files_equal_the_models_outputs_for_the_evaluation_tensors(trained, digits):
     answers = predict(str(trained), digits)
     source = load_data("digits", normalize="dataset").val
     inputs, targets = next(source.stream([Batch(torch.arange(COUNT))], torch.device("cpu")))

@@ -81,7 +81,7 @@ def page_of(path: Path) -> Page:
     return Page(path.read_text())
 
 
-def test_one_run_gets_its_report_into_its_folder(tmp_path, capsys):
+def test_the_report_of_one_run_is_written_to_the_runs_folder(tmp_path, capsys):
     folder = Path(make(tmp_path / "run"))
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out.split() == [str(folder / "report.html")]
@@ -158,7 +158,7 @@ def test_several_runs_get_one_report_in_the_current_folder(tmp_path, monkeypatch
         assert word in shown.text
 
 
-def test_out_names_the_page(tmp_path):
+def test_the_flag_out_sets_the_path_of_the_page(tmp_path):
     assert main([make(tmp_path / "run"), "--out", str(tmp_path / "mine.html")]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"run", "mine.html"}
 
@@ -328,7 +328,7 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     assert main([str(folder)]) == 0
 
 
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_reported_in_one_line(tmp_path, capsys):
     good, new = make(tmp_path / "run"), tmp_path / "new"
     new.mkdir()
     (new / "metrics.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""The report's page in a real browser: axes, values under the pointer, switches, and refreshing. Needs Chromium."""
+"""The report's page in a real browser: axes, values under the pointer, and the legend's switches. Needs Chromium."""
 
 from __future__ import annotations
 

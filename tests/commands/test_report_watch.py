@@ -31,7 +31,7 @@ def serving(*folders: str) -> Iterator[ReportServer]:
 
 
 def get(url: str, path: str | None = None, **headers: str) -> tuple[int, str, str | None]:
-    """Return the status, the body and the version of a response."""
+    """Return the status, the body and the ETag of a response."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname, parts.port, timeout=20)
     try:

@@ -86,13 +86,13 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
     assert setup.run()[0] == 0
 
 
-def test_a_wheel_of_another_recipe_is_not_used(setup, tmp_path):
+def test_a_wheel_of_another_build_script_is_not_used(setup, tmp_path):
     setup.root = tmp_path / "tree"
     shutil.copytree(ROOT / "launch", setup.root / "launch")
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, setup.root)
     outputs = []
-    for line in ("", "", "# another recipe"):
+    for line in ("", "", "# another build"):
         with (setup.root / "launch" / "build_horovod.sh").open("a") as file:
             file.write(line)
         (setup.venv / "setup.done").unlink(missing_ok=True)
@@ -114,10 +114,11 @@ def test_a_failed_step_ends_the_build(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# In the first case, the installation of torch fails. In the second, it ignores the full disk, and Horovod's build fails.
+# In the first case, the installation of torch fails. In the second, it succeeds in spite of the full disk, and Horovod's
+# build fails.
 @pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
-def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
+def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_environment(rest, step, setup):
     setup.venv.mkdir()
 
     def on_a_disk_of(size: str) -> list[str]:

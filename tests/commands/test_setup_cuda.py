@@ -25,7 +25,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.torch("2.15.0+cu1377", "13.77", "75,90")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # During the build, libraries have the names that Horovod's CMake files look for, and its FindPytorch is not replaced.
+    # During the build, libraries have the names that Horovod's CMake files look for. Horovod's own FindPytorch is used.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
     found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
@@ -132,7 +132,7 @@ def test_a_build_that_is_not_possible_is_refused_in_one_line(env, part, setup):
     assert part in refusal(setup, **env)
 
 
-def test_bad_architectures_and_a_missing_nccl_are_one_line(setup, tmp_path):
+def test_bad_architectures_and_a_missing_nccl_are_refused_in_one_line(setup, tmp_path):
     setup.torch("2.15.0+cu1377", "13.77")
     assert "HOROVOD_BUILD_CUDA_CC_LIST=9.0 is not a list" in refusal(setup, HOROVOD_BUILD_CUDA_CC_LIST="9.0")
     assert f"no NCCL in {tmp_path} (include/nccl.h" in refusal(setup, HOROVOD_NCCL_HOME=str(tmp_path))
@@ -181,7 +181,7 @@ def test_a_horovod_without_nccl_is_refused(setup):
     ],
 )
 @pytest.mark.parametrize("step", [" torch==", "nvidia-cuda-nvcc", "wheel --no"])
-def test_an_index_that_fails_is_one_line(step, said, part, setup):
+def test_an_index_that_fails_is_reported_in_one_line(step, said, part, setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
     setup.pip(f'case "$* " in *"{step}"*) echo "{said}"; exit 1 ;; esac')
@@ -205,7 +205,7 @@ def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path)
     assert "--force-reinstall" in wheel
 
 
-def test_nccl_replaces_the_cpu_build_of_an_earlier_set_up(setup):
+def test_a_set_up_with_nccl_replaces_the_cpu_build_of_torch(setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")

@@ -1,4 +1,4 @@
-"""Ranks that the command line starts itself: their environment, the job's status, signals, and no remaining processes."""
+"""Ranks of ``--nproc`` and ``spawn``: their environment, the job's status, signals, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dual
 
 
 class Job(Forked):
-    """A running program of ranks; ``pids`` are the process ids that the ranks have printed."""
+    """A running program that spawns ranks; ``pids`` are the process ids that the ranks have printed."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -242,7 +242,7 @@ def test_a_cpu_quota_limits_the_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, ""), (signal.SIGINT, "dualtrain: error: interrupted\n")])
-def test_a_signal_before_the_first_rank_starts_none(monkeypatch, capsys, number, said):
+def test_after_a_signal_before_the_first_rank_no_rank_is_started(monkeypatch, capsys, number, said):
     def make(method):
         os.kill(os.getpid(), number)
         return SimpleNamespace(Process=None)

@@ -98,7 +98,8 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
     assert command.main(given) == status
     *trace, last = capsys.readouterr().err.splitlines()
-    final = "do not restart: " if "bad_later" in name else ""  # the only one that ends a run that has begun
+    # Only this UserError is raised after the run has begun.
+    final = "do not restart: " if "bad_later" in name else ""
     assert re.fullmatch(f"dualtrain: error: {final}{line}", last)
     assert trace[0] == "Traceback (most recent call last):"
     files = [found[1] for found in re.finditer(r'File "(.*?)"', "\n".join(trace))]
@@ -144,7 +145,7 @@ def test_a_loss_that_is_not_a_scalar_tensor_is_refused(returned, got):
             trainer.fit([(torch.zeros(4, 3), torch.zeros(4))])
 
 
-def test_every_other_error_is_in_torchruns_summary_too(tmp_path, monkeypatch, capsys):
+def test_errors_without_user_code_are_in_torchruns_summary_too(tmp_path, monkeypatch, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     assert command.main(["--lr", "x"]) == 2

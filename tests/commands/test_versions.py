@@ -1,13 +1,14 @@
 """tests/versions.sh: refused versions, environments that are made once, and the table of results.
 
-A fake interpreter makes the environments, so a run takes a second and needs no network. The fake records
-pip's arguments. A test writes shell code into files named pip, pytest and torchrun; it runs in place of these programs.
+A fake interpreter makes the environments, so a run takes a second and needs no network. The fake records pip's arguments.
+A test writes shell code into files named pip, pytest and torchrun; this code runs in place of these programs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,20 +17,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.setups import once
 from tests.pool import ROOT
 
 SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
 # Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
+# Other calls go to Python, once for each program after -c and for the arguments of each program after "-".
 PYTHON = """#!/bin/bash
 here={folder}
-case "$(basename "$0") $1 $2" in
+{once}
+case "${{0##*/}} $1 $2" in
   torchrun*) shift; . "$here/torchrun" ;;
   *" -m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/torchrun" ;;
   *" -m pip") shift 2; echo "$*" >>"$here/calls"; . "$here/pip" ;;
   *" -m pytest") shift 2; . "$here/pytest" ;;
   *metadata*) printf '%s\\n' Python=3.11.7 torch=2.6.0+cpu torchvision=0.21.0 ;;
+  "python -"*) once "$@" ;;
   *) exec {real} -S "$@" ;;
 esac
 """
@@ -46,13 +51,13 @@ JOB = 'while [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; echo \'{summa
 
 
 class Versions:
-    """Runs of the script for one folder."""
+    """Runs of the script of a tree for one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.into, self.temporary, self.folder = folder / "into", folder / "tmp", folder
+    def __init__(self, folder: Path, root: Path, answers: Path) -> None:
+        self.into, self.temporary, self.folder, self.root = folder / "into", folder / "tmp", folder, root
         self.temporary.mkdir()
         python = folder / "python"
-        python.write_text(PYTHON.format(folder=folder, real=sys.executable))
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
         python.chmod(0o755)
         self.env = {**os.environ, "PYTHON": str(python), "TMPDIR": str(self.temporary)}
         self.set(pip=PIP.format(index=INDEX, install="true"))
@@ -64,7 +69,7 @@ class Versions:
             (self.folder / name).write_text(script)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = ["bash", str(ROOT / "tests" / "versions.sh"), "--into", str(self.into), *arguments]
+        command = ["bash", str(self.root / "tests" / "versions.sh"), "--into", str(self.into), *arguments]
         return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
@@ -82,9 +87,19 @@ class Versions:
         return found
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree with the files that the script itself reads, because each run copies the tree."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("setup.cfg", "launch/versions.txt", "tests/versions.py", "tests/versions.sh"):
+        (tree / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
 @pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return Versions(tmp_path)
+def versions(tmp_path: Path, tree: Path, answers: Path) -> Versions:
+    return Versions(tmp_path, tree, answers)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +143,7 @@ def test_wrong_versions_and_options_are_refused_in_one_line_before_an_installati
     ],
     ids=["no network", "no network, wheels in a folder", "no space", "no wheel"],
 )
-def test_a_failed_installation_is_one_line_and_leaves_no_partial_environment(versions, pip, message):
+def test_a_failed_installation_is_reported_in_one_line_and_leaves_no_partial_environment(versions, pip, message):
     versions.set(pip=pip)
     status, _, errors = versions.run("2.6.0")
     assert (status, errors.count("\n")) == (2, 1)
@@ -187,6 +202,7 @@ def test_the_tests_run_on_a_copy_of_all_tracked_files(versions):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
+    versions.root = ROOT
     versions.set(pytest='ls -A >"$here/names"')
     versions.run("2.6.0")
     assert set((versions.folder / "names").read_text().split()) == {name.partition("/")[0] for name in tracked}

@@ -113,7 +113,8 @@ def trainers(backend, model, replace):
 
 def replaces(backend):
     with small_buckets((64, 64)):
-        for replace in REPLACE:
+        # Horovod's operations are slow. The ways differ in memory and strides, which the reducer sees before it sends.
+        for replace in REPLACE if backend.name != "horovod" else [halve_data, transpose_storage, cast_and_back]:
             wanted = expected(backend.size, replace)
             for train in (native, trainers):
                 verify(backend, train, backend, replace, wanted)

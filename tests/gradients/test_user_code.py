@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -40,10 +41,8 @@ def keeps(backend, numel, unused):
     reducer.close()
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("unused", ["zero", "none"])
-def test_gradients_that_the_program_keeps_stay_as_they_are(typical, numel, unused):
-    typical(keeps, numel, unused)
+def test_gradients_that_the_program_keeps_stay_as_they_are(typical):
+    typical.each(keeps, itertools.product(SIZES, ["zero", "none"]), [(1000, "none"), (20000, "zero")])
 
 
 def keeps_over_a_new_layout(backend):
@@ -122,10 +121,12 @@ def zeroes_in_hooks(backend, first, sizes):
     reducer.close()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1 << 20, 25 << 20)], ids=["three-buckets", "one-bucket"])
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_hooks_may_change_gradients_before_they_are_sent(typical, first, sizes):
-    typical(zeroes_in_hooks, first, sizes)
+def test_hooks_may_change_gradients_before_they_are_sent(typical):
+    typical.each(
+        zeroes_in_hooks,
+        itertools.product([True, False], [(1, 1), (1 << 20, 25 << 20)]),
+        [(True, (1, 1)), (False, (1 << 20, 25 << 20))],
+    )
 
 
 def changes_during_backward(backend):

@@ -358,6 +358,219 @@ CASES = [
         "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)",
         "o = torch.optim.Adagrad(p)\nhvd.broadcast_optimizer_state(o, 0)",  # has a state before its first step
     ),
+    (
+        "optimizer_state",  # of several optimizers, one whose weights or state a step with gradients of zeros changes
+        "a = torch.optim.SGD(p, 0.1)\nb = torch.optim.SGD(p, 0.1, weight_decay=wd)\nb = hvd.DistributedOptimizer(b)\n"
+        "hvd.broadcast_optimizer_state(a, 0)\nhvd.broadcast_optimizer_state(b, 0)  # HERE",
+        "a = torch.optim.SGD(p, 0.1, momentum=0.9)\nb = hvd.DistributedOptimizer(a)\nc = torch.optim.Adam(p)\n"
+        "hvd.broadcast_optimizer_state(b, 0)",
+    ),
+    (
+        "optimizer_state",
+        "o[i] = hvd.DistributedOptimizer(o[i])\nhvd.broadcast_optimizer_state(o[i], 0)  # HERE",
+        "self.o = torch.optim.Adagrad(p)\nself.o = hvd.DistributedOptimizer(self.o)\n"
+        "hvd.broadcast_optimizer_state(self.o, root_rank=0)",
+    ),
+    (
+        "discarded_result",
+        "hvd.broadcast_object(scheduler, root_rank=0)  # HERE",
+        "epoch = hvd.broadcast_object(epoch)\nhvd.broadcast_object(0)\nhvd.allreduce(x, name='barrier 1')",
+    ),
+    (
+        "uncalled",
+        "if hvd.rank == 0:  # HERE\n    load()",
+        "if hvd.rank() == 0:\n    load()\nif hvd.rank is None:\n    load()\nranks = hvd.rank",
+    ),
+    (
+        "unknown_argument",
+        "o = hvd.DistributedOptimizer(o, model.named_parameters(), grace=g)  # HERE",
+        "o = hvd.DistributedOptimizer(o, named_parameters=p, process_set=even, groups=2, **more)",
+    ),
+    (
+        "world_of_mpi",
+        "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nhvd.init()\nx = comm.allgather(1)  # HERE\ny = comm.bcast(2)",
+        "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nhvd.init()\nif args.mode == 'horovod':\n    x = hvd.rank()\n"
+        "else:\n    x = comm.Get_rank()",
+    ),
+    (
+        "elastic_ray",
+        "from horovod.ray import RayExecutor\ne = RayExecutor(s, min_workers=args.least)  # HERE",
+        "from horovod.ray import RayExecutor\ne = RayExecutor(s, num_workers=2, min_workers=None)",
+    ),
+    (
+        "same_gpu",
+        "hvd.init()\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'\n" + WRAP + "model.to(device)  # HERE",
+        "hvd.init()\ndevice = get_device()\n" + WRAP + "model.cuda()",
+    ),
+    (
+        "same_gpu",
+        WRAP + "hvd.init()\nif args.cuda:\n    model.cuda()  # HERE\nx = x.to('cuda:0')",
+        WRAP + "hvd.init()\nif args.cuda:\n    torch.cuda.set_device(hvd.local_rank())\n    model.cuda()",
+    ),
+    (
+        "shard_by_local_rank",
+        "part = files[hvd.local_rank()::hvd.size()]  # HERE",
+        "part = files[hvd.rank()::hvd.size()]\nhost = files[hvd.local_rank()::hvd.local_size()]\n"
+        "run(local_rank=hvd.local_rank(), size=hvd.size())",
+    ),
+    (
+        "shard_by_local_rank",
+        "mine = hvd.local_rank()\nreader = make_reader(url, cur_shard=mine, shard_count=hvd.size())  # HERE",
+        "reader = make_reader(url, cur_shard=hvd.cross_rank(), shard_count=hvd.cross_size())\n"
+        "part = range(hvd.local_rank(), n, hvd.size())",
+    ),
+    (
+        "shuffled_shards",
+        "import numpy as np\ndef part(files, rank):\n    np.random.shuffle(files)  # HERE\n    train = files[:9]\n"
+        "    return train[rank * n:(rank + 1) * n]",
+        "import numpy as np, random\nmine = files[hvd.rank()::2]\nnp.random.shuffle(mine)\nrandom.shuffle(x)\ny = x[:9]",
+    ),
+    (
+        "shuffled_shards",
+        "import random\nrandom.shuffle(files)  # HERE\nfiles = files[hvd.rank()::hvd.size()]",
+        "import random\nrandom.seed(1)\nrandom.shuffle(files)\nfiles = files[hvd.rank()::hvd.size()]",
+    ),
+    (
+        "averaged_twice",
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(model)  # HERE\n" + WRAP,
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nif args.ddp:\n    model = DDP(model)\n" + WRAP,
+    ),
+    (
+        "different_splits",
+        "from sklearn.model_selection import train_test_split\n" + WRAP + "a, b = train_test_split(data)  # HERE",
+        "from sklearn.model_selection import train_test_split\n" + WRAP + "a, b = train_test_split(data, random_state=1)\n"
+        "a, b = train_test_split(data, shuffle=False)\nmine = data[hvd.rank()]\na, b = train_test_split(mine)",
+    ),
+    (
+        "different_splits",  # by the driver, which starts the ranks
+        "from sparkdl import HorovodRunner\nfrom torch.utils.data import random_split\ndef run():\n    hvd.init()\n    "
+        + WRAP
+        + "    a, b = random_split(data, [9, 1])  # HERE",
+        "from sparkdl import HorovodRunner\nfrom torch.utils.data import random_split\na, b = random_split(data, [9, 1])\n"
+        "def run():\n    hvd.init()\n    " + WRAP,
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP + "train_data = torch.utils.data.TensorDataset(x)\n"
+        "train_loader = torch.utils.data.DataLoader(train_data, 32)  # HERE",
+        WRAP + "train_data = Stream(x)\ntrain_loader = torch.utils.data.DataLoader(train_data, 32)\n"
+        "val_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 32)",
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP + "class Data:\n    def __getitem__(self, i):\n        return i\ntrain_set = Data()\n"
+        "trainloader = torch.utils.data.DataLoader(train_set)  # HERE",
+        WRAP + "class Data:\n    def __getitem__(self, i):\n        return self.x[i * hvd.size() + hvd.rank()]\n"
+        "train_set = Data()\ntrainloader = torch.utils.data.DataLoader(train_set)",
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP + "loader = torch.utils.data.DataLoader(data, 32, True)  # HERE",
+        WRAP + "loader = torch.utils.data.DataLoader(data, 32, args.shuffle)",
+    ),
+    (
+        "same_order_every_epoch",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nepochs = 2\nfor epoch in range(epochs): pass",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\nepochs = 1\nfor epoch in range(epochs): pass",
+    ),
+    (
+        "same_random_numbers",
+        "from torchvision import transforms\n" + WRAP + "torch.manual_seed(args.random_seed)  # HERE\n"
+        "transforms.RandomCrop(32)",
+        "import random, time\nfrom torchvision import transforms\n" + WRAP + "seed = random.randint(1, 9999)\n"
+        "torch.manual_seed(seed)\ntorch.manual_seed(int(time.time()))\ntransforms.RandomCrop(32)",
+    ),
+    (
+        "padded_evaluation",
+        "from torch.utils.data.distributed import DistributedSampler as Samples\ntest = Samples(d, 2, 0)  # HERE",
+        "from utility.sampler import DistributedSampler\nval_sampler = DistributedSampler(val_data, 2, 0)",
+    ),
+    (
+        "code_in_objects",
+        "def seed(): pass\nhvd.broadcast_object(seed)  # HERE",
+        "class Loop:\n    def seed(self):\n        seed = 3\n        hvd.broadcast_object(seed)\n"
+        "def lr(): pass\ndef send(lr):\n    hvd.broadcast_object(lr)",
+    ),
+    (
+        "accumulation_without_passes",
+        WRAP + "count = 0\nfor x in data:\n    model(x).backward()\n    count += 1\n    if count % 4 == 0:\n"
+        "        optimizer.step()  # HERE",
+        WRAP + "for x in data:\n    model(x).backward()\n    if hvd.rank() % 2 == 0:\n        optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # by a function that calls backward
+        WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    for part in x:\n        backward(part)\n"
+        "    optimizer.step()  # HERE",
+        WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    backward(x)\n    optimizer.step()",
+    ),
+    (
+        "variables_of_mpi",
+        "import os\ndef ranks():\n    return int(os.environ['OMPI_COMM_WORLD_SIZE'])  # HERE\nx = 'WORLD_SIZE'",
+        "import os\ndef ranks():\n    return os.environ.get('WORLD_SIZE', os.environ['PMI_SIZE'])\n"
+        "on = 'OMPI_COMM_WORLD_RANK' in os.environ or 'HOROVOD_RANK' in os.environ",
+    ),
+    (
+        "collective_on_some_ranks",  # the roles of a server and its workers
+        "server = hvd.rank() == 0\nworker = not server\nif worker:\n    hvd.broadcast_(x, 0)\n    hvd.join()  # HERE\n"
+        "if server:\n    hvd.broadcast_(x, 0)",
+        "first = True if hvd.rank() == 0 else False\nif first:\n    hvd.barrier()\nif not first:\n    hvd.barrier()\n"
+        "def f():\n    if hvd.rank() == 0:\n        return 1\n    else:\n        return 2\n    hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",
+        "def get_rank():\n    return hvd.rank() if x else 0\ndef rank():\n    if off:\n        return 0\n"
+        "    return hvd.rank()\nif rank() == 0:\n    hvd.barrier()  # HERE",
+        "def rank():\n    return hvd.rank() + 1\nif rank() == 0:\n    hvd.barrier()",
+    ),
+    (
+        "saved_by_all_ranks",
+        "hvd.init()\nsave = args.logs and args.save\nif save:\n    torch.save(x, 'x')  # HERE",
+        "hvd.init()\nargs.save = args.logs and is_master(args)\nif args.save:\n    torch.save(x, 'x')",
+    ),
+    (
+        "rate_times_size",
+        "scale = hvd.size() if not args.adasum else 1\ntorch.optim.SGD(p, lr=0.1 * scale)  # HERE\nop = hvd.Adasum",
+        "scale = hvd.local_size() if hvd.nccl_built() else 1\ntorch.optim.SGD(p, lr=0.1 * scale)\nop = hvd.Adasum",
+    ),
+    (
+        "never_broadcast",
+        "def main(model, optimizer):\n    hvd.init()\n    " + WRAP.replace("\n", "  # HERE\n"),
+        "class Loop(Base):\n    def wrap(self):\n        self." + WRAP.replace("=model", "=self.model"),
+    ),
+    (
+        "group_after_wrapping",
+        WRAP + "for group in groups:\n    optimizer.add_param_group(group)  # HERE",
+        WRAP + "optimizer.param_groups = []\nfor group in groups:\n    optimizer.add_param_group(group)",
+    ),
+    (
+        "runner_of_databricks",
+        "from sparkdl import HorovodRunner  # HERE",
+        "from dualtrain.spark import HorovodRunner",
+    ),
+    (
+        "padded_evaluation",
+        "from horovod.torch.elastic.sampler import ElasticSampler\nval_sampler = ElasticSampler(d)  # HERE",
+        "from horovod.torch.elastic.sampler import ElasticSampler\ntrain_sampler = ElasticSampler(train_data)",
+    ),
+    (
+        "rate_times_size",  # variables of other functions with the same name
+        "rate = 0.1\ndef run():\n    rate = 0.1 * hvd.size()\n    def inner():\n        SGD(p, lr=rate)  # HERE\n"
+        "torch.optim.SGD(p, lr=rate)",
+        "def scaled():\n    lr = 0.1 * hvd.size()\n    return lr\ndef run(lr):\n    torch.optim.SGD(p, lr=lr)",
+    ),
+    (
+        "rate_times_size",
+        "rate = 0.1\ndef main():\n    global rate\n    rate = rate * hvd.size()\ndef run():\n"
+        "    torch.optim.SGD(p, lr=rate)  # HERE",
+        "def main(rate=0.1):\n    torch.optim.SGD(p, lr=rate)\nrate = hvd.size()",
+    ),
+    (
+        "rate_times_size",
+        "class Plugin:\n    @property\n    def world_size(self):\n        return hvd.size()\n    def start(self):\n"
+        "        group['lr'] *= self.world_size  # HERE",
+        "class Plugin:\n    @property\n    def world_size(self):\n        return 1\n    def start(self):\n"
+        "        group['lr'] *= self.world_size",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 
@@ -399,7 +612,7 @@ import horovod.torch as hvd
 
 hvd.init()
 model = Net()
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters())
 scaler = torch.amp.GradScaler()
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -458,10 +671,44 @@ def test_code_that_runs_without_horovod_has_no_findings(test, off):
     assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[off]
 
 
+def test_code_of_the_driver_that_starts_the_ranks_has_no_findings_about_ranks():
+    both = (
+        "{}data = torch.utils.data.TensorDataset(x)\n{}loader = torch.utils.data.DataLoader(data, 9, True)\n"
+        "{}model.cuda()\n{}torch.save(model, 'x')\n"
+    )
+    driver = "from pyspark.sql import SparkSession\n" + both.format("", "", "", "")
+    ranks = "def run():\n    hvd.init()\n    " + WRAP + "    hvd.broadcast_parameters(model.state_dict(), 0)\n"
+    lines = [finding.line for finding in findings(source(driver + ranks + both.format(*["    "] * 4) + "run()"))]
+    assert lines == [13, 14, 15]
+
+
 def test_code_before_an_early_return_of_runs_without_horovod_has_no_findings():
     start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
     found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
     assert [finding.line for finding in found] == [8]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if False:\n    torch.save(x, 'x')",
+        "while True:\n    break\n    torch.save(x, 'x')",
+        "def f():\n    if args.slow:\n        return 1\n    else:\n        raise ValueError\n    torch.save(x, 'x')\nf()",
+        "def f():\n    with open('y') as file:\n        return 1\n    torch.save(x, 'x')\nf()",
+    ],
+)
+def test_code_that_never_runs_has_no_findings(code):
+    assert findings(source(f"hvd.init()\n{code}")) == []
+    lines = code.replace("False", "x").replace("    else:\n        raise ValueError\n", "")
+    lines = lines.replace("    break\n", "").replace("        return 1\n    torch", "        y = 1\n    torch")
+    assert len(findings(source(f"hvd.init()\n{lines}"))) == 1
+
+
+@pytest.mark.parametrize("operator", [" or ", " + "])
+def test_a_condition_of_some_hundred_terms_is_read(operator):
+    terms = operator.join(["x"] * 400)
+    found = findings(source(f"hvd.init()\nif {terms}:\n    torch.save(x, 'x')\nelse:\n    hvd.allreduce(x, name='x')"))
+    assert [finding.line for finding in found] == [5, 7]
 
 
 def test_arguments_of_horovod_run_have_the_level_of_their_refusal():
@@ -501,6 +748,15 @@ def test_optimizers_of_all_given_files_are_known_in_each_file(tmp_path, capsys):
     assert "no use of Horovod" in capsys.readouterr().out
     assert check([str(one), str(other)]) == 1
     assert f"{other}:3: [trap]" in capsys.readouterr().out
+    other.write_text("def step(optimizer):\n    for loss in all: loss.backward()\n    optimizer.step()\n")
+    assert check([str(one), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert f"{other}:3: [trap] several backward passes" in out
+    assert f"{one}:2: [trap] each rank starts with its own weights" in out
+    other.write_text(
+        "import horovod.torch as hvd\ndef start(model):\n    hvd.broadcast_parameters(model.state_dict(), 0)\n"
+    )
+    assert check([str(one), str(other)]) == 0
 
 
 CALLS = ["train(m, optimizer)", "train(m, opt=optimizer)", "Loop(optimizer)", "copy = optimizer\ntrain(m, copy)"]

@@ -207,7 +207,7 @@ def optimizer_before_its_set(backend):
 
 
 @worlds(("torch", 3), ("horovod", 2))
-def test_an_optimizer_never_steps_alone_because_its_set_is_not_in_use(fresh):
+def test_an_optimizer_whose_set_is_not_in_use_raises_instead_of_stepping_alone(fresh):
     fresh(optimizer_before_its_set)
 
 

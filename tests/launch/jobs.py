@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import require_horovod
+from tests.no_compiler import NO_COMPILER
 from tests.pool import ROOT
 
 BIN = Path(sys.executable).parent
@@ -72,13 +73,12 @@ def rank_of(pid: int) -> int | None:
 
 
 #: Both backends in one launch, because the launch takes most of the time.
-PROGRAM = """
-import sys
+PROGRAM = f"""{NO_COMPILER}
 from dualtrain.console import leave
 from dualtrain.main import main
 
 for backend in ("torch", "horovod"):
-    status = main(["--backend", backend, "--max-steps", "5", "--run-dir", f"{sys.argv[1]}/{backend}"])
+    status = main(["--backend", backend, "--max-steps", "5", "--run-dir", f"{{sys.argv[1]}}/{{backend}}"])
     if status:
         break
 leave(status)

@@ -30,7 +30,7 @@ nodes=(dualtrain-node1 dualtrain-node2)
 # ours: prints the processes of this Slurm and of the command, whatever their parents.
 ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# end SIGNAL: sends the signal to all these processes, and waits up to five seconds for their exit.
+# end SIGNAL: sends the signal to the daemons and to the processes that ours prints, and waits up to five seconds for their exit.
 end() {
   kill "-$1" ${daemons[@]+"${daemons[@]}"} $(ours) || true
   for ((i = 0; i < 50; i++)); do [ -n "$(ours)" ] || break; sleep 0.1; done
@@ -42,7 +42,7 @@ finish() {
   scancel --quiet --full --user=root || true
   # Let Slurm end its jobs first, so that the daemons see the jobs' last processes end.
   for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
-  export -n SLURM_CONF # so that ours does not find this script's own commands
+  export -n SLURM_CONF # so that the function ours does not find this script's own commands
   end TERM
   end KILL
   wait

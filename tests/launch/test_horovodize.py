@@ -44,7 +44,7 @@ def test_a_script_is_proven_on_both_libraries(tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="dt", dir="/tmp") as temporary:  # sockets need a path shorter than tmp_path
         monkeypatch.setitem(ENV, "TMPDIR", temporary)
         ended = run(["python", "-m", "dualtrain.horovodize", "--prove", *options, str(script)], timeout=560)
-        # torch's cache folder, which torch makes for the script without dualtrain too, is torch's own.
+        # Only torch's cache remains. torch makes this folder without dualtrain too.
         assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
     assert ended.returncode == 0, ended.stdout + ended.stderr
     line = ended.stdout.splitlines()[-1]

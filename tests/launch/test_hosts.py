@@ -1,6 +1,6 @@
 """Whole jobs on two hosts, started by the launch scripts, and their end when the link between the hosts is cut.
 
-Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all launchers but torchrun.
+Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all launchers except torchrun.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Job:
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
     def errors(self) -> list[str]:
-        """Return the errors that ranks have printed. A launcher may end a rank before it prints its error."""
+        """Return the errors that ranks have printed. A launcher may end a rank before the rank prints its error."""
         return [line for line in self.output().splitlines() if "dualtrain: error" in line]
 
     def ranks(self) -> dict[str, set[int]]:
@@ -137,7 +137,7 @@ def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, rank
 @pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_hosts_that_resolve_their_own_names_to_loopback(launcher, backend, own, cluster, tmp_path):
+def test_own_names_that_resolve_to_loopback_are_refused_with_horovod_only(launcher, backend, own, cluster, tmp_path):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     statuses = job.statuses()
@@ -173,7 +173,7 @@ def losses(folder: Path, epochs: int) -> list[float]:
 # Open MPI's threads poll while they wait, and compete with the ranks: on two cores, a job takes ten seconds to minutes.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
-def test_mpi_between_hosts_gives_nearly_the_same(launcher, backend, cluster, alone, tmp_path):
+def test_mpi_between_hosts_gives_nearly_the_same_losses(launcher, backend, cluster, alone, tmp_path):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     assert job.statuses(400.0) == [0], job.output()

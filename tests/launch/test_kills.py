@@ -1,4 +1,7 @@
-"""Kills in every phase, as in tests/training/test_kills.py, with Horovod, with virtual ranks, and of other ranks."""
+"""Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
+
+In each phase that both ranks have, the killed rank is not the one that tests/training/test_kills.py kills.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tests.commands.test_launch_scripts import SCRIPTS, start
 from tests.conftest import require_horovod
 
 
-def test_all_give_the_same_weights(tmp_path):
+def test_all_scripts_give_the_same_weights(tmp_path):
     require_horovod()
     hashes = {}
     for name in SCRIPTS:

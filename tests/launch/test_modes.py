@@ -9,7 +9,7 @@ import pytest
 from tests.launch.jobs import ENV, by, check_results, run, train_on_both
 from tests.pool import ROOT, free_port
 
-pytestmark = pytest.mark.xdist_group("smoke")  # so that the reference is computed once
+pytestmark = pytest.mark.xdist_group("smoke")  # so that one process computes the reference weights once
 
 
 def two_agents(script, folder):

@@ -131,7 +131,7 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_ends_with_the_same_weights
     assert weights(folder) == expected
 
 
-def test_a_refusal_is_the_jobs_status(slurm, tmp_path):
+def test_the_job_has_the_exit_status_of_a_refusal(slurm, tmp_path):
     end = run("sbatch", "--wait", f"--output={tmp_path / 'output'}", SBATCH, "--lr", "-1", SLURM_CONF=slurm)
     assert end.returncode == 2
     # srun does not end the other rank, which then reports the same error.

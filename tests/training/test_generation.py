@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,11 +27,10 @@ from dualtrain.training import checkpoint, folder_lock, generation
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.folder_lock import FolderLock, SupersededError
 from dualtrain.training.resume import set_aside
-from tests.forked import Forked, holds, places, run
+from tests.forked import ROOT, Forked, holds, places, run
+from tests.training.starts import LIMIT, ROUNDS, STARTS, renew
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0", "--log-every", "1")
-LIMIT = 60.0
-STARTS, ROUNDS = 20, 5
 
 
 def train(folder: Path, *more: str) -> dict[str, Any]:
@@ -64,12 +64,6 @@ def released() -> Iterator[None]:
     yield
     for lock in list(folder_lock._held):
         lock.release()
-
-
-def renew(lock: FolderLock, end: threading.Event) -> None:
-    """Renew the lock's file more often than usual, so that a busy machine does not delay the renewal too long."""
-    while not end.wait(0.05):
-        lock._write(renew=True)
 
 
 @contextmanager
@@ -169,54 +163,12 @@ def test_a_slow_start_does_not_make_an_older_generation_than_the_newest(tmp_path
 
 
 def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path):
-    """The processes simulate two hosts. They are killed at the end of each round, and so do not release the lock."""
-    for number in range(ROUNDS):
-        replies, reply = os.pipe()
-        started, start = os.pipe()
-        ends = {fork(tmp_path, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
-        os.close(started)
-        os.close(reply)
-        os.close(start)  # all processes now read the end of the pipe, and take the lock
-        try:
-            lines = answers(replies)
-        finally:
-            for process in ends:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-            os.close(replies)
-        assert sorted(lines) == ["has it", *["refused"] * (STARTS - 1)]
-        assert generation.newest(tmp_path) == number + 1
-
-
-def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
-    """Start a process that waits for the end of ``started``, locks the folder, replies, and runs until it is killed."""
-    process = os.fork()
-    if process:
-        return process
-    for descriptor in parents:
-        os.close(descriptor)
-    try:
-        folder_lock.identity = lambda: machine
-        lock = FolderLock()
-        os.read(started, 1)
-        try:
-            lock.take(folder, LIMIT)
-            line = "has it"
-        except UserError as error:
-            line = "refused" if "is used by" in str(error) else str(error)
-        os.write(reply, f"{line}\n".encode())
-        renew(lock, threading.Event())
-    finally:
-        os._exit(1)
-
-
-def answers(replies: int) -> list[str]:
-    """Return the line of each process, once all have written."""
-    data, deadline = b"", time.monotonic() + LIMIT
-    while data.count(b"\n") < STARTS and time.monotonic() < deadline:
-        if select.select([replies], [], [], 1.0)[0]:
-            data += os.read(replies, 4096)
-    return data.decode().splitlines()
+    command = [sys.executable, "-m", "tests.training.starts", tmp_path]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert end.returncode == 0, end.stderr
+    rounds = [json.loads(line) for line in end.stdout.splitlines()]
+    lines = ["has it", *["refused"] * (STARTS - 1)]
+    assert rounds == [[lines, number] for number in range(1, ROUNDS + 1)]
 
 
 # -- a process that was replaced ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Losses of torch and of the user as objectives: weights and counts over all ranks equal those of the whole batch."""
+"""Trainer with losses of torch and of the user: several ranks get the results of one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_targets_that_are_all_ignored_have_no_weight():
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda y, t: (y - t).abs().mean()])
-def test_an_accuracy_that_is_not_counted_is_left_out(loss):
+def test_the_results_have_no_accuracy_if_the_loss_does_not_count_correct_predictions(loss):
     inputs, targets = batch()
     with connect("local") as backend:
         _, trained, evaluated = one_step(backend, loss, [(inputs, functional.one_hot(targets, 6).float())])

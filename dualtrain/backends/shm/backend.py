@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from dualtrain.backends.agreement import Call, agree
-from dualtrain.backends.base import GradientPath, ReduceOp, Work
+from dualtrain.backends.base import GradientPath, ReduceOp, Reduction, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm.reductions import SharedMemory
 from dualtrain.backends.shm.segment import UnsharedError
@@ -106,7 +106,9 @@ class SharedMemoryBackend(DelegatingBackend):
 
     Args:
         inner: a connected backend with CPU tensors.
-        beside: shared memory of another backend over the same ranks; its operations progress while this backend waits.
+        beside: shared memory of other backends; their operations progress while this backend waits.
+        reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. It then does not block, and the ranks may
+            call it at different times. Without sizes, each call maps memory.
 
     Raises:
         UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequal rank counts.
@@ -116,7 +118,7 @@ class SharedMemoryBackend(DelegatingBackend):
     transport = "shm"
     scales_sums = True
 
-    def __init__(self, inner: Backend, beside: SharedMemory | None = None) -> None:
+    def __init__(self, inner: Backend, beside: Collection[SharedMemory] = (), reserved: Sequence[int] = ()) -> None:
         super().__init__(inner)
         several = len(set(inner.hosts)) > 1
         if len(set(Counter(inner.hosts).values())) > 1:
@@ -124,6 +126,8 @@ class SharedMemoryBackend(DelegatingBackend):
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
         across = inner.between_hosts() if several else None
         self.memory = SharedMemory(inner, across, beside)
+        if reserved:
+            self.memory.reserve(reserved)
         self._copies = False  # whether a buffer could not be shared
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -173,7 +177,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def channel(self) -> Backend:
         library = super().channel()
         try:
-            shared = SharedMemoryBackend(library, beside=self.memory)
+            shared = SharedMemoryBackend(library, beside=[self.memory])
         except UnsharedError:
             return library
         self.close_with(shared)
@@ -200,3 +204,7 @@ class LibraryGroup(DelegatingBackend):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         self._memory.finish()
         return self.inner.exchange(vector)
+
+    def exchange_call(self, numbers: Sequence[int], reduction: Reduction | None = None) -> list[list[int]]:
+        self._memory.finish()
+        return self.inner.exchange_call(numbers, reduction)

@@ -20,17 +20,17 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from operator import attrgetter, or_
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from dualtrain.backends.base import Primitives, ReduceOp, Work
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
-from dualtrain.backends.shm.segment import map_on_host
+from dualtrain.backends.shm.segment import UnsharedError, map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
 from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into
@@ -54,13 +54,16 @@ class SharedMemory:
     Args:
         library: backend over all ranks; every host has the same number of ranks.
         across: backend over the ranks with this rank's local rank, one per host, if there are several hosts.
-        beside: shared memory of another backend; its operations progress during waits for this memory's operations.
+        beside: shared memory of other backends; their operations progress during waits for this memory's operations. The
+            collection may change later.
 
     Raises:
         UnsharedError: on every rank, if the ranks of one host cannot share memory.
     """
 
-    def __init__(self, library: Primitives, across: Primitives | None = None, beside: SharedMemory | None = None) -> None:
+    def __init__(
+        self, library: Primitives, across: Primitives | None = None, beside: Collection[SharedMemory] = ()
+    ) -> None:
         self._library = library
         self._across = across
         self._beside = beside
@@ -83,10 +86,12 @@ class SharedMemory:
         self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions
         #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
-        self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * TAG_BYTES).slots]
+        rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES).slots]
+        self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and waited for
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
+        self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._failure: BackendError | None = None
@@ -95,17 +100,39 @@ class SharedMemory:
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks.
 
+        After :meth:`reserve` it does not block, and the ranks may call it at different times.
+
         Raises:
-            UnsharedError: on every rank, if the ranks of a host cannot share as much memory.
+            UnsharedError: on every rank, if the ranks of a host cannot share as much memory, or have not reserved it.
         """
         if numel == 0:
             return torch.zeros(0, dtype=dtype, device="cpu")
-        region = self._new_region(numel * dtype.itemsize)
+        nbytes = numel * dtype.itemsize
+        region = self._new_region(nbytes) if self._reserved is None else self._take_reserved(self._reserved, nbytes)
         with torch.inference_mode(False):
             buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
         self._regions[buffer.data_ptr()] = region
         weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
         return buffer
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Map memory for the next buffers, which have these sizes in bytes; more buffers are refused. Collective; blocks.
+
+        Raises:
+            UnsharedError: on every rank, if the ranks of a host cannot share as much memory.
+        """
+        self._reserved = self._new_region(sum(map(_in_pages, sizes)))
+
+    def _take_reserved(self, reserved: Region, nbytes: int) -> Region:
+        left, needed = reserved.slots[0].numel() if reserved.slots else 0, _in_pages(nbytes)
+        if left < needed:
+            raise UnsharedError("the gradients need more memory than was reserved for them")
+        part = reserved.part(0, needed)
+        if left == needed:
+            reserved.close()  # from now on, only the buffers keep the memory mapped
+        else:
+            self._reserved = reserved.part(needed, left)
+        return part
 
     def start(
         self,
@@ -241,6 +268,8 @@ class SharedMemory:
                 self._failure = BackendError("this backend is closed: make its last call before close()")
             self._pending.clear()
             self._regions.clear()
+            if self._reserved is not None:
+                self._reserved.close()
             self._vectors.clear()
             self._tags.clear()
             self._others_tags.clear()
@@ -317,7 +346,8 @@ class SharedMemory:
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
         """Wait for a post; advance operations that the other rank may wait for before it posts."""
-        unfinished = self._beside is not None and self._beside.progress()
+        beside = [memory.progress() for memory in tuple(self._beside) if memory is not self]
+        unfinished = any(beside)
         if kind == _VECTOR:
             self.advance()
             unfinished = unfinished or bool(self._pending)
@@ -335,9 +365,8 @@ class SharedMemory:
             self._lock.release()
 
     def _new_region(self, nbytes: int) -> Region:
-        nbytes = -(-nbytes // PAGE) * PAGE
         with torch.inference_mode(False):
-            return Region(self._map(self.size * nbytes), self.size, self.rank)
+            return Region(self._map(self.size * _in_pages(nbytes)).view(self.size, -1).unbind(), self.rank)
 
     def _map(self, nbytes: int, prepare: Callable[[torch.Tensor], None] = lambda memory: None) -> torch.Tensor:
         return map_on_host(self._exchange, self._library.hosts, self._library.rank, nbytes, prepare)
@@ -355,6 +384,11 @@ class SharedMemory:
         if isinstance(self._failure, PeerFailedError):
             raise PeerFailedError(message, self._failure.failure) from self._failure
         raise BackendError(message) from self._failure
+
+
+def _in_pages(nbytes: int) -> int:
+    """Return ``nbytes``, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _cores(library: Primitives) -> int:

@@ -21,12 +21,16 @@ _PLANS = 64  # cached per region
 
 
 class Region:
-    """One buffer per rank, consecutive in ``memory`` (uint8); ``slots`` are the buffers as bytes, in rank order."""
+    """One buffer per rank: ``slots`` are the buffers as bytes, of equal size, in rank order; ``rank`` is this process's."""
 
-    def __init__(self, memory: torch.Tensor, size: int, rank: int) -> None:
-        self.slots = list(memory.view(size, -1))
+    def __init__(self, slots: Sequence[torch.Tensor], rank: int) -> None:
+        self.slots = list(slots)
         self._rank = rank
         self._plans: dict[tuple[torch.dtype, int, int, SumOrder | None], Plan] = {}
+
+    def part(self, begin: int, end: int) -> Region:
+        """Return bytes ``begin`` to ``end`` of every buffer as a region of its own."""
+        return Region([slot[begin:end] for slot in self.slots], self._rank)
 
     def close(self) -> None:
         """Drop all references to the memory."""

@@ -29,6 +29,14 @@ class Contender:
         """Sum ``tensor`` over the ranks in place. Blocks."""
         raise NotImplementedError
 
+    def barrier(self) -> None:
+        """Block until every rank has called this method."""
+        raise NotImplementedError
+
+    def metric(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the average of ``value`` over the ranks in a new tensor, as scripts do for a loss. Blocks."""
+        raise NotImplementedError
+
     def wait_for_gpu(self) -> None:
         """Block until the operations that were started on a GPU have ended."""
         if self.device.type == "cuda":

@@ -42,6 +42,16 @@ class Ddp(Contender):
         """See the base class."""
         dist.all_reduce(tensor)
 
+    def barrier(self) -> None:
+        """See the base class."""
+        dist.barrier()
+
+    def metric(self, value: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / self.size
+
     def stall(self, task: Task, folder: Path) -> float:
         """See the base class. Rank 0 saves; the other ranks wait for rank 0 in the next step's allreduce."""
         model = DistributedDataParallel(task.model(), **self.options)

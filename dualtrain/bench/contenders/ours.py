@@ -45,6 +45,14 @@ class Ours(Contender):
         """See the base class."""
         self.backend.allreduce_(tensor, "sum")
 
+    def barrier(self) -> None:
+        """See the base class."""
+        self.backend.barrier()
+
+    def metric(self, value: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.backend.allreduce(value, name="loss")
+
     def allreduce_buffer(self, tensor: torch.Tensor) -> None:
         """See the base class. Uses the primitive that gradients use."""
         self.backend.start_sum(tensor, "sweep").wait()

@@ -20,7 +20,8 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
     for events in steps(source):
         for event in events:
             wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
-            if event.kind not in STEPS or not wraps or any(_has_passes(wrap) for wrap in wraps):
+            known = wraps or ([wrap for file in source.program for _, wrap in file.wraps] if event.optimizer else [])
+            if event.kind not in STEPS or not known or any(_has_passes(wrap) for wrap in known):
                 continue
             found = (
                 _every_nth(source, events, event) or _inner_loop(source, events, event) or _in_a_row(source, events, event)
@@ -46,23 +47,30 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
             if any(event.kind == "backward" and above in source.above(event.node) for event in events):
                 return None
             loop = next((one for one in source.above(above) if isinstance(one, _LOOP)), None)
-            if loop is None:
+            if loop is None or not _counts(loop, modulo.left):
                 return None
             around = [
                 event for event in events if loop in source.above(event.node) and above not in source.above(event.node)
             ]
             kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
             steps_elsewhere = kinds & {"step", "scaled step", "synchronize"}
-            return (modulo,) if "backward" in kinds and not steps_elsewhere else None
+            return (modulo.right,) if "backward" in kinds and not steps_elsewhere else None
     return None
 
 
-def _modulo(source: Source, test: ast.expr) -> ast.expr | None:
-    """Return N of ``i % N`` in ``test``, or in the value of ``test`` if it is a variable."""
+def _counts(loop: ast.For | ast.While, value: ast.expr) -> bool:
+    """Return whether a variable in ``value`` changes in ``loop``, as a counter of batches does."""
+    names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
+    changed = [node for node in ast.walk(loop) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    return any(ast.unparse(node) in names for node in changed)
+
+
+def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
+    """Return ``i % N`` in ``test``, or in the value of ``test`` if it is a variable."""
     tests = [test, *source.values.get(ast.unparse(test), ())]
     for node in (node for one in tests for node in ast.walk(one)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
-            return node.right
+            return node
     return None
 
 

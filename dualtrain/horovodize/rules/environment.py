@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovod_variables import HONOURED
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
-from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RUN_UNSUPPORTED, is_this_host
+from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
+from dualtrain.horovodize.rules.single_calls import mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
@@ -63,11 +65,12 @@ def horovod_run(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if source.name(call.func) not in _RUNNERS:
             continue
-        refused = [word.arg for word in call.keywords if word.arg in RUN_UNSUPPORTED and not _is_accepted(word)]
+        refused = [word for word in call.keywords if word.arg in RUN_UNSUPPORTED and not _is_accepted(word)]
         if refused:
+            here = "here" if isinstance(refused[0].value, ast.Constant) else "here unless it is None"
             message = (
-                f"horovod.run({refused[0]}=…) is refused here: it supports neither other hosts nor elastic training nor "
-                "output files; start the script with torchrun"
+                f"horovod.run({refused[0].arg}=…) is refused {here}: it supports neither other hosts nor elastic training "
+                "nor output files; start the script with torchrun"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
@@ -124,13 +127,61 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
             continue
-        if re.search("environ|getenv", ast.unparse(source.statement(node))):
+        if re.search("environ|getenv", ast.unparse(source.statement(node))) and not _has_alternative(source, node):
             message = (
                 f"only mpirun sets {node.value}: under torchrun the script may train each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
             )
             yield Finding(node.lineno, "differs", message)
             return
+
+
+def _has_alternative(source: Source, node: ast.AST) -> bool:
+    """Return whether the same function also reads variables of torchrun, or those that Horovod's ranks have here."""
+    inside = ast.walk(source.scope(node)) if source.scope(node) is not source.tree else ast.walk(source.statement(node))
+    texts = {other.value for other in inside if isinstance(other, ast.Constant) and isinstance(other.value, str)}
+    return any(re.fullmatch("(HOROVOD_)?(LOCAL_)?RANK|WORLD_SIZE|HOROVOD_(LOCAL_)?SIZE", text) for text in texts)
+
+
+def world_of_mpi(source: Source) -> Iterator[Finding]:
+    """Calls of mpi4py's COMM_WORLD, which has one rank under torchrun; one finding for all."""
+    if any(True for _ in mpi_communicator(source)):
+        return
+    guards = Guards(source)
+    for call in source.calls:
+        if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call):
+            continue
+        owners = [call.func.value, *source.values.get(ast.unparse(call.func.value), ())]
+        if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in owners):
+            message = (
+                "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
+                f"that {call.func.attr}() combines nothing; use calls of hvd instead, or start the script with mpirun"
+            )
+            yield Finding(call.lineno, "differs", message)
+            return
+
+
+def runner_of_databricks(source: Source) -> Iterator[Finding]:
+    """HorovodRunner of Databricks, which newer runtimes do not have."""
+    for node in source.nodes:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if "HorovodRunner" in names and getattr(node, "module", "") == "sparkdl":
+            message = (
+                "Databricks Runtime 16 and later have no sparkdl.HorovodRunner; import HorovodRunner from dualtrain.spark, "
+                "which has the same arguments"
+            )
+            yield Finding(node.lineno, "differs", message)  # type: ignore[attr-defined]
+
+
+def elastic_ray(source: Source) -> Iterator[Finding]:
+    """Arguments of RayExecutor that make it elastic."""
+    for call in source.calls:
+        if source.name(call.func) not in ("horovod.ray.RayExecutor", "horovod.ray.runner.RayExecutor"):
+            continue
+        elastic = [word.arg for word in call.keywords if word.arg in RAY_ELASTIC and not _is_accepted(word)]
+        if elastic:
+            message = f"RayExecutor({elastic[0]}=…) is elastic, which is refused here unless it is None; give num_workers"
+            yield Finding(call.lineno, "unsupported", message)
 
 
 def elastic_run(source: Source) -> Iterator[Finding]:

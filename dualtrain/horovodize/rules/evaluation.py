@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from dualtrain.horovodize.source import Finding, Source, keyword
 
 _EVALUATION = re.compile(r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(test|val)(set|data)")
-_TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)($|[^a-z])")
-_SAMPLER = "DistributedSampler"
+_TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)(data|set|loader|sampler|dl|ds)*($|[^a-z])")
+_SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
 
 def padded_evaluation(source: Source) -> Iterator[Finding]:
     """A DistributedSampler or ElasticSampler under a validation or test loader."""
     for call in source.calls:
-        if not (source.name(call.func).rpartition(".")[2] == _SAMPLER or source.hvd(call.func) == "elastic.ElasticSampler"):
-            continue
-        if is_for_evaluation(source, call):
+        of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
+        if (of_torch or source.hvd(call.func).endswith(".ElasticSampler")) and is_for_evaluation(source, call):
             message = (
                 "evaluation counts some samples twice (or leaves some out) if they cannot be divided evenly among ranks, "
                 "and the average of the ranks' averages hides this; use Subset(data, range(rank, len(data), size)), and "
@@ -35,6 +34,11 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
     return target in _samplers_under_eval(source) and not _TRAINING.search(names)
+
+
+def is_for_training(name: str) -> bool:
+    """Return whether the name of a variable says that it is for training."""
+    return bool(_TRAINING.search(name.lower())) and not _EVALUATION.search(name.lower())
 
 
 def _samplers_under_eval(source: Source) -> set[str]:

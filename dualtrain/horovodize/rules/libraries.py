@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.source import Finding, Source
 
@@ -47,6 +48,19 @@ def launcher_readers(source: Source) -> Iterator[Finding]:
             f"torch.distributed, so that gradients may be averaged twice; average them either with {name} or with Horovod"
         )
         yield Finding(call.lineno, "differs", message)
+
+
+def averaged_twice(source: Source) -> Iterator[Finding]:
+    """A model in DistributedDataParallel whose optimizer is wrapped too."""
+    guards = Guards(source)
+    certain = [wrap for _, wrap in source.wraps if not guards.is_conditional(wrap)]
+    for call in source.calls if certain else ():
+        if source.name(call.func) == "torch.nn.parallel.DistributedDataParallel" and not guards.is_conditional(call):
+            message = (
+                "DistributedDataParallel and hvd.DistributedOptimizer both average the gradients, and the first needs a "
+                "process group that Horovod does not create; use one of them"
+            )
+            yield Finding(call.lineno, "trap", message)
 
 
 def _first_call(source: Source, pattern: str) -> ast.Call | None:

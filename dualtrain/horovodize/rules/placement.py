@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 _GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
@@ -32,6 +32,44 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
         message = "the GPU is chosen by rank(), which exceeds the GPU numbers on a second host; use local_rank()"
         edits = (source.layout.replace(used, f"{spelled}()"),) if spelled else ()
         yield Finding(used.lineno, "trap", message, edits)
+
+
+def same_gpu(source: Source) -> Iterator[Finding]:
+    """Ranks that all use the default GPU; one finding."""
+    starts = source.wraps and any(True for _ in source.hvd_calls("init"))
+    if not starts or any(_PLACED.search(file.code) for file in (source, *source.program)):
+        return
+    guards = Guards(source)
+    for call in source.calls:
+        if _uses_default_gpu(source, call) and not (guards.is_without_horovod(call) or runs_on_driver(source, call)):
+            message = (
+                "all ranks of a host use the same GPU, unless the launcher shows each rank another one; call "
+                "torch.cuda.set_device(hvd.local_rank()) after hvd.init()"
+            )
+            yield Finding(call.lineno, "trap", message)
+            return
+
+
+#: Words of scripts that may give each rank a GPU, also in functions of other files.
+_PLACED = re.compile(
+    r"local_?rank|local_?id|visible_devices|device_?(count|ids?|num|index|map)|gpu_?(id|num|index|rank|list)|[._]gpus?\b|"
+    r"(set|setup|init|get|select|pin|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"
+    r"current_device",
+    re.IGNORECASE,
+)
+
+
+def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` is ``x.cuda()``, ``x.to("cuda")``, ``torch.device("cuda:0")`` or the like."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr == "cuda":
+        return not call.args and keyword(call, "device") is None
+    if (call.func.attr != "to" and source.name(call.func) != "torch.device") or len(call.args) != 1:
+        return False
+    values = [call.args[0], *source.values.get(ast.unparse(call.args[0]), ())]
+    constants = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    return any(text in ("cuda", "cuda:0") for text in constants)
 
 
 def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
@@ -77,7 +115,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     for call in source.calls:
-        if source.name(call.func) not in _CHECKPOINT_WRITERS:
+        if source.name(call.func) not in _CHECKPOINT_WRITERS or runs_on_driver(source, call):
             continue
         file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
         if file is None or _depends_on_process(source, file) or _is_for_some(source, guards, call):

@@ -52,7 +52,7 @@ class _Collectives:
             return
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
-        if isinstance(branch, ast.If) and self.guards.leaves(branch.body):
+        if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
             other = [*other, *self._following(branch)]
         here, there = list(self._inside(body)), list(self._inside(other))
         holds, what = signature

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
 
 _SIZES = ("size", "local_size", "cross_size")
 _RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", re.IGNORECASE)
@@ -65,11 +65,21 @@ class _Powers:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._names: dict[str, float] = {}
+        #: Power of each variable by its scope and name; attributes and the like have no scope.
+        self._names: dict[tuple[Scope | None, str], float] = {}
         self._ends = {
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
+        #: With Adasum, only the sums inside each host ask for a larger rate.
+        self._adasum = any(source.hvd(node) == "Adasum" for node in source.nodes)
+        self._properties = {
+            name
+            for name, function in source.functions.items()
+            if any(last_name(decorator) in ("property", "cached_property") for decorator in function.decorator_list)
+        }
+        declared = [node for node in source.nodes if isinstance(node, ast.Global)]
+        self._globals = {(source.scope(node), name) for node in declared for name in node.names}
         for _ in range(4):  # chains of assignments, four levels deep
             self._names = {**self._names, **dict(self._assigned())}
 
@@ -77,7 +87,11 @@ class _Powers:
         """Return the power of ``value``; ``given`` has the powers of a function's parameters."""
         if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             name = ast.unparse(value)
-            return (given or {}).get(name, self._names.get(name, 0.0))
+            if isinstance(value, ast.Attribute) and value.attr in self._properties and depth < 4:
+                return max((self.of(end, None, depth + 1) for end in self._ends[value.attr]), default=0.0)
+            if given is not None and name in given:
+                return given[name]
+            return next((self._names[key] for key in self._keys(value) if key in self._names), 0.0)
         if isinstance(value, ast.Call):
             return self._of_call(value, given, depth)
         if isinstance(value, ast.BinOp):
@@ -88,22 +102,40 @@ class _Powers:
             return self.of(value.operand, given, depth)
         return 0.0
 
-    def _assigned(self) -> Iterator[tuple[str, float]]:
-        found: dict[str, float] = {}
-        for target, value, statement in self.source.assignments:
-            power = self.of(value)
+    def _keys(self, value: ast.expr) -> Iterator[tuple[Scope | None, str]]:
+        """Yield the variables that ``value`` may be: of its function, of the functions around it, or of the module."""
+        name = ast.unparse(value)
+        if not isinstance(value, ast.Name):
+            yield None, name
+            return
+        for scope in (above for above in self.source.above(value) if isinstance(above, Scope)):
+            yield scope, name
+            if isinstance(scope, Function) and name in self.source.parameters(scope.body[0]):
+                return
+
+    def _key(self, target: str, statement: ast.AST) -> tuple[Scope | None, str]:
+        """Return the variable that ``statement`` assigns."""
+        scope = self.source.scope(statement)
+        if (scope, target) in self._globals:
+            return self.source.tree, target
+        return scope if target.isidentifier() else None, target
+
+    def _assigned(self) -> Iterator[tuple[tuple[Scope | None, str], float]]:
+        found: dict[tuple[Scope | None, str], float] = {}
+        for text, value, statement in self.source.assignments:
+            power, target = self.of(value), self._key(text, statement)
             if isinstance(statement, ast.AugAssign):
                 sign = {ast.Mult: 1, ast.Div: -1}.get(type(statement.op), 0)
                 found[target] = found.get(target, 0.0) + sign * power
-            elif not any(ast.unparse(node) == target for node in ast.walk(value)):
+            elif not any(ast.unparse(node) == text for node in ast.walk(value)):
                 found[target] = max(found.get(target, power), power)
             else:  # lr = lr * size: the old value counts as a constant
-                found[target] = max(found.get(target, 0.0), self.of(value, {target: 0.0}))
+                found[target] = max(found.get(target, 0.0), self.of(value, {text: 0.0}))
         yield from found.items()
 
     def _of_call(self, call: ast.Call, given: Mapping[str, float] | None, depth: int) -> float:
         if self.source.hvd(call.func) in _SIZES:
-            return 1.0
+            return 1.0 if self.source.hvd(call.func) == "size" or not self._adasum else 0.0
         name = self.source.name(call.func) or ast.unparse(call.func)
         powers = [self.of(value, given, depth) for value in call.args]
         if name in _KEPT and powers:

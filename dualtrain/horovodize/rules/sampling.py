@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.rules.evaluation import is_for_evaluation
-from dualtrain.horovodize.rules.seeds import seeds_torch
-from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword
+from dualtrain.horovodize.order import runs_on_driver
+from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
+from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
 _SHARDED = re.compile(r"rank|size\(|shard|petastorm|make_batch_reader|partition|world", re.IGNORECASE)
@@ -59,7 +59,8 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     """A shuffling DistributedSampler without set_epoch."""
-    if any(getattr(node, "attr", "") == "set_epoch" for node in source.nodes) or _has_trainer(source):
+    called = any(getattr(node, "attr", "") == "set_epoch" for file in (source, *source.program) for node in file.nodes)
+    if called or _has_trainer(source):
         return
     loops = _epoch_loops(source)
     for call in distributed_samplers(source) if loops else ():
@@ -98,16 +99,19 @@ def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> 
 
 
 def every_rank_reads_all(source: Source) -> Iterator[Finding]:
-    """A shuffling loader without a sampler, in a script with a wrapped optimizer."""
+    """A loader of training data without a sampler, in a script with a wrapped optimizer."""
     if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
         return
     for call in source.calls:
-        shuffle = keyword(call, "shuffle")
-        if source.name(call.func) not in _LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
+        if source.name(call.func) not in _LOADERS or runs_on_driver(source, call):
+            continue
+        shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
+        shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
+        if not shuffles and (shuffle is not None or not _has_whole_training_set(source, call)):
             continue
         others = {word.arg for word in call.keywords} & {"sampler", "batch_sampler", None}
         data = call.args[0] if call.args else keyword(call, "dataset")
-        if others or data is None or _is_sharded(source, data) or is_for_evaluation(source, call):
+        if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
         message = (
             "every rank reads all samples, so that an epoch has as many steps as on one rank; pass "
@@ -116,15 +120,30 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
 
 
+def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
+    """Return whether the loader's name says training, and its dataset has an index and no part for each rank."""
+    target = next((name for name, value, _ in source.assignments if value is call), "")
+    data = call.args[0] if call.args else keyword(call, "dataset")
+    made = [data, *source.values.get(ast.unparse(data), ())] if data is not None else []
+    calls = [value for value in made if isinstance(value, ast.Call)]
+    if not is_for_training(target) or len(calls) != 1:
+        return False
+    name = source.name(calls[0].func)
+    own = {node.name: node for node in source.nodes if isinstance(node, ast.ClassDef)}.get(last_name(calls[0].func))
+    indexed = own is not None and any(getattr(part, "name", "") == "__getitem__" for part in own.body)
+    whole = own is None or not _SHARDED.search(ast.unparse(own))
+    return name.startswith("torchvision.datasets.") or name == "torch.utils.data.TensorDataset" or (indexed and whole)
+
+
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
 def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
     statement = source.statement(call)
     size, rank = source.spell("size", call), source.spell("rank", call)
-    [word] = [word for word in call.keywords if word.arg == "shuffle"]
+    words = [word for word in call.keywords if word.arg == "shuffle"]
     found = [target for target, value, _ in source.assignments if value is call]
-    if not (size and rank and found and found[0].isidentifier() and isinstance(data, ast.Name | ast.Attribute)):
+    if not (words and size and rank and found and found[0].isidentifier() and isinstance(data, ast.Name | ast.Attribute)):
         return []
     name = re.sub(r"_?(data)?_?loader$", "", found[0]) + "_sampler"
     if re.search(rf"\b{name}\b", source.text) or not source.imports_torch(call):
@@ -132,23 +151,7 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
     sampler = f"torch.utils.data.DistributedSampler({ast.unparse(data)}, num_replicas={size}(), rank={rank}())"
     before = source.layout.insert_before(statement, f"{name} = {sampler}")
     epochs = _set_epoch(source, name, statement)
-    return [*before, source.layout.replace(word, f"sampler={name}"), *epochs] if before and epochs else []
-
-
-def different_splits(source: Source) -> Iterator[Finding]:
-    """A random_split that gives a different result on each rank."""
-    if not source.wraps or seeds_torch(source):
-        return
-    for call in source.calls:
-        if source.name(call.func) != "torch.utils.data.random_split" or len(call.args) > 2 or keyword(call, "generator"):
-            continue
-        message = (
-            "each rank splits the data differently, so that ranks evaluate samples that others train on; pass "
-            "generator=torch.Generator().manual_seed(0)"
-        )
-        keywords = ["generator=torch.Generator().manual_seed(0)"]
-        edits = source.layout.add_keywords(call, keywords) if source.imports_torch(call) else []
-        yield Finding(call.lineno, "trap", message, tuple(edits))
+    return [*before, source.layout.replace(words[0], f"sampler={name}"), *epochs] if before and epochs else []
 
 
 def distributed_samplers(source: Source) -> Iterator[ast.Call]:
@@ -161,14 +164,24 @@ def distributed_samplers(source: Source) -> Iterator[ast.Call]:
 
 def _epoch_loops(source: Source) -> list[ast.For]:
     loops = [node for node in source.nodes if isinstance(node, ast.For) and isinstance(node.iter, ast.Call)]
-    return [loop for loop in loops if isinstance(loop.target, ast.Name) and _EPOCH.search(loop.target.id)]
+    named = [loop for loop in loops if isinstance(loop.target, ast.Name) and _EPOCH.search(loop.target.id)]
+    return [loop for loop in named if not _runs_once(source, loop)]
+
+
+def _runs_once(source: Source, loop: ast.For) -> bool:
+    """Return whether ``loop`` is over ``range(1)``, or over the range of a variable that is always 1."""
+    arguments = loop.iter.args if isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range" else []
+    if len(arguments) != 1:
+        return False
+    values = source.values.get(ast.unparse(arguments[0]), arguments)
+    return all(isinstance(value, ast.Constant) and value.value == 1 for value in values)
 
 
 def _has_trainer(source: Source) -> bool:
     return any(_TRAINERS.match(name) for name in source.imported_names)
 
 
-def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
+def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
     That is so if its name or an expression that defines it contains a word such as rank, or if it is an argument of the
@@ -180,7 +193,7 @@ def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     values = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
     scope: Scope = source.scope(data)
     given = isinstance(scope, Function) and {word.arg for word in scope.args.args} & names
-    return bool(given) or (depth < 4 and any(_is_sharded(source, value, depth + 1) for value in values))
+    return bool(given) or (depth < 4 and any(is_sharded(source, value, depth + 1) for value in values))
 
 
 def _counts_epochs_by_size(source: Source) -> bool:

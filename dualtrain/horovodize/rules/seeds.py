@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, last_name
 
 _SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
@@ -33,7 +34,7 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if _SEEDS.get(source.name(call.func)) not in drawn or len(call.args) != 1:
             continue
-        if _depends_on_rank(source, guards, call.args[0]):
+        if runs_on_driver(source, call) or _depends_on_rank(source, guards, call.args[0]):
             continue
         message = (
             "every rank draws the same random numbers, so that the samples of all ranks are augmented alike; add "
@@ -51,6 +52,20 @@ def seeds_torch(source: Source) -> bool:
         return True
     seeding = (node for node in source.nodes if last_name(node) in ("manual_seed", "manual_seed_all"))
     return not all(isinstance(node, ast.Attribute) and _is_generator(source, node.value) for node in seeding)
+
+
+def seeds_numpy(source: Source) -> bool:
+    """Return whether the script may seed numpy's global generator."""
+    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+        return True
+    return any(source.name(call.func) == "numpy.random.seed" for call in source.calls)
+
+
+def seeds_random(source: Source) -> bool:
+    """Return whether the script may seed the global generator of the module random."""
+    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+        return True
+    return any(source.name(call.func) == "random.seed" for call in source.calls)
 
 
 def _is_generator(source: Source, node: ast.expr) -> bool:
@@ -76,8 +91,14 @@ def _drawn_for_samples(source: Source) -> set[str]:
     return found
 
 
+_OF_PROCESS = re.compile(r"\brandom|rand(int|bits|bytes)|time\b|\bnow$|secrets|getpid|uuid|initial_seed|torch\.seed$")
+
+
 def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int = 0) -> bool:
+    """Return whether the seed ``value`` contains the rank, or a random number or time that each process draws itself."""
     nodes = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
+    if any(isinstance(node, ast.Call) and _OF_PROCESS.search(ast.unparse(node.func)) for node in nodes):
+        return True
     if "rank" in ast.unparse(value).lower() or any(guards.rank(node) for node in nodes):
         return True
     names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}

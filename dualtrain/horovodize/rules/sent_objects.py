@@ -29,7 +29,7 @@ def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool
         return "a lambda"
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
         return f"an instance of {value.func.id}"
-    if isinstance(value, ast.Name) and value.id in source.functions:
+    if isinstance(value, ast.Name) and _is_function(source, value):
         return f"the function {value.id}"
     inside: list[ast.expr] = []
     if isinstance(value, ast.Name) and follow:
@@ -41,3 +41,11 @@ def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool
     elif isinstance(value, ast.IfExp):
         inside = [value.body, value.orelse]
     return next((code for part in inside if (code := _code_in(source, part, classes, follow=follow))), None)
+
+
+def _is_function(source: Source, name: ast.Name) -> bool:
+    """Return whether ``name`` is a function of the script, and not a method or a variable with the name of a function."""
+    function = source.functions.get(name.id)
+    if function is None or isinstance(source.parents[function], ast.ClassDef):
+        return False
+    return name.id not in source.values and name.id not in source.parameters(name)

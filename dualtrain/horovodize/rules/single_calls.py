@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.names import ASYNC, OUT_OF_PLACE, PUBLIC
+from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
 from dualtrain.horovodize.source import Finding, Source, keyword
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
@@ -16,7 +16,7 @@ _NEW_TENSORS = ("empty", "ones", "tensor", "zeros")
 
 def discarded_result(source: Source) -> Iterator[Finding]:
     """A collective whose result or handle is discarded."""
-    for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC):
+    for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC, *OBJECTS):
         if not isinstance(source.parents[call], ast.Expr) or _is_barrier(source, call):
             continue
         name = source.hvd(call.func)
@@ -44,8 +44,11 @@ def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
 
 
 def _is_barrier(source: Source, call: ast.Call) -> bool:
-    """Return whether the input is a temporary tensor, so that the call can only serve as a barrier."""
-    value = call.args[0] if call.args else None
+    """Return whether the call can only serve as a barrier: by its name, or because its input is a new value."""
+    value = call.args[0] if call.args else keyword(call, "obj")
+    name = keyword(call, "name")
+    if isinstance(value, ast.Constant) or (name is not None and "barrier" in ast.unparse(name).lower()):
+        return True
     return isinstance(value, ast.Call) and source.name(value.func) in {f"torch.{name}" for name in _NEW_TENSORS}
 
 
@@ -75,6 +78,27 @@ def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
         ):
             return True
     return False
+
+
+def uncalled(source: Source) -> Iterator[Finding]:
+    """A comparison of the function ``hvd.rank`` itself with a number."""
+    for node in source.nodes:
+        parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        for part in parts:
+            name = source.hvd(part)
+            if name in RANK_NAMES and not any(isinstance(other, ast.Constant) and other.value is None for other in parts):
+                written = ast.unparse(part)
+                message = f"{written} is a function, which equals no number; call it: {written}()"
+                yield Finding(part.lineno, "trap", message)
+
+
+def unknown_argument(source: Source) -> Iterator[Finding]:
+    """Arguments of DistributedOptimizer that only patched versions of Horovod have."""
+    for call in source.hvd_calls("DistributedOptimizer"):
+        for word in call.keywords:
+            if word.arg is not None and word.arg not in WRAP_ARGUMENTS:
+                message = f"DistributedOptimizer has no argument {word.arg}, also in Horovod 0.28.1; remove it"
+                yield Finding(call.lineno, "unsupported", message)
 
 
 def unnamed_calls(source: Source) -> Iterator[Finding]:

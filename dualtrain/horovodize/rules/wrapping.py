@@ -25,10 +25,17 @@ def set_to_none(source: Source) -> Iterator[Finding]:
 def group_after_wrapping(source: Source) -> Iterator[Finding]:
     """Parameter groups that are added to a wrapped optimizer."""
     for call in _on_wrapped(source, "add_param_group"):
+        made = [node for node in ast.walk(source.scope(call)) if isinstance(node, ast.Attribute) and _stored(node)]
+        if any(node.attr == "param_groups" for node in made):
+            continue  # the groups are replaced, which may have the same parameters
         wraps = [wrap for _, wrap in source.wraps if source.scope(wrap) is source.scope(call)]
         if not wraps or call.lineno > wraps[0].lineno:
             message = "gradients of an added group are averaged here, but not on Horovod; nothing to do"
             yield Finding(call.lineno, "differs", message)
+
+
+def _stored(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store)
 
 
 def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
@@ -43,16 +50,43 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state: one finding for all calls, unless the optimizers have a state before the first step."""
-    kinds = {source.name(call.func) for call in source.calls if source.name(call.func).startswith("torch.optim.")}
-    if {name for name in kinds if ".lr_scheduler." not in name} == {"torch.optim.Adagrad"}:
-        return
-    for call in list(source.hvd_calls("broadcast_optimizer_state"))[:1]:
+    """broadcast_optimizer_state: one finding for all calls, unless a step with gradients of zeros changes nothing."""
+    guards = Guards(source)
+    for call in source.hvd_calls("broadcast_optimizer_state"):
+        given = call.args[0] if call.args else keyword(call, "optimizer")
+        if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given)):
+            continue
         message = (
             "this call takes no step; on Horovod it steps an optimizer without state, so that weight decay changes the "
-            "weights, and ranks may differ if only rank 0 has resumed; nothing to do"
+            "weights and Adam starts at step 1, and ranks may differ if only rank 0 has resumed; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
+        return
+
+
+def _is_unchanged(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
+    """Return whether a step with gradients of zeros certainly changes neither the weights nor the state of ``optimizer``.
+
+    That is so for Adagrad, which Horovod does not step as it has a state from the start, and for SGD without weight decay.
+    """
+    if not isinstance(optimizer, ast.Call):
+        text = ast.unparse(optimizer)
+        # optimizer = hvd.DistributedOptimizer(optimizer): the other values of the variable decide.
+        values = [value for value in source.values.get(text, ()) if ast.unparse(_unwrapped(source, value)) != text]
+        return depth < 4 and bool(values) and all(_is_unchanged(source, value, depth + 1) for value in values)
+    if (inner := _unwrapped(source, optimizer)) is not optimizer:
+        return _is_unchanged(source, inner, depth + 1)
+    if source.name(optimizer.func) == "torch.optim.SGD":
+        decay = keyword(optimizer, "weight_decay")
+        known = len(optimizer.args) < 4 and all(word.arg not in (None, "dampening") for word in optimizer.keywords)
+        return known and (decay is None or (isinstance(decay, ast.Constant) and decay.value == 0))
+    return source.name(optimizer.func) == "torch.optim.Adagrad"
+
+
+def _unwrapped(source: Source, value: ast.expr) -> ast.expr:
+    """Return the optimizer that ``value`` wraps, or ``value`` itself."""
+    wraps = isinstance(value, ast.Call) and source.hvd(value.func) == "DistributedOptimizer" and value.args
+    return value.args[0] if wraps and isinstance(value, ast.Call) else value
 
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
@@ -121,10 +155,13 @@ _CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 
 def never_broadcast(source: Source) -> Iterator[Finding]:
     """Initial weights that differ between ranks."""
-    if not source.wraps or source.uses_elastic or seeds_torch(source) or _START_ALIKE.search(source.code):
+    alike = any(file.uses_elastic or seeds_torch(file) or _START_ALIKE.search(file.code) for file in source.program)
+    if not source.wraps or alike or _START_ALIKE.search(source.code):
         return
     guards = Guards(source)
     _, wrap = source.wraps[0]
+    if source.scope(wrap) is not source.tree and not any(True for _ in source.hvd_calls("init")):
+        return  # a function for other files, which may broadcast
     named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
     function = named.func if isinstance(named, ast.Call) and last_name(named.func) == "named_parameters" else None
     model = function.value if isinstance(function, ast.Attribute) else None

@@ -1,0 +1,45 @@
+"""Reduction of all ranks' values by one process, in the order in which Gloo's ring all-reduce combines them.
+
+Gloo cuts a buffer into 2 * size segments of equal length (the last ones may be shorter or empty). Two consecutive segments
+form the chunk of one rank. The values of chunk c start at rank c - 1, and pass through the ranks c - 2, c - 3, … to rank c;
+each rank combines its own value with the value that it received. Floating-point sums depend on this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from dualtrain.backends.base import FOLD, ReduceOp
+
+#: As in C++: ``min(own, received)`` returns ``own`` if a value is NaN. torch's functions would return NaN.
+_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    **FOLD,
+    ReduceOp.MIN: lambda own, received: torch.where(received < own, received, own),
+    ReduceOp.MAX: lambda own, received: torch.where(own < received, received, own),
+}
+_ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations with the same result in both orders of two values
+
+
+def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor) -> None:
+    """Reduce ``rows`` (size, n), one row per rank, into ``result`` (n,), with the bits of Gloo's all-reduce.
+
+    ``op`` is SUM, MIN, MAX or PRODUCT. Valid for rows of at most 1 MB: Gloo cuts longer ones into more segments.
+    """
+    if len(rows) == 2 and op in _ANY_ORDER:
+        FOLD[op](rows[0], rows[1], out=result)
+        return
+    received, *others = rows.gather(0, _senders(*rows.shape)).unbind()
+    for own in others:
+        received = _FOLD[op](own, received)
+    result.copy_(received)
+
+
+@lru_cache(maxsize=64)
+def _senders(size: int, numel: int) -> torch.Tensor:
+    """Return the rank whose value of each element is combined first, second, …: int64, (size, numel)."""
+    elements = -(-numel // (2 * size))  # of a segment
+    chunks = torch.arange(numel, device="cpu") // max(1, 2 * elements)
+    return (chunks - 1 - torch.arange(size, device="cpu")[:, None]) % size

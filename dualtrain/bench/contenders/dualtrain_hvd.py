@@ -1,0 +1,14 @@
+"""The script of ``raw_horovod.py`` on ``dualtrain.hvd``, as ``horovodize`` runs it."""
+
+from __future__ import annotations
+
+import torch
+
+import dualtrain.hvd as hvd
+from dualtrain.bench.contenders import Contender
+from dualtrain.bench.horovod_script import HorovodScript
+
+
+def start(option: str, device: torch.device) -> Contender:
+    """Join the world and return the contender; see ``contenders``."""
+    return HorovodScript(hvd, device)

@@ -1,0 +1,90 @@
+"""Measurement of ``bench --scale``: each contender with each number of ranks, in fresh processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dualtrain.bench.host_facts import host_facts, load, now
+from dualtrain.bench.plan import CURES
+from dualtrain.bench.scale_page import page, picture, plain, text
+from dualtrain.bench.scale_plan import CONTENDERS, JOBS, Growth, step_fraction, timeout_of, times_of
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, run_entry
+from dualtrain.console import show
+from dualtrain.errors import UserError
+from dualtrain.files import write_whole
+
+
+def missing_contenders() -> dict[str, str]:
+    """Return the contenders whose package is not installed, each with the reason."""
+    return {
+        name: f"{entry.needs} is not installed: {CURES[entry.needs]}"
+        for name, entry in CONTENDERS.items()
+        if entry.needs and importlib.util.find_spec(entry.needs) is None
+    }
+
+
+def measure_growth(growth: Growth, names: Sequence[str], rounds: int, spec: LaunchSpec, log: Callable[[str], None]) -> None:
+    """Add the times of the contenders ``names`` with each number of ranks to ``growth``; ``log`` gets a line per start.
+
+    A start that fails or exceeds its time limit is recorded, and the next one follows. Rounds alternate in order.
+    """
+    for count in growth.ranks:
+        for number in range(rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                began = time.monotonic()
+                title = f"{count} ranks, round {number + 1} of {rounds}: {CONTENDERS[name].title}"
+                try:
+                    bounded = replace(spec, ranks=count, timeout=timeout_of(count))
+                    found = run_entry(CONTENDERS[name], JOBS, bounded, step_fraction(count))
+                    if not found:
+                        raise LaunchError("its ranks printed no results")
+                except LaunchError as error:
+                    growth.failures[count, name] = str(error)
+                    log(f"{title}: failed: {error}")
+                else:
+                    growth.rounds.setdefault((count, name), []).append(times_of(found))
+                    log(f"{title}, {time.monotonic() - began:.1f} s")
+
+
+def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int) -> int:
+    """Measure, write the results to ``folder`` and print them. Return the exit status: 1 if nothing could be measured.
+
+    After Ctrl-C or SIGTERM, the results so far are written and printed.
+
+    Raises:
+        UserError: the results cannot be written; they are printed nevertheless.
+    """
+    growth, began, before = Growth(ranks, missing=missing_contenders()), now(), load()
+    names = [name for name in CONTENDERS if name not in growth.missing]
+    try:
+        with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
+            spec = LaunchSpec(ranks[0], device, Path(work))
+            measure_growth(growth, names, rounds, spec, lambda line: show(line, sys.stderr))
+    finally:
+        machine = {"measured": f"{began} to {now()}", **host_facts(device, before, "one intra-op thread per rank")}
+        _conclude(folder, growth, machine)
+    return 0 if growth.rounds else 1
+
+
+def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
+    values = {"machine": machine, "milliseconds": plain(growth), "missing": growth.missing}
+    contents = {"bench.json": json.dumps(values, indent=1), "bench.html": page(growth, machine)}
+    if growth.rounds:
+        contents["bench.svg"] = picture(growth)
+    try:
+        for name, content in contents.items():
+            write_whole(folder / name, content.encode())
+            show(folder / name, sys.stderr)
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
+        ) from error
+    finally:
+        show(text(growth, machine))

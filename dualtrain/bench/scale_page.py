@@ -1,0 +1,158 @@
+"""Results of ``bench --scale`` as text and as a page: times and ratios by number of ranks, and one chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth
+from dualtrain.bench.table import milliseconds
+from dualtrain.report.document import asset, document, facts, table
+from dualtrain.report.document import text as escaped
+
+WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # of the chart, in pixels: its width, its panels per row, the height of a panel
+LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
+EXPLANATION = (
+    "times are medians, of the slowest rank; connecting is the time of the rank that was started last. Ratios are times: "
+    "below 1, the first contender is faster. With more ranks than cores, times are an upper bound"
+)
+
+Rows = list[list[str]]  # the first row is the heading; a row of one cell is the heading of the rows below it
+
+
+def rows_of(growth: Growth) -> Rows:
+    """Return the table: for each measure, the contenders' milliseconds and the ratios, by number of ranks."""
+    rows = [["", *(f"{count} ranks" for count in growth.ranks)]]
+    for measure, title in MEASURES.items():
+        rows.append([f"{title}, ms"])
+        for name, entry in CONTENDERS.items():
+            times = [growth.seconds(measure, name, count) for count in growth.ranks]
+            if any(times):
+                rows.append([entry.title, *("–" if one is None else milliseconds(one) for one in times)])
+        for one, other in COMPARED:
+            ratios = [growth.ratio(measure, one, other, count) for count in growth.ranks]
+            if any(ratios):
+                named = f"{CONTENDERS[one].title} / {CONTENDERS[other].title}"
+                rows.append([named, *("–" if ratio is None else f"× {ratio:.2f}" for ratio in ratios)])
+    return rows
+
+
+def plain(growth: Growth) -> dict[str, dict[str, dict[int, float | str]]]:
+    """Return the milliseconds by measure, contender and number of ranks, or the reason of a failure."""
+    found: dict[str, dict[str, dict[int, float | str]]] = {}
+    for measure in MEASURES:
+        for count, name in [*growth.rounds, *growth.failures]:
+            seconds = growth.seconds(measure, name, count)
+            value = growth.failures.get((count, name), "") if seconds is None else 1e3 * seconds
+            found.setdefault(measure, {}).setdefault(name, {})[count] = value
+    return found
+
+
+def remarks(growth: Growth) -> Iterator[str]:
+    """Yield the remarks below the table: the method, contenders that were left out, and failures."""
+    yield EXPLANATION
+    yield from (f"{CONTENDERS[name].title}: not measured: {reason}" for name, reason in growth.missing.items())
+    for (count, name), reason in growth.failures.items():
+        yield f"{CONTENDERS[name].title} with {count} ranks: failed: {reason}"
+
+
+def text(growth: Growth, machine: Mapping[str, str]) -> str:
+    """Return the results as text."""
+    rows = rows_of(growth)
+    first = max(len(row[0]) for row in rows) + 2
+    lines = [f"{name}: {value}" for name, value in machine.items()] + [""]
+    for row in rows:
+        title, *cells = row
+        lines.append(f"{'  ' if cells else ''}{title}".ljust(first) + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join([*(line.rstrip() for line in lines), "", *remarks(growth)])
+
+
+def page(growth: Growth, machine: Mapping[str, str]) -> str:
+    """Return the page as self-contained HTML."""
+    head, *rows = [[escaped(cell) for cell in row] for row in rows_of(growth)]
+    parts = [
+        "<header><h1>How costs grow with the number of ranks</h1></header>",
+        *([chart(growth)] if growth.rounds else []),
+        *(f'<p class="hint">{escaped(line)}</p>' for line in remarks(growth)),
+        f"<h2>Times and ratios</h2>\n{table(head, rows, short=True)}",
+        f"<h2>Machine</h2>\n{facts(list(machine.items()))}",
+    ]
+    return document("dualtrain bench --scale", "\n".join(["<main>", *parts, "</main>"]))
+
+
+def picture(growth: Growth) -> str:
+    """Return the chart as an SVG file, with its own style sheet."""
+    head, _, rest = chart(growth).partition("\n")
+    return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
+
+
+def chart(growth: Growth) -> str:
+    """Return one SVG element with a panel per measure: milliseconds by number of ranks, both axes logarithmic."""
+    measured = [name for name in CONTENDERS if any((count, name) in growth.rounds for count in growth.ranks)]
+    parts = []
+    for number, name in enumerate(measured):
+        x = RIGHT + number * WIDTH / len(CONTENDERS)
+        parts.append(f'<g class="{_style(name)}"><circle cx="{x:g}" cy="16" r="4.5"/>')
+        parts.append(f'<text x="{x + 10:g}" y="20">{escaped(CONTENDERS[name].title)}</text></g>')
+    for number, measure in enumerate(MEASURES):
+        row, column = divmod(number, COLUMNS)
+        parts += _panel(growth, measure, measured, (column * WIDTH / COLUMNS, 28 + row * HEIGHT))
+    height = 28 + HEIGHT * math.ceil(len(MEASURES) / COLUMNS)
+    return (
+        f'<svg class="bars" role="img" width="{WIDTH}" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" '
+        f'aria-label="Milliseconds by number of ranks">\n<rect class="back" width="{WIDTH}" height="{height}"/>'
+        + "\n".join(parts)
+        + "\n</svg>"
+    )
+
+
+def _style(name: str) -> str:
+    return f"c{list(CONTENDERS).index(name)}"
+
+
+def _panel(growth: Growth, measure: str, names: Sequence[str], corner: tuple[float, float]) -> Iterator[str]:
+    """Yield the lines of one measure, in the panel whose upper left corner is ``corner``."""
+    lines = {
+        name: [(count, 1e3 * seconds) for count in growth.ranks if (seconds := growth.seconds(measure, name, count))]
+        for name in names
+    }
+    values = [value for points in lines.values() for _, value in points]
+    if not values:
+        return
+    left, top = corner[0] + LEFT, corner[1] + TOP
+    right, bottom = corner[0] + WIDTH / COLUMNS - RIGHT, corner[1] + HEIGHT - BOTTOM
+    across = _Axis(growth.ranks[0], growth.ranks[-1], left + 8, right - 8)
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    up = _Axis(10**low, 10 ** max(high, low + 1), bottom, top)
+    yield f'<text class="job" x="{left:g}" y="{top - 12:g}">{escaped(MEASURES[measure])}</text>'
+    for power in range(low, max(high, low + 1) + 1):
+        y = up(10**power)
+        yield f'<line class="tick" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="number" x="{left - 28:g}" y="{y + 4:.1f}">{10**power:g} ms</text>'
+    for count in growth.ranks:
+        yield f'<text class="number" x="{across(count):.1f}" y="{bottom + 18:g}">{count}</text>'
+    yield f'<text class="unit" x="{left - 40:g}" y="{bottom + 18:g}">ranks</text>'
+    for name, points in lines.items():
+        yield from _line(name, [(across(count), up(value), f"{count} ranks: {value:.3g} ms") for count, value in points])
+
+
+def _line(name: str, points: Sequence[tuple[float, float, str]]) -> Iterator[str]:
+    yield f'<g class="{_style(name)}">'
+    for (x1, y1, _), (x2, y2, _) in pairwise(points):
+        yield f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+    for x, y, tip in points:
+        title = escaped(f"{CONTENDERS[name].title}, {tip}")
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{title}</title></circle>'
+    yield "</g>"
+
+
+class _Axis:
+    """Logarithmic axis from ``low`` to ``high`` (at least a factor of 2 apart on the axis), in pixels."""
+
+    def __init__(self, low: float, high: float, begin: float, end: float) -> None:
+        self._low, self._high, self._begin, self._end = low, max(high, 2 * low), begin, end
+
+    def __call__(self, value: float) -> float:
+        fraction = math.log(value / self._low) / math.log(self._high / self._low)
+        return self._begin + fraction * (self._end - self._begin)

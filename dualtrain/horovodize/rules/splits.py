@@ -1,0 +1,99 @@
+"""Rules on splits of the data into training and validation, and into a part for each rank."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.order import runs_on_driver
+from dualtrain.horovodize.rules.sampling import distributed_samplers, is_sharded
+from dualtrain.horovodize.rules.seeds import seeds_numpy, seeds_random, seeds_torch
+from dualtrain.horovodize.source import Finding, Source, keyword
+
+
+def different_splits(source: Source) -> Iterator[Finding]:
+    """A split of the data that gives a different result on each rank: random_split, or train_test_split of sklearn."""
+    for call in source.calls if source.wraps else ():
+        name = source.name(call.func)
+        if name == "torch.utils.data.random_split":
+            seeded = seeds_torch(source) or len(call.args) > 2 or keyword(call, "generator") is not None
+            given = "generator=torch.Generator().manual_seed(0)"
+        elif name == "sklearn.model_selection.train_test_split":
+            ordered = [word for word in call.keywords if word.arg == "shuffle" and ast.unparse(word.value) == "False"]
+            parts = bool(call.args) and is_sharded(source, call.args[0])
+            seeded = seeds_numpy(source) or keyword(call, "random_state") is not None or bool(ordered) or parts
+            given = "random_state=0"
+        else:
+            continue
+        if seeded or runs_on_driver(source, call) or any(word.arg is None for word in call.keywords):
+            continue
+        message = (
+            f"each rank splits the data differently, so that ranks evaluate samples that others train on; pass {given}"
+        )
+        known = source.imports_torch(call) or "torch" not in given
+        yield Finding(call.lineno, "trap", message, tuple(source.layout.add_keywords(call, [given]) if known else ()))
+
+
+def shuffled_shards(source: Source) -> Iterator[Finding]:
+    """A shuffle without a seed, of a list from which each rank then takes its part."""
+    for call in source.calls:
+        seeded = {"numpy.random.shuffle": seeds_numpy, "random.shuffle": seeds_random}.get(source.name(call.func))
+        if seeded is None or seeded(source) or not call.args or runs_on_driver(source, call):
+            continue
+        if _is_split_by_rank(source, ast.unparse(call.args[0]), call):
+            message = (
+                "each rank shuffles differently before it takes its part, so that parts overlap and samples are missing; "
+                "use the same seed on all ranks"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
+    """Return whether the function that shuffles ``name`` later takes a slice of it whose bounds contain the rank."""
+    guards, nodes = Guards(source), list(ast.walk(source.scope(shuffle)))
+    later = [node for node in nodes if getattr(node, "lineno", 0) > shuffle.lineno]
+    names = {name}
+    for statement in sorted((node for node in later if isinstance(node, ast.Assign)), key=lambda node: node.lineno):
+        if names & {ast.unparse(part) for part in ast.walk(statement.value) if isinstance(part, ast.Name | ast.Attribute)}:
+            names |= {ast.unparse(target) for target in statement.targets}
+    for node in later:
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and ast.unparse(node.value) in names:
+            bounds = [part for part in ast.walk(node.slice) if isinstance(part, ast.expr)]
+            if any(guards.rank(part) or ast.unparse(part) in ("rank", "self.rank", "args.rank") for part in bounds):
+                return True
+    return False
+
+
+def shard_by_local_rank(source: Source) -> Iterator[Finding]:
+    """A part of the samples that is chosen by the local rank, out of as many parts as there are ranks."""
+    guards = Guards(source)
+    if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
+        return
+    for node in source.nodes:
+        pair = _shard(source, node)
+        if pair is None or guards.rank(pair[0]) != "local_rank" or not guards.is_size(pair[1]):
+            continue
+        spelled = source.spell("rank", pair[0]) if isinstance(pair[0], ast.Call) else ""
+        edits = (source.layout.replace(pair[0], f"{spelled}()"),) if spelled else ()
+        message = "the shard is chosen by local_rank(), so all hosts train on the same samples; use hvd.rank()"
+        yield Finding(pair[0].lineno, "trap", message, edits)
+
+
+_SHARD_INDEX = ("rank", "shard", "cur_shard", "shard_id", "shard_index", "index", "global_rank", "worker_id")
+_SHARD_COUNT = ("num_replicas", "world_size", "size", "shard_count", "num_shards", "global_size", "num_workers")
+
+
+def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """Return the shard's number and the number of shards in ``data[number::shards]`` and similar expressions."""
+    if isinstance(node, ast.Slice):
+        return (node.lower, node.step) if node.lower is not None and node.step is not None else None
+    if not isinstance(node, ast.Call) or node in distributed_samplers(source):
+        return None
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "shard" and len(node.args) == 2:
+        return node.args[1], node.args[0]
+    if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 3:
+        return node.args[0], node.args[2]
+    index = next((word.value for word in node.keywords if word.arg in _SHARD_INDEX), None)
+    count = next((word.value for word in node.keywords if word.arg in _SHARD_COUNT), None)
+    return (index, count) if index is not None and count is not None else None

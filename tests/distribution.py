@@ -1,0 +1,38 @@
+"""Distribution of the tests over the processes of pytest-xdist: whole files, and few messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling
+
+
+class ByFile(LoadGroupScheduling):
+    """``--dist loadgroup`` with units of whole files, except for tests with the mark ``xdist_group``.
+
+    Fixtures of a module are set up in one process. With units of single tests, the time that xdist takes grows with the
+    square of their number.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return super()._split_scope(nodeid).partition("::")[0]
+
+
+def send_fewer_messages(config: pytest.Config) -> None:
+    """Don't send messages that change no output: starts of tests, and short set-ups and teardowns that passed."""
+    (worker,) = (each for each in config.pluginmanager.get_plugins() if type(each).__name__ == "WorkerInteractor")
+    send = worker.sendevent
+
+    def send_if_needed(name: str, **values: Any) -> None:
+        if name != "logstart" and not (name == "testreport" and _is_routine(values["data"])):
+            send(name, **values)
+
+    if config.option.verbose <= 0:
+        worker.sendevent = send_if_needed
+
+
+def _is_routine(report: dict[str, Any]) -> bool:
+    # Durations below 5 ms are not listed by --durations either.
+    passed = report["outcome"] == "passed" and report["when"] != "call" and not report["sections"]
+    return passed and report["duration"] < 0.005

@@ -1,0 +1,171 @@
+"""dualtrain/hvd/README.md#transport-of-gradients: shared memory has the bits of Gloo with two ranks."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain.backends.shm import segment
+from dualtrain.hvd import engine
+from tests.forked import holds
+from tests.hvd.worlds import OURS, OURS_2, OURS_3, library
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+#: Dtypes of the parameters, and options of the optimizer.
+CASES = {
+    "average": (FLOATS, lambda hvd: {}),
+    "sum": (FLOATS[:1], lambda hvd: {"op": hvd.Sum}),
+    "predivide": (FLOATS[:3], lambda hvd: {"gradient_predivide_factor": 3.0}),
+    "fp16": (FLOATS[:2], lambda hvd: {"compression": hvd.Compression.fp16}),
+    "bf16": (FLOATS[:1], lambda hvd: {"compression": hvd.Compression.bf16}),
+    "groups": (FLOATS[:2], lambda hvd: {"groups": 2}),
+}
+
+
+def wrapped(hvd, name, dtypes=(torch.float32,), **options):
+    """Return parameters of zeros, with more than 16 KiB and with 3 elements, and their optimizer."""
+    params = [nn.Parameter(torch.zeros(count, dtype=dtype)) for dtype in dtypes for count in (9000, 3)]
+    named = [(f"{name}.{i}", p) for i, p in enumerate(params)]
+    return params, hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named, **options)
+
+
+def transports(hvd):
+    """Return the transports of the optimizers' channels."""
+    opened = hvd.mpi_ops._basics.engine().channels.gradients
+    return {channel.transport for channel, _ in opened.values()}
+
+
+def trained(backend, transport):
+    """Return the weights after two steps of each case, and the transports."""
+    found = {}
+    with library(backend, DUALTRAIN_TRANSPORT=transport) as hvd:
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for title, (dtypes, options) in CASES.items():
+            params, optimizer = wrapped(hvd, title, dtypes, **options(hvd))
+            for _ in range(2):
+                torch.autograd.backward(params, [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params])
+                optimizer.step()
+                optimizer.zero_grad()
+            found |= {(title, i): p.detach().clone() for i, p in enumerate(params)}
+        return found, transports(hvd)
+
+
+def each_transport(backend):
+    (native, library_alone), (shared, memory), (default, chosen) = (
+        trained(backend, name) for name in ("native", "shm", "")
+    )
+    assert (library_alone, memory) == ({"gloo"}, {"shm"})
+    assert chosen == (memory if backend.size == 2 else library_alone)
+    assert all(torch.equal(default[key], p) for key, p in native.items())
+    for key, p in shared.items():
+        if backend.size == 2:
+            assert torch.equal(native[key], p), key
+        else:
+            torch.testing.assert_close(native[key], p, rtol=0.05, atol=0.05, msg=str(key))
+    return shared
+
+
+@OURS
+def test_shared_memory_has_the_bits_of_gloo_with_two_ranks(real):
+    first, *others = real(each_transport)
+    assert all(torch.equal(p, found[key]) for found in others for key, p in first.items())
+
+
+def in_rank_order(backend):
+    """Sum numbers whose sum depends on the order: 1e8 + 1 - 1e8 is 0 in float32, and 1e8 - 1e8 + 1 is 1."""
+    with library(backend, DUALTRAIN_TRANSPORT="shm") as hvd:
+        (p, _), optimizer = wrapped(hvd, "order", op=hvd.Sum)
+        for mine, total in ([(1e8, 1.0, -1e8), 0.0], [(1e8, -1e8, 1.0), 1.0]):
+            p.backward(torch.full_like(p, mine[hvd.rank()]))
+            optimizer.synchronize()
+            assert p.grad.unique().tolist() == [total]
+            optimizer.zero_grad()
+
+
+@OURS_3
+def test_shared_memory_adds_in_rank_order(real):
+    real(in_rank_order)
+
+
+def away(backend, folder):
+    """Let rank 0 wait for rank 1's step without a call, between its backward and its step."""
+    marks = Path(folder)
+    with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", 0.01):
+        params, optimizer = wrapped(hvd, "away")
+        for step in range(3):
+            torch.autograd.backward(params, [torch.full_like(p, hvd.rank() + 1.0) for p in params])
+            assert hvd.rank() == 1 or holds((marks / str(step)).exists)
+            optimizer.step()
+            optimizer.zero_grad()
+            if hvd.rank() == 1:
+                (marks / str(step)).touch()
+        assert transports(hvd) == {"shm"}
+        assert params[0].unique().tolist() == [-4.5]
+
+
+@OURS_2
+def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
+    real(away, str(tmp_path))
+
+
+def crossed(backend):
+    """Let each rank wait while it has not yet added its part of the gradients for which the other rank waits.
+
+    A rank adds its part when it sends its gradients, unless the other rank has not sent its own yet.
+    """
+    with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", math.inf):
+        pairs = [wrapped(hvd, f"crossed.{i}") for i in range(2)]
+
+        def send(number):
+            params, optimizer = pairs[number]
+            optimizer.zero_grad()
+            torch.autograd.backward(params, [torch.full_like(p, hvd.rank() + 1.0) for p in params])
+
+        sends, steps = [partial(send, number) for number in range(2)], [optimizer.step for _, optimizer in pairs]
+        log = partial(hvd.allreduce, torch.ones(1), name="log")
+        of_rank_0 = [*sends, *steps]  # opens the channels
+        of_rank_0 += [sends[0], hvd.barrier, sends[1], steps[1], steps[0]]
+        of_rank_0 += [sends[0], hvd.barrier, log, steps[0], sends[0], hvd.barrier, hvd.join]
+        of_rank_1 = [*sends, *steps]
+        of_rank_1 += [sends[1], hvd.barrier, sends[0], steps[0], steps[1]]
+        of_rank_1 += [hvd.barrier, sends[0], steps[0], log, hvd.barrier, sends[0], steps[0], hvd.join]
+        for call in of_rank_0 if hvd.rank() == 0 else of_rank_1:
+            call()
+        return pairs[0][0][0].unique().tolist()
+
+
+@OURS_2
+def test_every_wait_advances_the_gradients_of_all_optimizers(real):
+    assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 has joined without its last step
+
+
+def refused(backend):
+    """Let rank 1 refuse to map memory."""
+    problem = PermissionError(13, "Permission denied") if backend.rank else None
+    with library(backend) as hvd, mock.patch.object(segment, "_open", side_effect=problem):
+        params, optimizer = wrapped(hvd, "refused")
+        torch.autograd.backward(params, [torch.ones_like(p) for p in params])
+        optimizer.step()
+        assert transports(hvd) == {"gloo"}
+        assert params[0].unique().tolist() == [-1.0]
+
+
+def different(backend):
+    """Choose another transport on each rank."""
+    with library(backend, DUALTRAIN_TRANSPORT=("native", "shm")[backend.rank]) as hvd:
+        params, optimizer = wrapped(hvd, "different")
+        torch.autograd.backward(params, [torch.ones_like(p) for p in params])
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="DUALTRAIN_TRANSPORT native on rank 0, shm on rank 1"):
+            optimizer.step()
+
+
+@OURS_2
+def test_ranks_that_cannot_share_memory_use_gloo_and_different_transports_are_refused(real):
+    real(refused)
+    real(different)

@@ -1,0 +1,86 @@
+"""Program that starts many processes at once, which all want one folder: ``starts.py FOLDER``.
+
+A program of its own, because forks of a process that has imported torch take long. Prints for each round, as a line of
+JSON, what the processes reply, and the newest generation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from dualtrain.errors import UserError
+from dualtrain.training import folder_lock, generation
+from dualtrain.training.folder_lock import FolderLock
+
+LIMIT = 60.0
+STARTS, ROUNDS = 20, 5
+
+
+def renew(lock: FolderLock, end: threading.Event) -> None:
+    """Renew the lock's file more often than usual, so that a busy machine does not delay the renewal too long."""
+    while not end.wait(0.05):
+        lock._write(renew=True)
+
+
+def start_all(folder: Path) -> list[str]:
+    """Return the reply of each process.
+
+    The processes simulate two hosts. They are killed at the end, and so do not release the lock.
+    """
+    replies, reply = os.pipe()
+    started, start = os.pipe()
+    processes = {fork(folder, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
+    os.close(started)
+    os.close(reply)
+    os.close(start)  # all processes now read the end of the pipe, and take the lock
+    try:
+        return answers(replies)
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        os.close(replies)
+
+
+def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
+    """Start a process that waits for the end of ``started``, locks the folder, replies, and runs until it is killed."""
+    process = os.fork()
+    if process:
+        return process
+    for descriptor in parents:
+        os.close(descriptor)
+    try:
+        folder_lock.identity = lambda: machine  # type: ignore[assignment]
+        lock = FolderLock()
+        os.read(started, 1)
+        try:
+            lock.take(folder, LIMIT)
+            line = "has it"
+        except UserError as error:
+            line = "refused" if "is used by" in str(error) else str(error)
+        os.write(reply, f"{line}\n".encode())
+        renew(lock, threading.Event())
+    finally:
+        os._exit(1)
+
+
+def answers(replies: int) -> list[str]:
+    """Return the line of each process, once all have written."""
+    data, deadline = b"", time.monotonic() + LIMIT
+    while data.count(b"\n") < STARTS and time.monotonic() < deadline:
+        if select.select([replies], [], [], 1.0)[0]:
+            data += os.read(replies, 4096)
+    return data.decode().splitlines()
+
+
+if __name__ == "__main__":
+    for _ in range(ROUNDS):
+        lines = sorted(start_all(Path(sys.argv[1])))
+        print(json.dumps([lines, generation.newest(Path(sys.argv[1]))]), flush=True)
