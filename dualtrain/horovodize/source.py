@@ -138,12 +138,12 @@ class Source:
 
     @property
     def uses_elastic(self) -> bool:
-        """Whether the script uses ``hvd.elastic``."""
+        """Return whether the script uses ``hvd.elastic``."""
         return any(self.hvd(node).startswith("elastic.") for node in self.nodes)
 
     @property
     def uses_horovod(self) -> bool:
-        """Whether the script imports anything from horovod or dualtrain.hvd."""
+        """Return whether the script imports anything from horovod or dualtrain.hvd."""
         return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self._imported.values())
 
     @cached_property

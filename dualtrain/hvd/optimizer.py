@@ -144,6 +144,7 @@ class _Optimizer(NativeOptimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
+    # Private in torch 2.5 to 2.15: GradScaler reads this name, and has no public way to ask an optimizer.
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """The wrapped optimizer's value. GradScaler.step reads this property before it looks for an overflow.

@@ -237,7 +237,7 @@ class Attempt:
 
     @property
     def is_newest(self) -> bool:
-        """Whether no later attempt has begun in the folder."""
+        """Return whether no later attempt has begun in the folder."""
         with suppress(OSError):
             return (
                 self._file is not None

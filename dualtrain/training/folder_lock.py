@@ -98,7 +98,7 @@ class FolderLock:
 
     @property
     def restarted(self) -> bool:
-        """Whether an earlier start of this job has made the run in the folder."""
+        """Return whether an earlier start of this job has made the run in the folder."""
         return bool(self.job) and self.job == self.run
 
     def sign(self) -> None:
@@ -125,7 +125,7 @@ class FolderLock:
 
     @property
     def superseded(self) -> bool:
-        """Whether another process is known to have made a newer generation; checked every ``RENEW_SECONDS``."""
+        """Return whether another process is known to have made a newer generation; checked every ``RENEW_SECONDS``."""
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:

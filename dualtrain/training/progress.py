@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import sys
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from dualtrain.console import encodable, printable, show
 
 T = TypeVar("T")
+log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
 _PAUSE_SECONDS = 5.0  # blocks separated by a shorter pause print their lines as one block does
 
@@ -173,3 +175,9 @@ class Progress:
             else:
                 tqdm.write(encodable(printable(line), sys.stdout), file=sys.stdout)
                 sys.stdout.flush()
+
+    def warn(self, line: str) -> None:
+        """Log a warning; above the bar, if there is one."""
+        if self._shown:
+            with suppress(OSError), tqdm.external_write_mode(sys.stderr):  # as in print
+                log.warning("%s", line)

@@ -1,4 +1,4 @@
-"""What user code does between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
+"""User code between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
 
 from __future__ import annotations
 

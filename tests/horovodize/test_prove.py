@@ -1037,7 +1037,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """How the runs of a script differ from its run without changes: names of CHANGES."""
+    """Changes of the runs of a script: names of CHANGES."""
 
     horovod: str = ""
     compat: str = ""

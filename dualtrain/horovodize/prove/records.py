@@ -72,7 +72,7 @@ class OptimizerRecord:
 
 
 class End(NamedTuple):
-    """How the script ended on one rank.
+    """End of the script on one rank.
 
     Attributes:
         reason: "steps" (the recorder ended it), "return", "exit" (SystemExit) or "error" (another exception).
