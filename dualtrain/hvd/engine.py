@@ -271,7 +271,7 @@ class Engine:
         self._requested_reports[message["what"]] = time.monotonic()
 
     def _do_progress(self, message: Message) -> None:
-        """Advance operations in shared memory, for which a rank waits while this rank's main thread does something else."""
+        """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy."""
         self.channels.progress()
 
     def _do_report(self, message: Message) -> None:

@@ -536,7 +536,7 @@ def channel_of_a_group(backend):
     assert backend.channel().members == backend.members == tuple(range(backend.size))
 
 
-def test_a_channel_of_a_group_has_the_group_s_members(spmd):
+def test_a_channel_of_a_group_has_the_members_of_the_group(spmd):
     spmd(channel_of_a_group)
 
 
@@ -649,7 +649,7 @@ def test_nothing_in_a_forged_message_is_executed(protocol, tmp_path, capfd):
 
 
 def other_default_device(backend):
-    """The default device "meta" stands for a GPU: only the caller's tensors decide which library sends."""
+    """Make calls while torch's default device is "meta", which stands for a GPU: calls must ignore this default."""
     weight = torch.nn.Parameter(torch.ones(2))
     mine = data(backend.rank, backend.size, 2).requires_grad_()
     with torch.device("meta"):
@@ -861,7 +861,7 @@ def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many)
 
 
 def after_other_sums(backend):
-    """Make sums and calls on the device "meta", which stands for a GPU, share a group, as with NCCL."""
+    """Simulate NCCL: sums and calls on the device "meta", which stands for a GPU, share one group."""
     backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
     with pytest.raises(BackendError) as caught:
         backend.allreduce(torch.ones(2, device="meta"), "sum")
@@ -869,7 +869,7 @@ def after_other_sums(backend):
     return str(caught.value)
 
 
-def test_a_call_after_another_count_of_sums_in_its_group_is_refused_on_every_rank():
+def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
     for message in run_threads(2, after_other_sums):
         assert message.endswith("rank 0: sum (float32, 2, meta); rank 1: sum (float32, 2, meta) after 1 sum of gradients")
 

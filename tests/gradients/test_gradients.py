@@ -287,7 +287,7 @@ def unused_somewhere(backend, unused):
             assert model.right.grad is None
 
 
-def test_a_parameter_without_gradient_on_some_ranks_counts_as_zero_there(spmd):
+def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(spmd):
     spmd.each(unused_somewhere, [(unused,) for unused in UNUSED])
 
 
@@ -1025,7 +1025,7 @@ def images_of_two_sizes(backend):
     optimizer.close()
 
 
-def test_ranks_count_equally_with_batches_of_different_sizes(typical):
+def test_ranks_with_batches_of_different_sizes_have_equal_weight(typical):
     typical(images_of_two_sizes)
 
 

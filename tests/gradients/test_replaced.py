@@ -556,5 +556,5 @@ def tied_later(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_parameters_may_be_tied_replaced_by_frozen_ones_or_put_back():
+def test_parameters_may_be_tied_or_replaced_by_frozen_ones_or_put_back():
     run_threads(2, tied_later)

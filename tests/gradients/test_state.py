@@ -311,7 +311,7 @@ def fresh(backend, kind, wrapped):
         assert model[0].bias.grad is None
 
 
-def test_only_the_options_of_a_fresh_optimizer_change(typical):
+def test_a_broadcast_to_a_fresh_optimizer_changes_only_its_options(typical):
     typical.each(fresh, itertools.product(KINDS, [False, True]), [("momentum", False), ("adam", True)])
 
 

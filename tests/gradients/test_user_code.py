@@ -1,4 +1,4 @@
-"""What user code does between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
+"""User code between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. The product with 1/size may precede the sum at powers of two only."""
+    """Average gradients whose sum overflows. Only if the size is a power of two may 1/size be applied before the sum."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))
@@ -275,7 +275,7 @@ def test_a_closed_optimizer_averages_nothing_that_is_unfrozen_later():
 
 
 def swaps_what_is_frozen(backend):
-    """After a step, freeze what was trained and train what was frozen: the first backward averages it."""
+    """Swap the frozen and the trained layer between steps: backward averages the gradients of the newly trained one."""
     body, head = seeded(nn.Linear(3, 2), 1).requires_grad_(False), seeded(nn.Linear(2, 1), 2)
     model = nn.Sequential(body, head)
     optimizer = sgd(model, backend)
@@ -288,7 +288,7 @@ def swaps_what_is_frozen(backend):
         optimizer.step()
 
 
-def test_parameters_unfrozen_in_place_of_all_others_are_averaged_at_once(typical):
+def test_gradients_are_averaged_at_once_if_frozen_and_trained_layers_are_swapped(typical):
     typical(swaps_what_is_frozen)
 
 

@@ -707,7 +707,7 @@ def test_code_of_the_driver_that_starts_the_ranks_has_no_findings_about_ranks():
     assert lines == [13, 14, 15]
 
 
-def test_code_before_an_early_return_of_runs_without_horovod_has_no_findings():
+def test_code_before_a_return_that_only_runs_without_horovod_reach_has_no_findings():
     start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
     found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
     assert [finding.line for finding in found] == [8]
@@ -736,7 +736,7 @@ def test_a_condition_of_some_hundred_terms_is_read(operator):
     assert [finding.line for finding in found] == [5, 7]
 
 
-def test_arguments_of_horovod_run_have_the_level_of_their_refusal():
+def test_arguments_that_horovod_run_refuses_are_unsupported():
     head = "import horovod\n"
     for argument in RUN_UNSUPPORTED:
         levels = [found.level for found in findings(source(f"{head}horovod.run(f, {argument}={argument})"))]

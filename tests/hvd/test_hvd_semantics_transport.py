@@ -94,7 +94,7 @@ def test_shared_memory_adds_in_rank_order(real):
 
 
 def away(backend, folder):
-    """Let rank 0 wait for rank 1's step without a call, between its backward and its step."""
+    """Keep rank 0 from calling ``hvd`` after its backward, until rank 1 has stepped."""
     marks = Path(folder)
     with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", 0.01):
         params, optimizer = wrapped(hvd, "away")
@@ -115,7 +115,7 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 
 
 def crossed(backend):
-    """Let each rank wait while it has not yet added its part of the gradients for which the other rank waits.
+    """Let each rank wait for gradients to which the other rank has not added its part yet.
 
     A rank adds its part when it sends its gradients, unless the other rank has not sent its own yet.
     """

@@ -98,7 +98,7 @@ def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_de
     assert recorded(folder, "threads") == [number, number]
 
 
-def test_virtual_ranks_use_one_thread_and_their_number_is_resumed(tmp_path, monkeypatch):
+def test_virtual_ranks_use_one_thread_and_a_resume_keeps_the_number_of_virtual_ranks(tmp_path, monkeypatch):
     def of_a_machine(backend) -> int:
         raise AssertionError("the result must not depend on the cores of a machine")
 
@@ -128,7 +128,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_settings_may_be_resumed_or_fixed_or_both(tmp_path, monkeypatch):
+def test_a_setting_may_be_resumed_from_the_checkpoint_or_fixed_or_both(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
@@ -259,7 +259,7 @@ def test_the_variables_that_choose_instructions_are_recorded(monkeypatch):
             assert value in (found["oneDNN instruction set"], found["MKL kernels"])
 
 
-def test_a_processor_is_described_by_its_first_block(tmp_path):
+def test_the_processor_is_described_by_the_first_block_of_cpuinfo(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text(
         "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nvendor_id\t: Other\n"
