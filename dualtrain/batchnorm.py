@@ -40,7 +40,7 @@ class SynchronizedNorm(torch.autograd.Function):
         rows = gather(torch.cat([mean.new_tensor([count]), mean, spread]).double())
         counts, means, spreads = rows[:, :1], *rows[:, 1:].chunk(2, 1)
         n = counts.sum()
-        # Combine the ranks' variances without a loss of precision (Chan, Golub and LeVeque, 1983).
+        # Combine the ranks' variances without cancellation of digits (Chan, Golub and LeVeque, 1983).
         mean_all = (counts * means).sum(0) / n
         var = ((spreads + counts * (means - mean_all).square()).sum(0) / n).to(x.dtype)
         mean_all = mean_all.to(x.dtype)

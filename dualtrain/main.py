@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         config = parse(arguments)
         if config.run.nproc is not None and world.launcher != "spawn":
-            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run, world)
+            with logging_to_stderr():
+                return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run, world)
     except UserError as error:
         record_for_torchrun(str(error))
         return refuse_on_all(error, world)

@@ -105,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     grad_scale = _of_wrapped("grad_scale")
     found_inf = _of_wrapped("found_inf")
 
+    # Private in torch 2.5 to 2.15: GradScaler reads this name, and has no public way to ask an optimizer.
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.

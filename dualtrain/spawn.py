@@ -6,6 +6,7 @@ ends the remaining ranks when one has failed. The ranks detect and report a fail
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import secrets
@@ -45,6 +46,8 @@ REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 REPEAT_SECONDS = 2.0  # a second stop signal within this time is ignored: a sender may signal the process and its group
 RANKS_PER_CORE = 16
+
+log = logging.getLogger("dualtrain")
 
 
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
@@ -89,7 +92,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
                 break
             wait = _next_wait(wait, found, time.monotonic() - began)
             when = f" in {wait:g} s" if wait else ""
-            print_error(f"the job has ended with status {status}: restart {restart} of {restarts}{when}")
+            log.warning("the job has ended with status %d: restart %d of %d%s", status, restart, restarts, when)
             stopped_by, save = job.pause(wait)
             if stopped_by is not None:
                 if stopped_by == signal.SIGINT:

@@ -7,12 +7,12 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.pool import Pool, reference
+from tests.pool import Pool, in_turn, named, reference
 
 LOCAL = [("local", 1)]
 THREADS = [("threads", 2), ("threads", 3)]
@@ -22,6 +22,7 @@ WORLDS = LOCAL + THREADS + REAL + SHARED
 # SPREAD and TYPICAL have one size per kind of world; the fixture `real` has all sizes on both libraries.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
 TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 2), ("shm", 3)]
+Cases = list[tuple[Any, ...]]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -79,6 +80,19 @@ class Spmd:
 
         with connect("local") as backend:
             return [fn(backend, *args)]
+
+    def each(self, fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]], on_horovod: Cases | None = None) -> None:
+        """Run ``fn(backend, *case)`` on all ranks for each case; processes run all cases in one call.
+
+        ``on_horovod``: the cases in Horovod's worlds, where an operation takes ten times as long; by default all.
+        """
+        chosen = on_horovod if on_horovod is not None and self.name == "horovod" else list(cases)
+        if self._pool is not None:
+            self(in_turn, fn, chosen)
+            return
+        for case in chosen:  # a world for each: a thread that is ahead would change the next case's globals
+            with named(case):
+                self(fn, *case)
 
     def leave(self) -> None:
         """Close the world of processes, for tests that make it unusable for other tests."""

@@ -21,8 +21,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -64,6 +64,23 @@ def reference(fn: Callable[..., Any]) -> tuple[str, str]:
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
     return fn.__module__, fn.__qualname__
+
+
+@contextmanager
+def named(case: tuple[Any, ...]) -> Iterator[None]:
+    """Add ``case`` to the message of an error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {case}")
+        raise
+
+
+def in_turn(backend: Any, fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> None:
+    """Run ``fn(backend, *case)`` for each case."""
+    for case in cases:
+        with named(case):
+            fn(backend, *case)
 
 
 class _Worker:

@@ -1,4 +1,4 @@
-"""Vocabulary: no identifier, docstring, comment or page uses a word that the project has replaced."""
+"""Vocabulary: no identifier, docstring, comment or page uses a replaced word, and no docstring starts with "How"."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ IN_NAMES = re.compile(rf"(?<![a-z0-9])({IDENTIFIERS.replace(' ', '|')})(?![a-z0-
 IN_PROSE = re.compile(
     r"\b(cargo|farewell|mourn(s|ed|ing)?|graves|strangers?|mended|thaw(s|ed|ing)?|ticked\s+off)\b", re.IGNORECASE
 )
+#: A docstring starts with a verb or a noun phrase.
+NO_START = re.compile(r"\A(Whether|How|Where|When|What|Who|Has)\b")
+NO_START_IN_TEXT = re.compile(NO_START.pattern.replace(r"\A", r'"""\s*'))
 #: Methods of Python's own objects: ``file.tell()``.
 FOREIGN = {"tell"}
 
@@ -65,7 +68,8 @@ def findings(path: str, text: str) -> list[str]:
     """Return one line for each banned word in the identifiers, docstrings and comments of a Python file."""
     found = [f"{path}: its name: {word}" for word in banned(path.removesuffix(".py").replace("/", "_"))]
     shown = re.sub(r"\\[a-z]", " ", text)  # a docstring may contain "\n"
-    if not (any(map(banned, set(re.findall(r"\w+", text)))) or IN_PROSE.search(shown)):
+    words = any(map(banned, set(re.findall(r"\w+", text))))
+    if not (words or IN_PROSE.search(shown) or NO_START_IN_TEXT.search(text)):
         return found  # every identifier, comment and docstring is part of the text
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -79,6 +83,7 @@ def findings(path: str, text: str) -> list[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name, docstring = getattr(node, "name", "module"), ast.get_docstring(node) or ""
             found += [f"{path}: docstring of {name}: {match[0]}" for match in IN_PROSE.finditer(docstring)]
+            found += [f"{path}: docstring of {name} starts with: {word}" for word in NO_START.findall(docstring)]
     return found
 
 
@@ -90,6 +95,7 @@ def test_the_check_finds_words_in_identifiers_comments_and_docstrings():
     assert sorted(found) == ["Farewell", "graves", "mourn", "move_in", "stand_in", "stranger", "wish", "wish"]
     assert findings("a.py", "start = near = file.tell()\nlikewise = 'a wish'  # strange, carried away\n") == []
     assert findings("a.py", "tell = HttpEar\n") == ["a.py:1: tell: tell", "a.py:1: HttpEar: ear"]
+    assert findings("a.py", 'def a():\n    """How it is."""\n    """When"""\n') == ["a.py: docstring of a starts with: How"]
     assert findings("dualtrain/optimizer.py", "carry = tell\n") == ["dualtrain/optimizer.py:1: tell: tell"]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dualtrain import ReduceOp
 from tests.conftest import pytest_terminal_summary
-from tests.pool import Pool, RankError
+from tests.pool import Pool, RankError, in_turn
 from tests.threads import run_threads
 
 
@@ -19,9 +19,9 @@ def rank_and_size(backend, text):
     return text, backend.rank, backend.size
 
 
-def fails_on_the_last(backend):
+def fails_on_the_last(backend, what):
     if backend.rank == backend.size - 1:
-        raise KeyError("lost key")
+        raise KeyError(f"lost {what}")
     backend.barrier()
 
 
@@ -45,8 +45,8 @@ def test_a_failure_shows_the_rank_and_its_traceback_and_the_pool_stays_usable():
     pool = Pool(2)
     try:
         pool.connect("torch", 2)
-        with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'"):
-            pool.run(fails_on_the_last)
+        with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'.*case \('key',\)"):
+            pool.run(in_turn, fails_on_the_last, [("key",), ("door",)])
         pool.connect("torch", 2)
         assert pool.run(rank_and_size, "again") == [("again", rank, 2) for rank in range(2)]
         pids = pool.pids
@@ -74,7 +74,7 @@ def test_local_functions_are_refused(spmd):
 
 def test_threads_raise_the_exception_of_the_rank_that_failed_first():
     with pytest.raises(KeyError, match="lost key"):
-        run_threads(3, fails_on_the_last)
+        run_threads(3, fails_on_the_last, "key")
 
 
 def test_threads_assert_that_primitives_match():

@@ -78,6 +78,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
     The backend may reduce a short tensor in the same messages; ``reduction`` then has a result when this function returns.
+    Also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any rank's flag is set.
 
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.

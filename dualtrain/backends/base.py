@@ -135,7 +135,7 @@ class Primitives(ABC):
         transport: name of the reductions' transport, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or
             ``"shm"`` for memory that the ranks of a host share; with several hosts ``"shm+gloo"`` or ``"shm+mpi"``.
         versions: versions of the backend's libraries besides torch, by the library's name.
-        world: this process's place; for a group, its place in the group.
+        world: this process's place in the job; for a group, the process's place in the group.
         device: the expected device of this rank's tensors.
         hosts: the index of each rank's host, in rank order; equal indices mean the same host.
         timeout: the longest time in seconds that any wait lasts.
@@ -239,7 +239,7 @@ class Primitives(ABC):
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients were started in the process group of calls on ``device`` (a device type).
+        """Return how many sums of gradients were started in the process group that calls on ``device`` (a device type) use.
 
         All ranks must have started equally many before such a call. 0 if the sums have a process group of their own.
         """
@@ -281,7 +281,7 @@ class Primitives(ABC):
         """
         start = time.monotonic()
         reported = False
-        left_at: float | None = None  # seconds of this wait after which it found that a rank had left normally
+        left_at: float | None = None  # seconds that had passed when a rank was found to have left normally
         try:
             while not finished(0.25):
                 seconds = time.monotonic() - start
@@ -334,7 +334,7 @@ class Primitives(ABC):
     def failure(self, what: str, error: BaseException, *, waited: bool = False) -> BackendError:
         """Return the :class:`BackendError` for a third-party ``error`` in the operation ``what``.
 
-        ``waited`` is true if the library gave up a wait for other ranks: the message then names ranks that do not wait.
+        ``waited`` is true if the library gave up a wait for other ranks. The message then names ranks that report no wait.
 
         Raises:
             PeerFailedError: instead, if a rank is known to have failed.

@@ -208,8 +208,8 @@ class Backend(Primitives):
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
         """Return the result of ``call``, and whether any rank's ``flag`` is true.
 
-        ``call`` must call one method of this backend. The flags are sent with the comparison of this method's calls, so
-        they need no exchange of their own.
+        ``call`` must call one method of this backend. The flags are sent when the ranks compare their calls of this
+        method, so they need no exchange of their own.
         """
         self._queue.drain()  # an earlier asynchronous call must not send the flag
         self.flag = flag
@@ -281,7 +281,7 @@ class Backend(Primitives):
             UserError: the process has a default group already, or this is not the torch backend.
         """
         raise UserError(
-            f"default_group=True needs the torch backend, and this is {self.name}: choose torch, or leave it out"
+            f"default_group=True needs the torch backend, and this is {self.name}: choose torch, or leave default_group out"
         )
 
     def between_hosts(self) -> Backend:

@@ -121,7 +121,9 @@ def connect(
             "--transport shm is for tensors on the CPU, and this rank's tensors are on a GPU: choose auto, or --device cpu"
         )
     if default_group and name != "torch":
-        raise UserError(f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave it out")
+        raise UserError(
+            f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave default_group out"
+        )
     backend = _open(name, world, own_device, timeout, groups or (transport == "shm" and not world.single_host))
     try:
         _refuse_other_world(name, (backend.rank, backend.size), world)

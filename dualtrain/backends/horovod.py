@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -194,6 +194,7 @@ class HorovodBackend(Backend):
     """
 
     name = "horovod"
+    transports: ClassVar = ("nccl", "mpi", "gloo")
     narrow = frozenset({torch.float16})
     failed: Exception | None = None
 
@@ -221,9 +222,10 @@ class HorovodBackend(Backend):
         self.world = World(**{**vars(world), "rank": self.library.rank(), "size": self.library.size()})
 
     def _library_transport(self) -> str:
+        nccl, mpi, gloo = self.transports
         if self.device.type == "cuda" and self.library.nccl_built():
-            return "nccl"
-        return "mpi" if self.library.mpi_enabled() else "gloo"
+            return nccl
+        return mpi if self.library.mpi_enabled() else gloo
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         issue = partial(

@@ -40,6 +40,6 @@ def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor)
 @lru_cache(maxsize=64)
 def _senders(size: int, numel: int) -> torch.Tensor:
     """Return the rank whose value of each element is combined first, second, …: int64, (size, numel)."""
-    elements = -(-numel // (2 * size))  # of a segment
+    elements = -(-numel // (2 * size))  # in one segment
     chunks = torch.arange(numel, device="cpu") // max(1, 2 * elements)
     return (chunks - 1 - torch.arange(size, device="cpu")[:, None]) % size

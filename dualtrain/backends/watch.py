@@ -250,7 +250,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _end_of(connection: Connection, error: Exception) -> str:
-    """Describe why a rank failed whose connection ended without a report."""
+    """Describe the failure of a rank whose connection ended without a report."""
     if cut_off(error):
         return f"cannot be reached: its host {connection.address} no longer answers; the host or the network to it is down"
     return "died: its process ended without a report"

@@ -8,8 +8,8 @@ contenders is at a disadvantage: B in one round, A in the next. The errors there
 drift only widens the interval. Tuned DDP, the reference of most rows, is listed as two contenders: the ratio of these
 two is the noise floor.
 
-A contender measures only values that a row or the table of allreduces needs, with as few steps as a median allows: more
-steps would not narrow the intervals, which depend on the number of rounds, and each second of a round costs seven seconds.
+A contender measures only values that a row or the table of allreduces needs, with as few steps as a median allows. More
+steps would not narrow the intervals, which depend on the number of rounds, and would lengthen each of the seven rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LENGTHS = {
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
 VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of --virtual-ranks; not measured by default
-SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # models with other gradients; not measured by default
+SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # other gradient sizes; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job not in ("empty", "layers20", *SHAPES))
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.

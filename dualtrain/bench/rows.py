@@ -105,8 +105,8 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, one: str, other: str, results: Results) -> str:
     """Compare the final weights of both contenders in each round; NONE if weights are missing.
 
-    If neither is a raw script, the weights of one raw script are compared too. Only of one: with 3 or more ranks, libraries
-    sum in different orders, so that raw scripts may differ from each other.
+    If neither is a raw script, the weights of only one raw script are compared too. With 3 or more ranks, raw scripts may
+    differ from each other, because libraries sum in different orders.
     """
     pair = {one, other} - {"alone"}
     rounds = []

@@ -66,7 +66,7 @@ def _loaded(given: Any) -> Contender:
         began = time.perf_counter()
         contender: Contender = module.start(given.option, device)
         given.connected = {"start": time.time() - given.launched, "connect": time.perf_counter() - began}
-        import torch._dynamo  # noqa: F401  # private in torch 2.13; optimizers import it in their first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.5 to 2.15; optimizers import it in their first step
 
     return contender
 

@@ -83,7 +83,7 @@ class _Transformer(nn.Module):
 
 def _vgg() -> nn.Module:
     widths = (3, 64, 128, 256, 256, 512, 512)
-    pooled = (1, 2, 4, 6)  # numbers, from 1, of the convolutions that a pooling layer follows
+    pooled = (1, 2, 4, 6)  # the convolutions, counted from 1, after which there is a pooling layer
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]

@@ -26,7 +26,7 @@ AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 @dataclass(frozen=True)
 class RunSection:
-    """How a run is executed: backend, devices, ranks and threads."""
+    """Execution of a run: backend, devices, ranks and threads."""
 
     backend: str = setting(
         "auto", "auto (what the launcher implies), torch, horovod or local", one_of("auto", "torch", "horovod", "local")

@@ -19,9 +19,9 @@ from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot
 class Bucket:
     """Flat buffer of gradients, with ``extra`` scalars behind them.
 
-    The bucket sends the buffer ``wire``. 16-bit gradients are sent in 32 bits, and gradients that are wider than the
-    transfer's dtype (such as float16) in that dtype: these are copied to ``wire``. All other gradients lie in ``wire``
-    itself. Construction is collective, since the backend allocates the memory.
+    The bucket sends the buffer ``wire``. 16-bit gradients are sent in 32 bits. Gradients that are wider than the dtype of
+    ``transfer`` are sent in that dtype. Both are copied to ``wire``; all other gradients lie in ``wire`` itself.
+    Construction is collective, since the backend allocates the memory.
 
     Args:
         name: name of the bucket's operations, in reports.
@@ -61,7 +61,7 @@ class Bucket:
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
             self._before, self._after = self._before * self._after, 1.0
-        #: The factor by which gradients are multiplied while they are copied to the bucket, without dimensions.
+        #: Tensor without dimensions: the factor by which gradients are multiplied while they are copied to the bucket.
         self.factor: torch.Tensor | None = None
         in_place = self.wire.is_cpu and not self._staged and not is_complex and order is None
         if in_place and _averages_first(backend, transfer):
@@ -135,7 +135,8 @@ class Bucket:
         small: list[tuple[Slot, torch.Tensor]] = []
         large: list[tuple[Slot, torch.Tensor]] = []
         for slot, grad in zip(slots, grads, strict=True):
-            # A gradient that is on another device now is copied, and refused later: ``torch.mul`` would raise on this rank.
+            # Copy a gradient that is on another device now, since ``torch.mul`` would raise here, on this rank alone. All
+            # ranks refuse the gradient later.
             in_one_step = slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype and grad.is_cpu
             (large if in_one_step else small).append((slot, grad))
         copy_all([slot.view for slot, _ in small], [grad for _, grad in small])
@@ -250,7 +251,7 @@ class Bucket:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return, the same on every rank, whether 1/size is applied before the sum: exact if the size is a power of two."""
+    """Return whether 1/size is applied before the sum, which is exact for powers of two. The same on every rank."""
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size
     return is_average and size > 1 and size.bit_count() == 1 and not backend.scales_sums

@@ -28,6 +28,8 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         reason = "is not initialized: run one batch through the model first"
     elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has another shard, and shards have no average"
+    # Private in torch 2.5 to 2.15: FSDP has no public mark of its parameters. Its flat parameters have both of these, and
+    # the user's own (use_orig_params=True) have the latter.
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         reason = "belongs to FullyShardedDataParallel: each rank has another shard, and shards have no average"
     elif grad_dtype(p) is None:

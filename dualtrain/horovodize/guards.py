@@ -45,7 +45,7 @@ class Guards:
 
     @cached_property
     def _returned(self) -> dict[str, str]:
-        """The script's functions that return a rank, or a constant where Horovod is not used, with the kind of rank."""
+        """Map of the script's functions that return a rank (or a constant if Horovod is not used) to the kind of rank."""
         found = {}
         for name, function in self.source.functions.items():
             ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]

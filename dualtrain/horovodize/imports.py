@@ -1,8 +1,8 @@
 """Import hook: ``import horovod…`` in a script loads the modules of ``dualtrain.hvd``.
 
 The table ``HOMES`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``, ``forkserver``)
-start without the hook but with the parent's ``sys.path``. So :func:`install` adds a folder to this path: its module
-``horovod`` installs the hook in the child.
+start without the hook but with the parent's ``sys.path``. So :func:`install` adds the folder ``children`` to this
+path. The module ``horovod`` in this folder installs the hook in the child.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.source import Function, Scope, Source, last_name
 
-#: Libraries that start a function, which one process has defined, on all ranks.
+#: Libraries by which one process, the driver, runs a function on all ranks.
 _STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
 
 
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` may run once for all ranks: outside the functions that Spark, Ray or horovod.run starts."""
+    """Return whether ``node`` may run in the driver only: outside the functions that Spark, Ray or horovod.run starts."""
     if not any(_STARTS_RANKS.match(name) for name in source.imported_names):
         return False
     own = next(nodes for scope, nodes in source.scopes if scope is source.scope(node))

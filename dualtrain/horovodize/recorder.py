@@ -35,7 +35,7 @@ FORMAT = 1
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
 PART = 1 << 24  # elements of a tensor that are converted at once: a frozen layer may fill half of a GPU
-#: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, no optimizer may reach STEPS.
+#: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, perhaps none reaches STEPS.
 MOST_ROUNDS = 4
 KEPT = 8  # optimizers, and tensors of one name, that are summarized at the end: a script may make models in a loop
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
@@ -74,7 +74,7 @@ class Recorder:
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
         self._marks = marks(steps)
-        self._first_defect = 0  # the first step by whose end dualtrain had reproduced a defect of Horovod; 0 if it has not
+        self._first_defect = 0  # the step after which a reproduced defect of Horovod was first found; 0 if none was
         self._join: Any = None  # the library's own join()
         # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
         self._joined = False
@@ -221,9 +221,9 @@ class Recorder:
         self.record.write("weights", optimizer=number, step=step, tensors=tensors, options=options)
 
     def _write_state(self) -> None:
-        """Write all weights at the end, which a script may change after its last step, and what it broadcast besides.
+        """Write the weights again, which the script may have changed after the last step, and the other broadcast tensors.
 
-        Tensors that are broadcast and in no optimizer are the model's buffers, and weights of other optimizers.
+        The other tensors are the model's buffers, and weights of optimizers that are not recorded.
         """
         found = []
         for number, params in self._latest.items():
@@ -242,7 +242,7 @@ class Recorder:
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
         if reason != "error" and any(self.counts):
-            self._write_state()  # after the memory was read, since the summaries need more than the script does
+            self._write_state()  # after the peak memory was read, because the summaries may increase it
         facts = {"steps": self.counts, "memory": memory, "gpu_memory": gpu, "defects": _defects()}
         self.record.write("end", reason=reason, status=status, first_defect=self._first_defect, **dict(facts, **more))
 

@@ -44,7 +44,7 @@ def read_script(name: str) -> ScriptFile:
 
 
 def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
-    """Read and parse all scripts of a program. If one script wraps an optimizer, the sources of all scripts have its name.
+    """Read and parse all scripts of a program. Each source gets the names of the optimizers that any script wraps.
 
     Raises:
         UserError: a script cannot be read, or is not valid Python.

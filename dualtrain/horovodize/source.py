@@ -61,7 +61,7 @@ class Source:
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
-        except (tokenize.TokenError, SyntaxError):  # this module accepts less than the parser, such as odd line ends
+        except (tokenize.TokenError, SyntaxError):  # odd line ends, for example, which the parser accepts
             return self.text
         return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
 
@@ -138,12 +138,12 @@ class Source:
 
     @property
     def uses_elastic(self) -> bool:
-        """Whether the script uses ``hvd.elastic``."""
+        """Return whether the script uses ``hvd.elastic``."""
         return any(self.hvd(node).startswith("elastic.") for node in self.nodes)
 
     @property
     def uses_horovod(self) -> bool:
-        """Whether the script imports anything from horovod or dualtrain.hvd."""
+        """Return whether the script imports anything from horovod or dualtrain.hvd."""
         return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self._imported.values())
 
     @cached_property

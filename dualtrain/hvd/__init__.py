@@ -1,9 +1,9 @@
 """Horovod's API: ``import dualtrain.hvd as hvd`` in place of ``import horovod.torch as hvd``.
 
 If Horovod's own launcher or MPI started the process and Horovod is installed, this module is the real
-``horovod.torch``. Otherwise the same API runs on torch.distributed: rank 0 matches calls by name
-(``engine.py``, ``coordinator.py``); gradients are sent without rank 0 (``optimizer.py``). DUALTRAIN_BACKEND=torch or
-=horovod overrides this choice. Modules have the names of Horovod's modules, so that imports from them work too.
+``horovod.torch``. Otherwise the same API runs on torch.distributed. DUALTRAIN_BACKEND=torch or =horovod overrides this
+choice. On torch.distributed, rank 0 matches calls by name (``engine.py``, ``coordinator.py``); an optimizer's gradients
+need no matching (``optimizer.py``). Modules have the names of Horovod's modules, so that imports from them work too.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _SMALLEST_NORM = sys.float_info.min**0.5
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied exactly by a whole
-    number; by other factors as 64-bit floats (int64 values from 2**53 on: as fractions), then truncated toward zero.
+    16-bit floats are multiplied in 32 bits and rounded once. Products of integers and a whole factor are exact. With other
+    factors, integers are multiplied as 64-bit floats and truncated toward zero; int64 values from 2**53 on, as fractions.
     """
     if factor == 1:
         return tensor

@@ -74,7 +74,7 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = _some_of(world, list(comm))
     # Wait longer than the coordinator: the coordinator's error names the missing ranks, so it must come first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
-    # transport="native": calls use the library. Gradients have channels, which may share memory (``channels.py``).
+    # transport="native": calls use Gloo or NCCL. Gradients have other channels, which may share memory (``channels.py``).
     # device="cpu": the script itself chooses a GPU, and a script for CPUs may have more ranks than there are GPUs.
     name = "torch" if world.size > 1 else "local"
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")

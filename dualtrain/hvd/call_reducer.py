@@ -19,7 +19,7 @@ from dualtrain.hvd.process_sets import ProcessSet
 class CallReducer(HorovodReducer):
     """Combines all gradients by one grouped allreduce.
 
-    For the user's own compressors, Min, Max and Product, and for float16 sums that reproduce Horovod's.
+    Used for the user's own compressors, for Min, Max and Product, and for float16 sums that are rounded as on Horovod.
 
     Args:
         named: the parameters, the same on every rank of the set.
@@ -124,7 +124,7 @@ class CallReducer(HorovodReducer):
     def _start_call(self) -> tuple[int, list[Any]]:
         params = [slot.param for slot in self.hooks.slots]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
-        # These get no gradient on this rank, so the other ranks must not train them.
+        # Frozen parameters get no gradient on this rank, so the other ranks must not train them.
         frozen = [slot.name for slot in self.hooks.slots if not slot.param.requires_grad and slot.param.grad is None]
         packed = [self._compression.compress(grad) for grad in grads]
         tensors = [tensor.contiguous() for tensor, _ in packed]

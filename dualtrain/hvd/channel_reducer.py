@@ -149,7 +149,7 @@ class ChannelReducer(HorovodReducer):
     def slot_ready(self, slot: Slot) -> None:
         """Send complete buckets. Before the first exchange, request the channel once all gradients are ready."""
         timeline = basics.engine().timeline
-        if timeline.active:  # NEGOTIATE lasts until the bucket is sent; after the first step, ranks no longer negotiate
+        if timeline.active:  # NEGOTIATE ends when the bucket is sent; only the first exchange negotiates
             self._traced = True
             timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
@@ -226,7 +226,7 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe the options that the ranks compare. They may differ: each host has its own HOROVOD_FUSION_THRESHOLD."""
+        """Describe this rank's options, which the ranks compare: HOROVOD_FUSION_THRESHOLD, for example, may differ."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
         factors = f"factors {t.before} before and {t.after} after the sum"

@@ -1,11 +1,10 @@
 """The channels of a rank: one backend for the calls of each process set, and one for the gradients of each optimizer.
 
-The gradients on the CPU of two ranks on one host are summed through shared memory, with the bits of the library, since
-a + b = b + a. Sums of more ranks have other bits there, so shared memory must be chosen for them.
+Two ranks on one host sum gradients on the CPU through shared memory. The sums have the same bits as Gloo's, because
+a + b = b + a. With more ranks the bits may differ, so shared memory is used only if the user requests it.
 
-In shared memory the ranks themselves do the work of an operation, and the library has threads for it. So a rank that waits
-for anything advances the operations of all its channels: ranks may wait for different channels, or one for a channel and
-another for a call.
+Gloo has threads that do the work of an operation. In shared memory, the ranks' own threads do this work. So a rank that
+waits for anything advances the operations of all its channels, because another rank may wait for another channel or call.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """A reducer that sends gradients without rank 0. The engine informs it of ranks that have joined."""
+    """A reducer that sends gradients without requests to rank 0. The engine informs it of ranks that have joined."""
 
     base_name: str
     channel_name: str

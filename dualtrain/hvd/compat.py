@@ -72,12 +72,12 @@ def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COMPARED}
     if hasattr(found.get("step"), "_wrapped_by_lr_sched"):
-        del found["step"]  # of a scheduler, which counts the calls for a warning
+        del found["step"]  # a scheduler's wrapper of step(), which counts calls for a warning
     return found
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values are certainly equal; objects of unknown classes are not, unless they are the same."""
+    """Return whether two values are certainly equal. Objects of unknown classes are so only if they are identical."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -115,5 +115,5 @@ def _is_nonzero(value: Any) -> bool:
 
 
 def rounded_sum(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``total``; if defects are reproduced and ``dtype`` (of the ranks' tensors) is float16, round it to 16 bits."""
+    """Return ``total``, rounded to 16 bits if defects are reproduced and the ranks' tensors have the ``dtype`` float16."""
     return total.to(dtype).to(total.dtype) if dtype == torch.float16 and enabled() else total

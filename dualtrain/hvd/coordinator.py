@@ -124,7 +124,7 @@ class Coordinator:
         self._reported &= {title for title, *_ in waits}
 
     def _note_wait(self, rank: int, message: Message) -> None:
-        """Record that a rank waits for gradients, and request a report from every rank that waits too."""
+        """Record that a rank waits for gradients, and ask all ranks whether they wait for the same gradients."""
         what, now = message["what"], self._clock()
         if what not in self._waits or all(now - when > 5 for when, _ in self._waits[what].values()):
             self._waits[what], self._requested[what] = {}, now
@@ -195,7 +195,7 @@ class Coordinator:
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":
             facts["sparse"] = sorted({tuple(pair) for message in calls.values() for pair in message["sparse"]})
-            # Ranks whose parameters are partly on a GPU make other buffers: then no rank shares memory.
+            # Shared memory needs equal buffers, which ranks do not have if only some of them use a GPU.
             same = all(message["buffers"] == first["buffers"] for message in calls.values())
             facts["buffers"] = first["buffers"] if same else []
         if key[1] in _FREE_ROWS:

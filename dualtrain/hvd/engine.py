@@ -272,7 +272,7 @@ class Engine:
         self._requested_reports[message["what"]] = time.monotonic()
 
     def _do_progress(self, message: Message) -> None:
-        """Advance operations in shared memory, for which a rank waits while this rank's main thread does something else.
+        """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
         Operations end one after another, each by a signal of the waiting rank: look again as long as some end.
         """

@@ -144,6 +144,7 @@ class _Optimizer(NativeOptimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
+    # Private in torch 2.5 to 2.15: GradScaler reads this name, and has no public way to ask an optimizer.
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """The wrapped optimizer's value. GradScaler.step reads this property before it looks for an overflow.
@@ -217,8 +218,8 @@ class _Optimizer(NativeOptimizer):
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
         result = self.optimizer.step(closure and self._with_reduction(closure))
-        # Do not reset if the caller used skip_synchronize() but had not called synchronize(): zero_grad() and backward must
-        # raise AssertionError then.
+        # Do not reset if the caller used skip_synchronize() without synchronize(): in this case, zero_grad() and backward
+        # must raise AssertionError.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.reset_passes()
@@ -254,7 +255,7 @@ class _Optimizer(NativeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if compat.enabled():
-            # The new optimizer has the defaults of its class, which matters to ranks that reduce nothing, too.
+            # On Horovod the group gets the class's defaults, on ranks that reduce nothing too.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
             self.optimizer.add_param_group(param_group)

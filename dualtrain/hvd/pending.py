@@ -12,7 +12,7 @@ import torch
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 
-#: How long a wait sleeps before it looks again for operations in shared memory: while there are some, and otherwise.
+#: Seconds between two calls of ``progress`` in a wait: if operations in shared memory are unfinished, and if none is.
 SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
 
 

@@ -123,7 +123,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: a set of these ranks exists, a rank does not exist, or sets may not be added, because
+        ValueError: a set of these ranks exists, a rank does not exist, or sets cannot be added, because
             HOROVOD_DYNAMIC_PROCESS_SETS=1 was not set and ``init(process_sets="dynamic")`` was not called.
     """
     engine = _dynamic("adding")

@@ -26,7 +26,7 @@ class Timeline:
 
     @property
     def active(self) -> bool:
-        """Whether a file is open."""
+        """Return whether a file is open."""
         return self._file is not None
 
     def start(self, path: str, mark_cycles: bool) -> None:

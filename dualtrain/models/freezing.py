@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from torch import nn
+
+# Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.errors import UserError

@@ -1,1 +1,1 @@
-"""How the processes of a job find and authenticate each other, before any tensor library connects. Imports no torch."""
+"""Rendezvous: the processes of a job find and authenticate each other before a library connects. Imports no torch."""

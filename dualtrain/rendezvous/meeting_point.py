@@ -209,7 +209,7 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
-    If the names differ, it blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
+    If the names differ, blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
     when the first one exits. The list is empty without such a server, under elastic horovodrun, and in all calls of a
     process but the first.
 

@@ -90,7 +90,7 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
-    """Yield the samples ``numbers`` as batches of one; nothing if ``source.stored``: ``contents`` then has no batches."""
+    """Yield the samples ``numbers`` as batches of one. Yield nothing if ``source.stored``: samples are then not batches."""
     if getattr(source, "stored", False):
         return
     for sample in contents_of(source, numbers):

@@ -237,7 +237,7 @@ class Attempt:
 
     @property
     def is_newest(self) -> bool:
-        """Whether no later attempt has begun in the folder."""
+        """Return whether no later attempt has begun in the folder."""
         with suppress(OSError):
             return (
                 self._file is not None
@@ -304,7 +304,7 @@ class Attempt:
 
     @contextmanager
     def noting(self, backend: Backend) -> Iterator[None]:
-        """Record the error or the failure of another rank that ends the block; then close the files."""
+        """Record what ends the block, an error or the failure of another rank; then close the files."""
         watch = backend.watch
         report = None if watch is None else watch.on_peer_failure
 

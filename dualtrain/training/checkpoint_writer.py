@@ -67,7 +67,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a write is in progress, so that the next one would wait."""
+        """Return whether a write is in progress, so that the next one would wait."""
         return self.thread is not None and self.thread.is_alive()
 
     def wait(self) -> None:

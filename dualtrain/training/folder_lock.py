@@ -24,7 +24,8 @@ from dualtrain.training.generation import Owner, Seen
 
 WAIT_SECONDS = 6.0  # longest wait for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
-#: A process of another host counts as ended if it misses this many renewals; ``take(waits=True)`` fails if it sees as many.
+#: A process of another host counts as ended if it misses this many renewals. ``take(waits=True)`` fails once it has seen
+#: this many.
 RENEWALS = 3
 _POLL_SECONDS = 0.05
 
@@ -97,7 +98,7 @@ class FolderLock:
 
     @property
     def restarted(self) -> bool:
-        """Whether an earlier start of this job has made the run in the folder."""
+        """Return whether an earlier start of this job has made the run in the folder."""
         return bool(self.job) and self.job == self.run
 
     def sign(self) -> None:
@@ -124,7 +125,7 @@ class FolderLock:
 
     @property
     def superseded(self) -> bool:
-        """Whether another process is known to have made a newer generation; checked every ``RENEW_SECONDS``."""
+        """Return whether another process is known to have made a newer generation; checked every ``RENEW_SECONDS``."""
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:

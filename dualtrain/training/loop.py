@@ -197,7 +197,7 @@ class Run:
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
         try:
-            self.writer = Writer(self.folder, output.keep, self.records.print, limit, lock)
+            self.writer = Writer(self.folder, output.keep, self.records.warn, limit, lock)
             if saved is not None:
                 self._restore_best(saved, output.resume_file)
             self.attempt.begin(self.folder, self.cursor.step, self.backend)
@@ -209,7 +209,7 @@ class Run:
         other = file.parent if file else None
         if not restore_best(self.trainer, self.cursor, saved, self.folder, other, self.lock):
             step = self.cursor.best["step"]
-            self.records.print(
+            self.records.warn(
                 f"the checkpoint of the best evaluation (step {step}) is missing: only later evaluations can be the best"
             )
             self.cursor.best, self.cursor.stale = {}, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import sys
@@ -17,8 +18,9 @@ from tqdm import tqdm
 from dualtrain.console import encodable, printable, show
 
 T = TypeVar("T")
+log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # the longest pause between blocks whose lines are printed as those of one block
+_PAUSE_SECONDS = 5.0  # blocks separated by a shorter pause print their lines as one block does
 
 
 class Ticker:
@@ -123,7 +125,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str, batches: int = 0) -> None:
-        """Begin the phase ``what``, of ``batches`` that :meth:`counted` gets. Lines name it while no step ends."""
+        """Begin the phase ``what``, which lines name while no step ends; :meth:`counted` will yield ``batches`` batches."""
         self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
@@ -173,3 +175,9 @@ class Progress:
             else:
                 tqdm.write(encodable(printable(line), sys.stdout), file=sys.stdout)
                 sys.stdout.flush()
+
+    def warn(self, line: str) -> None:
+        """Log a warning; above the bar, if there is one."""
+        if self._shown:
+            with suppress(OSError), tqdm.external_write_mode(sys.stderr):  # as in print
+                log.warning("%s", line)

@@ -71,8 +71,8 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
 def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    If the state is of another world size, average each floating-point buffer that all its ranks have in one shape, and use
-    rank 0's other buffers.
+    If the state is of another world size, average each floating-point buffer that has the same shape on all of
+    that world's ranks. All other buffers become rank 0's.
     """
     same = len(ranks) == backend.size
     # States of versions before 0.3.0 have floating-point buffers only.

@@ -46,7 +46,7 @@ class Records:
     ) -> None:
         self.progress = Progress(total, done, shown=shown, launcher=launcher, seconds=output.log_seconds)
         self._lock = lock
-        self._metrics = MetricsFile(folder, done, self.progress.print, lock) if shown else None
+        self._metrics = MetricsFile(folder, done, self.progress.warn, lock) if shown else None
         self._board = _board(folder, done) if shown and output.tensorboard else None
         self._every = output.log_every
         self._since, self._samples = time.perf_counter(), 0
@@ -88,6 +88,10 @@ class Records:
         """Print a line."""
         self.progress.print(line)
 
+    def warn(self, line: str) -> None:
+        """Log a warning."""
+        self.progress.warn(line)
+
     def _write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
         if self._metrics is not None:
             with self._reported("metrics.jsonl", step):
@@ -107,7 +111,7 @@ class Records:
             yield
         except OSError as error:
             reason = error.strerror or error
-            self.print(
+            self.warn(
                 f"{what}: step {step} could not be written ({reason}): training continues; free space on the disk of the "
                 "run folder"
             )

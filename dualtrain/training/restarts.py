@@ -79,7 +79,7 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def step_of_deaths(deaths: Sequence[Death]) -> int | None:
-    """Return the step after which all of the last ``DEATHS`` deaths came; ``None`` if there is no such step.
+    """Return the step after which all of the last ``DEATHS`` deaths occurred; ``None`` if there is no such step.
 
     Deaths before an attempt began to train, and stops of all ranks by a signal, do not count.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dualtrain.config import SETTINGS, OutputSection
-from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, or_nothing, read_json, remove_temporary
 from dualtrain.training import checkpoint
@@ -19,6 +19,8 @@ from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.results import weights_of
 from dualtrain.training.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
 from dualtrain.training.trainer import Trainer
+
+log = logging.getLogger("dualtrain")
 
 #: Settings on which the shapes of a model's weights may depend, besides the model.
 _SHAPES = {"dataset", "classes", "shape", "image_size", "resize", "augment", "vocabulary", "sequence_length", "text_file"}
@@ -43,7 +45,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
         folder = Path(output.run_dir)
         tree, problems = checkpoint.newest_good(folder / "checkpoints")
         for problem in problems:
-            show(f"{problem}: resuming from an older one")
+            log.warning("%s: resuming from an older one", problem)
     compare_with_checkpoint(tree, settings, folder)
     return tree
 

@@ -37,7 +37,8 @@ MAY_DIFFER = {
     "text_file": "hosts may have different paths; the data are compared",
     "weights": "hosts may have different paths; rank 0's weights are used; whether ranks give the flag is compared",
     "run_dir": "rank 0 alone writes",
-    "resume": "rank 0 reads, or with auto the rank with the newest checkpoint; whether it is given, or auto, is compared",
+    "resume": "one rank reads: rank 0, or with auto the rank with the newest checkpoint. Whether the flag is given, and "
+    "whether it is auto, are compared",
     "workers": "depends on a host's number of cores; no sample depends on it",
     "log_every": "rank 0 alone writes",
     "log_seconds": "rank 0 alone prints",

@@ -21,7 +21,7 @@ class SaveClock:
 
     @property
     def due(self) -> bool:
-        """Whether ``every`` seconds have passed since the last save, or since the start."""
+        """Return whether ``every`` seconds have passed since the last save, or since the start."""
         return 0 < self._every <= time.perf_counter() - self._last
 
     @contextmanager

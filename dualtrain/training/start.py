@@ -45,7 +45,7 @@ _runs: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: at step 0, unless there is a checkpoint or a summary.
+    """Start of a run: at step 0, unless there is a checkpoint or a summary.
 
     Attributes:
         output: the output section, with ``run_dir`` and ``resume`` as rank 0 has found them.
@@ -190,7 +190,7 @@ def _warn_of_missing_folders(folder: Path, exists: Sequence[bool], rank: int) ->
         ranks = ", ".join(str(number) for number, there in enumerate(exists) if there)
         log.warning(
             "--run-dir %r holds the run only for rank %s of %d: the other ranks receive the checkpoint; use a disk that "
-            "all hosts share, so that the run survives the loss of a host",
+            "all hosts share, so that the run survives a failed host",
             str(folder),
             ranks,
             len(exists),
@@ -276,7 +276,8 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
 
 
 def _print_start(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
-    """Print where the run starts, and one line for each checkpoint that was skipped. On rank 0 alone."""
+    """Print where the run starts, and a warning for each checkpoint that was skipped. On rank 0 alone."""
     if backend.rank == 0:
-        for line in (f"{by}: {what}", *(f"skipped: {problem}" for problem in problems)):
-            show(line)
+        show(f"{by}: {what}")
+        for problem in problems:
+            log.warning("skipped: %s", problem)

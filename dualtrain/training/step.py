@@ -68,7 +68,7 @@ class StepScalars:
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss on this rank was infinite or not a number."""
+        """Return whether a loss on this rank was infinite or not a number."""
         return self.values[len(NAMES)] > 0
 
     @staticmethod

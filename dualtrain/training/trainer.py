@@ -130,7 +130,7 @@ class Trainer:
 
     @property
     def virtual_ranks(self) -> int | None:
-        """How many shards a step has; ``None`` where each rank has one part of it."""
+        """Number of shards of a step; ``None`` where each rank has one part of it."""
         return self._parts.count if isinstance(self._parts, VirtualRanks) else None
 
     @property

@@ -435,7 +435,7 @@ def test_every_wait_of_an_operation_on_a_gpu_is_without_a_timeout():
 def test_a_forked_child_does_not_end_the_groups_of_its_parent(tmp_path):
     """Three children end: one without a call, one that has closed the backend, one that has connected again."""
     end = run(("-c", FORKS), tmp_path)
-    # The modules that are loaded before the fork include triton, whose bindings print what they leak at exit.
+    # The modules that are loaded before the fork include triton, whose bindings print at exit what they have leaked.
     said = [line for line in end.stderr.splitlines() if not re.search("nanobind|leaked|skipped remainder|refleaks", line)]
     assert (end.returncode, end.stdout, said) == (0, "3 3 3\n", [])
 
@@ -497,7 +497,7 @@ def free_of_the_default_group(backend, port):
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_a_program_makes_its_own_default_process_group_before_or_after(pool):
+def test_a_program_makes_its_own_default_process_group_before_or_after_connect(pool):
     pool.connect("torch", 2)
     pool.run(free_of_the_default_group, free_port())
     pool.run(unlike_transports, free_port())

@@ -30,7 +30,7 @@ def name_of_an_exchange(backend):
 
 
 def exchange_after_a_kept_operation(backend):
-    """Exchange. Before it, rank 1 starts the operation that Horovod keeps if it shuts down while an exchange begins."""
+    """Exchange after rank 1 has started an operation of the earlier world, which Horovod may keep when it shuts down."""
     if backend.rank == 1:
         backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
     return exchange(backend)

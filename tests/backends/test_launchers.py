@@ -139,13 +139,13 @@ def test_an_environment_without_launchers_describes_no_world(launcher):
     assert without_launchers(env)["PATH"] == "/bin"
 
 
-def test_a_slurm_batch_script_is_not_launched():
+def test_a_slurm_batch_script_is_not_a_launched_rank():
     assert detect_world({**SRUN, "SLURM_STEP_ID": "batch"}) == World()
     assert detect_world({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == World()
 
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291"])
-def test_a_shell_of_salloc_on_a_node_is_not_launched(step):
+def test_a_shell_of_salloc_on_a_node_is_not_a_launched_rank(step):
     # The variables that Slurm 22.05 sets in a shell of salloc, which is not a task of the job.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
     assert detect_world(shell) == World()
@@ -242,7 +242,7 @@ RANKS = {"torchrun": "RANK", "horovodrun --gloo": "HOROVOD_RANK", "mpirun": "OMP
 
 @pytest.mark.parametrize("launcher", RANKS)
 @pytest.mark.parametrize("rank", ["8", "-1"])
-def test_a_rank_outside_the_world_is_refused_with_its_evidence(launcher, rank):
+def test_a_rank_outside_the_world_is_refused_and_the_variable_is_named(launcher, rank):
     with pytest.raises(UserError, match=f"{launcher} gave rank {rank} in a world of 8 .*{RANKS[launcher]}={rank}"):
         detect_world({**LAUNCHERS[launcher], RANKS[launcher]: rank})
 

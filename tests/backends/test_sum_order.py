@@ -81,11 +81,14 @@ def test_sums_have_the_bits_of_the_tree_on_any_number_of_ranks(shards, gathered,
 
 
 CASES = [(shards, numel) for shards in COUNTS for numel in (5, 9001)]
+#: The cases in Horovod's worlds: fewer shards than ranks, as many on each rank, and unequal numbers.
+ON_HOROVOD = [(shards, numel) for shards, numel in CASES if shards in (1, 3, 4, 13)]
 
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
 def test_every_library_and_transport_has_the_bits_of_the_tree(real):
-    assert_equal(real(sums, CASES), CASES)
+    cases = ON_HOROVOD if real.name == "horovod" else CASES
+    assert_equal(real(sums, cases), cases)
 
 
 def rank_order(backend, cases):

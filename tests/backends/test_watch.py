@@ -343,7 +343,7 @@ def rank_0_hangs(backend):
     return said
 
 
-def test_a_rank_0_that_hangs_is_named_alone_though_it_forwards_no_reports():
+def test_a_hanging_rank_0_is_the_only_rank_named():
     for said in run_threads(3, rank_0_hangs)[1:]:
         assert said == "waited 20 s for rank 0, which has not reached this operation, or hangs"
 

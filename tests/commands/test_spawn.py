@@ -277,7 +277,7 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         ([137, TRY_AGAIN], 1, 2),
     ],
 )
-def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsys, statuses, restarts, status):
+def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplog, statuses, restarts, status):
     """At each start, the job's only rank exits with the next of ``statuses``; no process is started."""
     left, arguments = list(statuses), []
     monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 0.01)
@@ -291,12 +291,12 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
     assert spawn(len, ["a"], 1, restarts) == status
     assert left == []
     assert arguments == [["a"]] * len(statuses)
-    said = [line for line in capsys.readouterr().err.splitlines() if "restart" in line]
+    said = [line for line in caplog.messages if "restart" in line]
     wait, lines = 0.0, []
     for number, code in enumerate(statuses[:-1], 1):
         wait = (2 * wait or 0.01) if code == TRY_AGAIN else 0.0
         status, when = (2, f" in {wait:g} s") if wait else (code, "")
-        lines.append(f"dualtrain: error: the job has ended with status {status}: restart {number} of {restarts}{when}")
+        lines.append(f"the job has ended with status {status}: restart {number} of {restarts}{when}")
     assert said == lines
 
 
@@ -304,7 +304,8 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
 def test_a_stop_signal_ends_the_wait_before_a_restart(monkeypatch, number):
     said = []
 
-    def note(text):
+    def note(text, *values):
+        text = text % values
         said.append(text)
         if "restart" in text:
             os.kill(os.getpid(), number)
@@ -314,6 +315,7 @@ def test_a_stop_signal_ends_the_wait_before_a_restart(monkeypatch, number):
     monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 600.0)
     monkeypatch.setattr("dualtrain.spawn.LONGEST_WAIT_SECONDS", 600.0)
     monkeypatch.setattr("dualtrain.spawn.print_error", note)
+    monkeypatch.setattr("dualtrain.spawn.log.warning", note)
     assert spawn(len, [], 1, 5) == 128 + number
     line = "the job has ended with status 2: restart 1 of 5 in 600 s"
     assert said == ([line, "interrupted"] if number == signal.SIGINT else [line])
@@ -325,12 +327,12 @@ def test_a_checkpoint_that_is_requested_during_the_wait_is_requested_from_the_ne
     def process(**_):
         return SimpleNamespace(start=lambda: None, exitcode=statuses.pop(0), pid=None)
 
-    def note(text):
+    def note(text, *values):
         os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: SimpleNamespace(Process=process))
     monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr("dualtrain.spawn.print_error", note)
+    monkeypatch.setattr("dualtrain.spawn.log.warning", note)
     monkeypatch.setattr("dualtrain.spawn._Job._send", lambda job, number: sent.append((number, len(statuses))))
     assert spawn(len, [], 1, 1) == 0
     assert (signal.SIGUSR1, 0) in sent  # after the start of the second attempt

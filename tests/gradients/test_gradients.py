@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -30,7 +31,6 @@ from tests.models_for_tests import (
 )
 
 UNUSED = ["zero", "none"]
-unused_rules = pytest.mark.parametrize("unused", UNUSED)
 
 
 def check(actual, expected, **tolerance):
@@ -62,11 +62,8 @@ def averages(backend, sizes):
     check([(old - p.detach()) for old, p in zip(before, model.parameters(), strict=True)], [0.1 * g for g in expected])
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 1), (1 << 8, 1 << 11), (1 << 20, 25 << 20)], ids=["each-its-own", "small", "default"]
-)
-def test_gradients_are_the_mean_over_ranks_right_after_backward(spmd, sizes):
-    spmd(averages, sizes)
+def test_gradients_are_the_mean_over_ranks_right_after_backward(spmd):
+    spmd.each(averages, [((1, 1),), ((1 << 8, 1 << 11),), ((1 << 20, 25 << 20),)])
 
 
 def reducer_alone(backend):
@@ -180,9 +177,8 @@ def several_hooks(backend, numel):
         reducer.close()
 
 
-@pytest.mark.parametrize("numel", [1000, 20000])
-def test_other_hooks_of_a_parameter_get_this_ranks_own_gradient(typical, numel):
-    typical(several_hooks, numel)
+def test_other_hooks_of_a_parameter_get_this_ranks_own_gradient(typical):
+    typical.each(several_hooks, [(1000,), (20000,)])
 
 
 TOLERANCES = {
@@ -206,9 +202,8 @@ def of_dtype(backend, dtype):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_gradients_of_several_dtypes(typical, dtype):
-    typical(of_dtype, dtype)
+def test_gradients_of_several_dtypes(typical):
+    typical.each(of_dtype, [(dtype,) for dtype in TOLERANCES])
 
 
 def large_halves(backend):
@@ -257,10 +252,8 @@ def mixed(backend, extra, unused):
     assert set().union(*found) == {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize("extra", [0, 2])
-@unused_rules
-def test_one_model_may_mix_dtypes(typical, extra, unused):
-    typical(mixed, extra, unused)
+def test_one_model_may_mix_dtypes(typical):
+    typical.each(mixed, itertools.product([0, 2], UNUSED), [(0, "none"), (2, "zero")])
 
 
 # -- unused and frozen parameters ---------------------------------------------------------------------------------
@@ -294,9 +287,8 @@ def unused_somewhere(backend, unused):
             assert model.right.grad is None
 
 
-@unused_rules
-def test_a_parameter_without_gradient_on_some_ranks_counts_as_zero_there(spmd, unused):
-    spmd(unused_somewhere, unused)
+def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zero_there(spmd):
+    spmd.each(unused_somewhere, [(unused,) for unused in UNUSED])
 
 
 def unused_everywhere(backend, unused):
@@ -315,9 +307,8 @@ def unused_everywhere(backend, unused):
     check([model.right.grad], [2 * model.right.detach()])
 
 
-@unused_rules
-def test_weight_decay_changes_an_unused_parameter_only_with_unused_zero(typical, unused):
-    typical(unused_everywhere, unused)
+def test_weight_decay_changes_an_unused_parameter_only_with_unused_zero(typical):
+    typical.each(unused_everywhere, [(unused,) for unused in UNUSED])
 
 
 def no_backward(backend, unused):
@@ -337,9 +328,8 @@ def no_backward(backend, unused):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@unused_rules
-def test_a_rank_without_backward_adds_zeros_at_step(spmd, unused):
-    spmd(no_backward, unused)
+def test_a_rank_without_backward_adds_zeros_at_step(spmd):
+    spmd.each(no_backward, [(unused,) for unused in UNUSED])
 
 
 def skipped_then_idle(backend, zero_grad):
@@ -370,9 +360,8 @@ def by_model_in_place(model, optimizer):
     model.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("zero_grad", [by_optimizer, by_model, by_model_in_place])
-def test_a_skipped_step_does_not_change_the_next_one(typical, zero_grad):
-    typical(skipped_then_idle, zero_grad)
+def test_a_skipped_step_does_not_change_the_next_one(typical):
+    typical.each(skipped_then_idle, [(by_optimizer,), (by_model,), (by_model_in_place,)], [(by_optimizer,)])
 
 
 def frozen(backend):
@@ -435,9 +424,8 @@ def frozen_later(backend, unused):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@unused_rules
-def test_parameters_may_be_frozen_later(typical, unused):
-    typical(frozen_later, unused)
+def test_parameters_may_be_frozen_later(typical):
+    typical.each(frozen_later, [(unused,) for unused in UNUSED], [("none",)])
 
 
 def adversaries(backend):
@@ -547,10 +535,8 @@ def look_up(backend, unused, momentum):
     assert same_on_all(backend, list(sparse.parameters()))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@unused_rules
-def test_sparse_gradients_equal_dense_ones(typical, unused, momentum):
-    typical(look_up, unused, momentum)
+def test_sparse_gradients_equal_dense_ones(typical):
+    typical.each(look_up, itertools.product(UNUSED, [0.0, 0.9]), [("zero", 0.9), ("none", 0.0)])
 
 
 def look_up_nothing(backend, unused):
@@ -565,9 +551,8 @@ def look_up_nothing(backend, unused):
         optimizer.step()
 
 
-@unused_rules
-def test_a_sparse_parameter_that_no_rank_used_has_no_or_an_empty_gradient(typical, unused):
-    typical(look_up_nothing, unused)
+def test_a_sparse_parameter_that_no_rank_used_has_no_or_an_empty_gradient(typical):
+    typical.each(look_up_nothing, [(unused,) for unused in UNUSED])
 
 
 def sparse_adam(backend):
@@ -624,11 +609,13 @@ def in_passes(backend, how, unused):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("how", ["no_sync", "counted", "every"])
-@unused_rules
-def test_gradients_of_several_passes_add_up(typical, how, unused):
+def test_gradients_of_several_passes_add_up(typical):
     """With ``no_sync`` or ``backward_passes_per_step``, gradients are sent after the last pass, else after every pass."""
-    typical(in_passes, how, unused)
+    typical.each(
+        in_passes,
+        itertools.product(["no_sync", "counted", "every"], UNUSED),
+        [("no_sync", "zero"), ("counted", "none"), ("every", "zero")],
+    )
 
 
 def partial(backend, how):
@@ -647,9 +634,8 @@ def partial(backend, how):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("how", ["no_sync", "counted"])
-def test_a_step_sends_what_has_accumulated_so_far(typical, how):
-    typical(partial, how)
+def test_a_step_sends_what_has_accumulated_so_far(typical):
+    typical.each(partial, [("no_sync",), ("counted",)], [("counted",)])
 
 
 def nested_no_sync(backend):
@@ -752,9 +738,8 @@ def checkpointed(backend, reentrant):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_activation_checkpointing(typical, reentrant):
-    typical(checkpointed, reentrant)
+def test_activation_checkpointing(typical):
+    typical.each(checkpointed, [(False,), (True,)], [(True,)])
 
 
 class Segments(nn.Module):
@@ -799,10 +784,8 @@ def all_in_segments(backend, reentrant, passes):
         del backend.start_sum
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical, reentrant, passes):
-    typical(all_in_segments, reentrant, passes)
+def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical):
+    typical.each(all_in_segments, itertools.product([False, True], [1, 2]), [(False, 2), (True, 1)])
 
 
 # -- extra scalars ------------------------------------------------------------------------------------------------
@@ -822,9 +805,8 @@ def sums_extra_scalars(backend, unused):
             optimizer.step()
 
 
-@unused_rules
-def test_extra_scalars_are_summed_with_the_gradients(typical, unused):
-    typical(sums_extra_scalars, unused)
+def test_extra_scalars_are_summed_with_the_gradients(typical):
+    typical.each(sums_extra_scalars, [(unused,) for unused in UNUSED], [("none",)])
 
 
 def sums_extra_scalars_alone(backend):
@@ -864,9 +846,8 @@ def differing(backend, how):
         optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "strides", "device"])
-def test_different_parameters_are_reported_on_every_rank(many, how):
-    many(differing, how)
+def test_different_parameters_are_reported_on_every_rank(many):
+    many.each(differing, [("shape",), ("dtype",), ("strides",), ("device",)], [("strides",)])
 
 
 def fewer(backend):
@@ -926,10 +907,9 @@ def fails_in_backward(backend, sizes, passes):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1 << 20, 25 << 20)], ids=["after-sending", "before-sending"])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_synchronize_ends_the_exchange_of_a_failed_backward(typical, sizes, passes):
-    typical(fails_in_backward, sizes, passes)
+def test_synchronize_ends_the_exchange_of_a_failed_backward(typical):
+    after, before = ([(sizes, passes) for passes in (1, 2)] for sizes in ((1, 1), (1 << 20, 25 << 20)))  # sending
+    typical.each(fails_in_backward, [*after, *before], [after[1], before[0]])
 
 
 def fails_unsent(backend):
@@ -984,7 +964,7 @@ def nothing_grows(backend):
     model = conv_net()
     with small_buckets():
         optimizer = sgd(model, backend, unused="none", extra=1)
-        for step in range(30):
+        for step in range(12):
             optimizer.zero_grad()
             image_loss(model, step).backward()
             optimizer.step()
@@ -1045,7 +1025,7 @@ def images_of_two_sizes(backend):
     optimizer.close()
 
 
-def test_ranks_count_equally_with_batches_of_different_sizes(typical):
+def test_ranks_with_batches_of_different_sizes_have_equal_weight(typical):
     typical(images_of_two_sizes)
 
 
@@ -1073,9 +1053,8 @@ TRANSFERS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFERS)
-def test_factors_dtypes_and_sizes_of_a_transfer(typical, name):
-    typical(of_transfer, name)
+def test_factors_dtypes_and_sizes_of_a_transfer(typical):
+    typical.each(of_transfer, [(name,) for name in TRANSFERS], [("predivided",), ("float16",), ("one at a time",)])
 
 
 def of_transfer(backend, name):

@@ -1,4 +1,4 @@
-"""When reducers are freed, and which parameters they accept."""
+"""Lifetime of reducers, and the parameters that they accept."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 
@@ -38,7 +39,6 @@ KINDS = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     "lr-tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01)}),
 }
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def make(kind, model):
@@ -94,9 +94,8 @@ def is_optimizer(backend, kind):
     assert inner.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
-@kinds
-def test_a_step_is_the_wrapped_optimizers_step_on_averaged_gradients(typical, kind):
-    typical(is_optimizer, kind)
+def test_a_step_is_the_wrapped_optimizers_step_on_averaged_gradients(typical):
+    typical.each(is_optimizer, [(kind,) for kind in KINDS], [("sgd",), ("adamw-fused",)])
 
 
 def keeps_state(backend):
@@ -285,10 +284,8 @@ def scheduled(backend, name, on_inner):
         pickle.dumps(scheduler.state_dict())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("on_inner", [False, True], ids=["after", "before"])
-def test_schedulers_may_be_made_before_or_after_wrapping(typical, name, on_inner):
-    typical(scheduled, name, on_inner)
+def test_schedulers_may_be_made_before_or_after_wrapping(typical):
+    typical.each(scheduled, itertools.product(SCHEDULES, [False, True]), [("lambda", False), ("lambda", True)])
 
 
 # -- mixed precision ----------------------------------------------------------------------------------------------
@@ -322,9 +319,8 @@ def scales(backend, max_norm):
     assert scaler.get_scale() == 2.0**12
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["plain", "clipped"])
-def test_loss_scaling_with_and_without_clipping(typical, max_norm):
-    typical(scales, max_norm)
+def test_loss_scaling_with_and_without_clipping(typical):
+    typical.each(scales, [(None,), (0.05,)], [(0.05,)])
 
 
 class TakesScaler(torch.optim.SGD):
@@ -393,9 +389,8 @@ def overflows(backend, unscaled):
         assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("unscaled", [False, True], ids=["plain", "clipped"])
-def test_an_overflow_on_one_rank_makes_all_ranks_skip(spmd, unscaled):
-    spmd(overflows, unscaled)
+def test_an_overflow_on_one_rank_makes_all_ranks_skip(spmd):
+    spmd.each(overflows, [(False,), (True,)])
 
 
 def autocasts(backend):
@@ -462,9 +457,8 @@ def adds_group(backend, named):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "numbered"])
-def test_a_group_added_later_is_reduced_too(spmd, named):
-    spmd(adds_group, named)
+def test_a_group_added_later_is_reduced_too(spmd):
+    spmd.each(adds_group, [(True,), (False,)], [(True,)])
 
 
 def line_search(backend, as_number):
@@ -494,9 +488,8 @@ def line_search(backend, as_number):
     check(model, oracle, rtol=5e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("as_number", [False, True], ids=["tensor", "number"])
-def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical, as_number):
-    typical(line_search, as_number)
+def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
+    typical.each(line_search, [(False,), (True,)], [(False,)])
 
 
 def closure_of_sgd(backend):

@@ -5,8 +5,13 @@ A comment at each use says that torch has no public alternative.
 
 from __future__ import annotations
 
+import warnings
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 VERSION = f"torch {torch.__version__}"
 
@@ -121,8 +126,26 @@ def test_torch_has_a_base_class_of_batch_norm_layers():
     from torch.nn.modules import batchnorm
 
     base = getattr(batchnorm, "_BatchNorm", None)
-    assert base is not None, f"{VERSION} has no torch.nn.modules.batchnorm._BatchNorm: change batchnorm.py"
+    assert base is not None, (
+        f"{VERSION} has no torch.nn.modules.batchnorm._BatchNorm: change batchnorm.py and models/freezing.py"
+    )
     assert all(issubclass(kind, base) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+
+
+@pytest.mark.parametrize(("originals", "mark"), [(False, "_is_flat_param"), (True, "_fsdp_flattened")])
+def test_fsdp_marks_its_parameters(originals, mark):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # one rank has no shards
+            model = FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=originals, device_id=torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    found = [getattr(p, mark, False) for p in model.parameters()]
+    assert found, model
+    assert all(found), (
+        f"{VERSION}: FSDP with use_orig_params={originals} does not set {mark}: change check_supported in "
+        "gradients/parameters.py, or shards are averaged without an error"
+    )
 
 
 def test_gradscaler_reads_whether_an_optimizer_unscales():

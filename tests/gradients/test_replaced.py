@@ -113,7 +113,8 @@ def trainers(backend, model, replace):
 
 def replaces(backend):
     with small_buckets((64, 64)):
-        for replace in REPLACE:
+        # Horovod's operations are slow. The ways differ in memory and strides, which the reducer sees before it sends.
+        for replace in REPLACE if backend.name != "horovod" else [halve_data, transpose_storage, cast_and_back]:
             wanted = expected(backend.size, replace)
             for train in (native, trainers):
                 verify(backend, train, backend, replace, wanted)
@@ -555,5 +556,5 @@ def tied_later(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_parameters_may_be_tied_replaced_by_frozen_ones_or_put_back():
+def test_parameters_may_be_tied_or_replaced_by_frozen_ones_or_put_back():
     run_threads(2, tied_later)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
 
 import pytest
@@ -77,9 +78,8 @@ def broadcasts(backend, form):
         assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_rank_gets_the_roots_values(spmd, form):
-    spmd(broadcasts, form)
+def test_every_rank_gets_the_roots_values(spmd):
+    spmd.each(broadcasts, [(form,) for form in FORMS], [("module",), ("generator",)])
 
 
 def mine(rank, dtype):
@@ -111,9 +111,8 @@ def bits(tensor):
     return tensor.contiguous().flatten().clone().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_broadcast_of_every_dtype_and_layout(typical, dtype):
-    typical(broadcasts_layouts, dtype)
+def test_broadcast_of_every_dtype_and_layout(typical):
+    typical.each(broadcasts_layouts, [(dtype,) for dtype in DTYPES], [(torch.bool,), (torch.float32,)])
 
 
 def mixed_layouts(backend):
@@ -312,10 +311,8 @@ def fresh(backend, kind, wrapped):
         assert model[0].bias.grad is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
-def test_only_the_options_of_a_fresh_optimizer_change(typical, kind, wrapped):
-    typical(fresh, kind, wrapped)
+def test_a_broadcast_to_a_fresh_optimizer_changes_only_its_options(typical):
+    typical.each(fresh, itertools.product(KINDS, [False, True]), [("momentum", False), ("adam", True)])
 
 
 def resumes(backend, kind, wrapped, everywhere):
@@ -346,11 +343,10 @@ def resumes(backend, kind, wrapped, everywhere):
     assert same_on_all(backend, list(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["root-only", "everywhere"])
-def test_ranks_with_and_without_a_state_get_the_roots_state(typical, kind, wrapped, everywhere):
-    typical(resumes, kind, wrapped, everywhere)
+def test_ranks_with_and_without_a_state_get_the_roots_state(typical):
+    typical.each(
+        resumes, itertools.product(KINDS, [False, True], [False, True]), [("adam", True, False), ("lbfgs", False, True)]
+    )
 
 
 def step_counts(backend):

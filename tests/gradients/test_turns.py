@@ -1,4 +1,4 @@
-"""Several reducers and synchronized norms in one backward that uses different parameters on different ranks."""
+"""Several reducers, or SyncBatchNorm, in a backward pass that uses different parameters on different ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 class Branched(nn.Module):
-    """All ranks use the layer with the norm; only even ranks use the branch behind it."""
+    """All ranks use SyncBatchNorm; only even ranks use the branch behind it."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def norms_in_part(backend):
     return weights_sha256(model)
 
 
-def test_synchronized_norms_with_parameters_that_only_some_ranks_use(many):
+def test_sync_batchnorm_with_parameters_that_only_some_ranks_use(many):
     hashes = many(norms_in_part)
     assert hashes == hashes[:1] * many.size
 

@@ -1,7 +1,8 @@
-"""What user code does between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
+"""User code between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -40,10 +41,8 @@ def keeps(backend, numel, unused):
     reducer.close()
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("unused", ["zero", "none"])
-def test_gradients_that_the_program_keeps_stay_as_they_are(typical, numel, unused):
-    typical(keeps, numel, unused)
+def test_gradients_that_the_program_keeps_stay_as_they_are(typical):
+    typical.each(keeps, itertools.product(SIZES, ["zero", "none"]), [(1000, "none"), (20000, "zero")])
 
 
 def keeps_over_a_new_layout(backend):
@@ -122,10 +121,12 @@ def zeroes_in_hooks(backend, first, sizes):
     reducer.close()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1 << 20, 25 << 20)], ids=["three-buckets", "one-bucket"])
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_hooks_may_change_gradients_before_they_are_sent(typical, first, sizes):
-    typical(zeroes_in_hooks, first, sizes)
+def test_hooks_may_change_gradients_before_they_are_sent(typical):
+    typical.each(
+        zeroes_in_hooks,
+        itertools.product([True, False], [(1, 1), (1 << 20, 25 << 20)]),
+        [(True, (1, 1)), (False, (1 << 20, 25 << 20))],
+    )
 
 
 def changes_during_backward(backend):
@@ -175,7 +176,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. The product with 1/size may precede the sum at powers of two only."""
+    """Average gradients whose sum overflows. Only if the size is a power of two may 1/size be applied before the sum."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))
@@ -274,7 +275,7 @@ def test_a_closed_optimizer_averages_nothing_that_is_unfrozen_later():
 
 
 def swaps_what_is_frozen(backend):
-    """After a step, freeze what was trained and train what was frozen: the first backward averages it."""
+    """Swap the frozen and the trained layer between steps: backward averages the gradients of the newly trained one."""
     body, head = seeded(nn.Linear(3, 2), 1).requires_grad_(False), seeded(nn.Linear(2, 1), 2)
     model = nn.Sequential(body, head)
     optimizer = sgd(model, backend)
@@ -287,7 +288,7 @@ def swaps_what_is_frozen(backend):
         optimizer.step()
 
 
-def test_parameters_unfrozen_in_place_of_all_others_are_averaged_at_once(typical):
+def test_gradients_are_averaged_at_once_if_frozen_and_trained_layers_are_swapped(typical):
     typical(swaps_what_is_frozen)
 
 

@@ -463,7 +463,7 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
 
 
 def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simulated):
-    """It is in step 3 of an optimizer that takes every second step, which comes after step 5 of the other optimizer."""
+    """The difference in step 3 of an optimizer that takes every second step comes after that in step 5 of the other one."""
 
     def explained(rank, step, models, optimizers):
         if step == 5:
@@ -556,7 +556,7 @@ def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread,
     assert "--seed 1" in verdict.details[1]
 
 
-def test_the_distance_of_runs_that_are_not_repeatable_has_its_own_step(simulated):
+def test_the_distance_of_runs_that_are_not_repeatable_names_the_step_of_its_weights(simulated):
     short = [simulated(scaled_by(factor), steps=2, until=2) for factor in (1 + 1e-4, 1 + 2e-4)]
     horovod = [simulated(), short[0]]
     verdict = verdict_of(Evidence(horovod, [simulated(), short[1]]), [])
@@ -622,7 +622,7 @@ def test_options_must_be_equal_on_another_machine(simulated):
         assert verdict_of(Evidence([there], [simulated(rate_at(5, rate))], recorded=True), []).status == status
 
 
-def test_a_difference_as_large_as_the_training_is_no_tolerance(simulated):
+def test_a_difference_as_large_as_the_change_by_training_is_not_tolerated(simulated):
     """With a low learning rate, all weights stay close to each other, whatever the two sides do."""
 
     def slow(factor):
@@ -701,7 +701,7 @@ def test_the_results_are_a_table_a_page_and_json_values(simulated):
 CLIPPED = """
 import torch
 import horovod.torch as hvd
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1))
 hvd.broadcast_optimizer_state(optimizer, 0)
 loss.backward()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1037,7 +1037,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """How the runs of a script differ from its run without changes: names of CHANGES."""
+    """Changes of the runs of a script: names of CHANGES."""
 
     horovod: str = ""
     compat: str = ""
@@ -1151,9 +1151,9 @@ def test_all_runs_take_less_than_three_times_the_steps_of_one(script, rounds, fu
 @pytest.mark.parametrize(
     ("script", "rounds", "further", "verdict"),
     [
-        # The weights differ in the last step: only a full run shows that Horovod repeats its own.
+        # The weights differ in the last step: only a full run shows whether Horovod's runs agree.
         (Script(compat="step 50", plain="step 50"), 3, [("Horovod", 50)], "differs from step 50"),
-        # Defects were reproduced, but change nothing, or this version of Horovod lacks them: only a full run shows it.
+        # Defects were reproduced, but change nothing, or this version of Horovod lacks them: only a full run shows this.
         (Script(first_defect=1), 3, [("plain", 10), ("plain", 50)], SAME),
         (Script(compat="start", first_defect=1), 3, [("plain", 5), ("plain", 50)], SAME),
         # Rounds that the user adds are full runs, if the sides differ.
@@ -1165,7 +1165,7 @@ def test_all_runs_take_less_than_three_times_the_steps_of_one(script, rounds, fu
         ),
     ],
 )
-def test_more_steps_are_run_where_fewer_prove_less(script, rounds, further, verdict, collected):
+def test_more_steps_are_run_if_fewer_would_prove_less(script, rounds, further, verdict, collected):
     evidence, runs = collected(script, rounds)
     assert runs == FIRST + further
     assert verdict_of(evidence, []).line.startswith(verdict)

@@ -122,7 +122,7 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     harness.receive(0, **request)  # a repeated request, from another thread of rank 0
     harness.receive(1, **request)
     assert harness.answers(3, "do") == []
-    harness.receive(2, "join", divide_by="initial")  # rank 2 joins too, and does not request
+    harness.receive(2, "join", divide_by="initial")  # rank 2 joins too, so it requests no zeros
     harness.answers(2, "do"), harness.answers(3, "do")
     harness.receive(1, **request)  # ranks that have begun the exchange receive `absent`, and request zeros again
     for joined in (2, 3):

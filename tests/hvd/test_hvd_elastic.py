@@ -128,7 +128,7 @@ def test_changes_inside_an_object_are_rolled_back_repeatedly():
         assert held.history == [[1], 4]
 
 
-def test_copies_share_what_the_objects_share():
+def test_an_object_in_two_attributes_is_copied_once():
     shared = [1]
     held = objects(a=shared, b={"a": shared}, c=torch.zeros(2))
     held.c += 1
@@ -637,7 +637,7 @@ def test_more_samples_may_be_recorded_than_exist():
         assert len(sampler) == 3
         for number, batch in enumerate((2, 2)):  # the second batch is short, but its nominal size is recorded
             sampler.record_batch(number, batch)
-        assert sampler.processed_num == 16  # although there are 10 samples, as in Horovod
+        assert sampler.processed_num == 16  # more than the 10 samples, as in Horovod
         sampler.load_state_dict(sampler.state_dict())
         assert (list(sampler), len(sampler)) == ([], 0)
 

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash only Horovod.
+"""dualtrain/hvd/README.md#matching-and-errors: calls with which Horovod hangs or crashes, and dualtrain does not.
 
 tests/launch/test_hangs.py makes the same calls with Horovod.
 """

@@ -139,7 +139,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # Horovod may reduce a gradient in place once all ranks have it: let rank 0 step before that
+            hvd.barrier()  # Horovod may reduce a gradient in place once all ranks have computed it: rank 0 steps before
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()

@@ -94,7 +94,7 @@ def test_shared_memory_adds_in_rank_order(real):
 
 
 def away(backend, folder):
-    """Let rank 0 wait for rank 1's step without a call, between its backward and its step.
+    """Keep rank 0 from calling ``hvd`` after its backward, until rank 1 has stepped.
 
     After the first step, rank 1 may ask only once per step that rank 0 advances its operations, of which there are 12.
     """
@@ -131,7 +131,7 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 
 
 def crossed(backend):
-    """Let each rank wait while it has not yet added its part of the gradients for which the other rank waits.
+    """Let each rank wait for gradients to which the other rank has not added its part yet.
 
     A rank adds its part when it sends its gradients, unless the other rank has not sent its own yet.
     """

@@ -1,4 +1,4 @@
-"""Program that starts many processes at once, which all want one folder: ``starts.py FOLDER``.
+"""Program that starts many processes at once, which all try to lock one folder: ``starts.py FOLDER``.
 
 A program of its own, because forks of a process that has imported torch take long. Prints for each round, as a line of
 JSON, what the processes reply, and the newest generation.

@@ -78,7 +78,7 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, capsys):
+def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, caplog):
     train(tmp_path, 3)
     assert best_of(tmp_path) == (6, 6)
     earlier = checkpoint.path_of(tmp_path / "checkpoints", 4)
@@ -93,7 +93,7 @@ def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, capsy
     checkpoint.write(earlier, state)
     with pytest.raises(KeyboardInterrupt):
         interrupted_resume(tmp_path, earlier)
-    assert "the best evaluation (step 3) is missing" in capsys.readouterr().out
+    assert "the best evaluation (step 3) is missing" in caplog.text
     resumed = train(tmp_path, 3, "--resume", str(earlier))
     assert resumed["best"]["step"] == 6
     assert best_of(tmp_path) == (6, 6)
@@ -135,13 +135,12 @@ class FullDisk:
         monkeypatch.setattr(files.os, "fsync", full)
 
 
-def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, caplog):
     reference = train(tmp_path / "whole", 2)
     FullDisk(monkeypatch, ".safetensors")
     with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
         train(tmp_path / "run", 2)
-    printed = capsys.readouterr().out
-    assert printed.count("could not be written (No space left on device): training continues") == 2
+    assert caplog.text.count("could not be written (No space left on device): training continues") == 2
     assert not list((tmp_path / "run").rglob("*.tmp"))
     assert not (tmp_path / "run" / "summary.json").exists()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -169,7 +168,7 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
     assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000003.safetensors"]
 
 
-def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys):
+def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, caplog):
     write = MetricsFile.write
 
     def full(self: MetricsFile, **values: Any) -> None:
@@ -181,7 +180,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys
         patch.setattr(MetricsFile, "write", full)
         assert train(tmp_path, 2)["steps"] == 4
     said = "metrics.jsonl: step 2 could not be written (No space left on device): training continues"
-    assert capsys.readouterr().out.count(said) == 2  # for a step, and for an evaluation
+    assert caplog.text.count(said) == 2  # for a step, and for an evaluation
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
@@ -224,7 +223,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monk
     assert error.value.transient
 
 
-def test_a_second_damage_of_the_metrics_keeps_the_file_of_the_first(tmp_path):
+def test_each_damaged_file_of_metrics_is_kept_under_a_name_of_its_own(tmp_path):
     metrics, said = tmp_path / "metrics.jsonl", []
     for damage in ("one", "two", "three"):
         metrics.write_text(f'{{"step": 1}}\n{damage}\n')
@@ -235,7 +234,7 @@ def test_a_second_damage_of_the_metrics_keeps_the_file_of_the_first(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
+def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, caplog):
     train(tmp_path, 1)
     metrics = tmp_path / "metrics.jsonl"
     good = metrics.read_text()
@@ -250,7 +249,7 @@ def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
     mine = tmp_path / ".notes.tmp"
     mine.write_text("not of a run")
     train(tmp_path, 2, "--resume")
-    printed = capsys.readouterr().out
+    printed = caplog.text
     assert "metrics.jsonl has 5 lines that are not metrics" in printed
     assert "step-00000009.safetensors' cannot be read (Too many levels of symbolic links)" in printed
     assert metrics.read_text().startswith(good)

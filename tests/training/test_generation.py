@@ -84,7 +84,7 @@ def renewed(folder: Path) -> Iterator[FolderLock]:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_start_on_another_host_is_refused_where_the_file_is_renewed(tmp_path, monkeypatch, caplog, waits):
+def test_a_start_on_another_host_is_refused_while_the_file_is_renewed(tmp_path, monkeypatch, caplog, waits):
     with renewed(tmp_path) as first:
         monkeypatch.setattr(folder_lock, "identity", lambda: 7)
         with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .*: wait for its end"):
@@ -146,7 +146,7 @@ def test_a_file_system_without_links_has_generations_too(tmp_path, monkeypatch):
     assert locked(tmp_path).generation == 2
 
 
-def test_a_slow_start_does_not_make_an_older_generation_than_the_newest(tmp_path, monkeypatch):
+def test_a_slow_start_makes_a_generation_newer_than_those_made_meanwhile(tmp_path, monkeypatch):
     locked(tmp_path).release()
     create = generation.create
 

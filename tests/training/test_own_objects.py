@@ -66,7 +66,7 @@ class Mine(nn.BatchNorm1d):
     """A layer of the user's own."""
 
 
-def test_a_shared_norm_is_synchronized_everywhere_and_other_classes_are_named(caplog):
+def test_a_shared_batchnorm_is_synchronized_everywhere_and_other_classes_are_named(caplog):
     norm = nn.BatchNorm1d(4)
     model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm), "mine": Mine(4), "frozen": Mine(4).eval()})
     with connect("local") as backend, caplog.at_level(logging.WARNING, "dualtrain"):
@@ -87,7 +87,7 @@ def evaluates_alone(backend):
     torch.testing.assert_close(found, nn.functional.batch_norm(inputs, None, None, torch.ones(4), torch.zeros(4), True))
 
 
-def test_norms_without_running_statistics_exchange_nothing_in_evaluation(typical):
+def test_sync_batchnorm_without_running_statistics_exchanges_nothing_in_evaluation(typical):
     typical(evaluates_alone)
 
 

@@ -294,7 +294,7 @@ def test_training_stops_early_if_the_metric_does_not_improve(places, tmp_path):
     assert summary["epochs"] < 10
 
 
-def test_a_full_disk_is_reported_and_training_continues(places, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_training_continues(places, tmp_path, monkeypatch, caplog):
     write, failed = loop.checkpoint.Packed.write, []
 
     def full(packed, path, lock):
@@ -307,7 +307,7 @@ def test_a_full_disk_is_reported_and_training_continues(places, tmp_path, monkey
     summary = train_alone(flags("digits", places, tmp_path))
     assert failed
     assert summary["steps"] == 16
-    assert "the checkpoint of step 8 could not be written" in capsys.readouterr().out
+    assert "the checkpoint of step 8 could not be written" in caplog.text
     assert (tmp_path / "checkpoints" / "step-00000016.safetensors").exists()
 
 

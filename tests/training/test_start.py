@@ -17,6 +17,7 @@ from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
 from dualtrain.training import checkpoint, start
+from tests.hvd.worlds import worlds
 
 #: With this batch size an epoch has two steps; each epoch ends with an evaluation.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--log-every", "1", "--workers", "0")
@@ -77,17 +78,15 @@ def test_a_run_begins_then_resumes_then_does_not_train_again(tmp_path, capsys, m
     assert ended["weights_sha256"][:16] in done
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, caplog):
     whole = alone(tmp_path, 2)
     newest = checkpoint.path_of(tmp_path / "checkpoints", 4)
     newest.write_bytes(newest.read_bytes()[:-1])
     (tmp_path / "summary.json").unlink()
     capsys.readouterr()
     assert auto(tmp_path, 2)["weights_sha256"] == whole["weights_sha256"]
-    lines = capsys.readouterr().out.splitlines()
-    assert "resuming from step 2" in lines[0]
-    assert "skipped: " in lines[1]
-    assert str(newest) in lines[1]
+    assert "resuming from step 2" in first_line(capsys)
+    assert [line.startswith("skipped: ") and str(newest) in line for line in caplog.messages] == [True]
 
 
 def test_without_a_good_checkpoint_the_run_begins_and_keeps_the_files(tmp_path, capsys):
@@ -217,16 +216,17 @@ def by_disk(backend, folder: str, epochs: str) -> tuple[dict[str, Any], list[str
         logging.getLogger("dualtrain").removeHandler(handler)
 
 
-def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
-    whole = processes(train, "--epochs", "3", "--run-dir", str(tmp_path / "whole"))[0]
-    processes(by_disk, str(tmp_path), "1")
+@worlds(("torch", 3))
+def test_the_rank_that_has_the_newest_checkpoint_sends_it(real, tmp_path):
+    whole = real(train, "--epochs", "3", "--run-dir", str(tmp_path / "whole"))[0]
+    real(by_disk, str(tmp_path), "1")
     rank_0, rank_1 = tmp_path / "0", tmp_path / "1"
     shutil.copytree(rank_0, rank_1)
     with connect("local") as backend:  # rank 1's host continues the training: its folder then has step 4 too
         train(backend, "--epochs", "2", "--run-dir", str(rank_1), "--resume")
     (rank_1 / "summary.json").unlink()
     shutil.rmtree(rank_0)
-    found = processes(by_disk, str(tmp_path), "3")
+    found = real(by_disk, str(tmp_path), "3")
     assert {one["steps"] for one, _ in found} == {6}
     assert found[0][0]["best"]["step"] == whole["best"]["step"]
     assert found[0][0]["val_accuracy"] == pytest.approx(whole["val_accuracy"], abs=0.02)
@@ -235,7 +235,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
     assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(rank_1.glob("summary.json"))
     # Both folders have checkpoints now, and one has a summary: no rank trains.
-    assert {one["steps"] for one, _ in processes(by_disk, str(tmp_path), "3")} == {6}
+    assert {one["steps"] for one, _ in real(by_disk, str(tmp_path), "3")} == {6}
 
 
 def other_run_on_a_disk(backend, folder: str) -> str:

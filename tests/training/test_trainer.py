@@ -173,7 +173,7 @@ def test_sync_batchnorm_equals_batchnorm_in_one_process(spmd):
     spmd(whole_norm)
 
 
-def test_frozen_norms_are_not_synchronized():
+def test_frozen_batchnorm_layers_are_not_synchronized():
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))
     freeze_backbone(model, "1")
     with connect("local") as backend:

@@ -193,7 +193,7 @@ def test_an_average_begins_with_the_loaded_weights(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_schedule_on_one_side_only_is_refused(saved, tmp_path):
+def test_a_schedule_of_only_the_state_or_only_the_trainer_is_refused(saved, tmp_path):
     with connect("local") as backend:
         for scheduled in (saved, not saved):
             model = net()
@@ -331,7 +331,7 @@ class Frozen(nn.Sequential):
         return self
 
 
-def test_a_models_own_train_method_decides():
+def test_a_models_own_train_method_decides_which_modules_train():
     # Its train() was not called yet, so all modules are in training mode.
     model = Frozen(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     frozen = model[1].running_mean.clone()

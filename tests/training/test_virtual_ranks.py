@@ -19,6 +19,10 @@ from tests.threads import run_threads
 from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
 
 ALL = tuple(CASES)
+#: The cases in Horovod's worlds, where an operation takes ten times as long. The cases differ in the models, in the random
+#: numbers and in the dtypes, which are the same in every world; the sums of the shards are tested on Horovod by
+#: tests/backends/test_sum_order.py too. "transformer" has the most buckets; in a world of 4, a rank of it has no shard.
+ON_HOROVOD = {2: ("convnet", "drawing"), 3: ("branches", "bf16"), 4: ("transformer",)}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +34,9 @@ def alone():
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
 def test_one_result_in_every_world(real, alone):
-    for found in real(trained, ALL):
-        assert found == alone
+    names = ON_HOROVOD[real.size] if real.name == "horovod" else ALL
+    for found in real(trained, names):
+        assert found == {name: alone[name] for name in names}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,6 @@ from dualtrain.config import parse
 from dualtrain.errors import StoppedError, UserError
 from dualtrain.training import checkpoint
 from tests.conftest import Spmd, require_horovod
-from tests.hvd.worlds import worlds
 from tests.training.virtual import hash_of
 
 TEXT = "the quick brown fox jumps over the lazy dog . " * 40
@@ -105,8 +105,13 @@ def alone(texts, tmp_path_factory):
     return found
 
 
-@worlds(("torch", 2), ("horovod", 3), ("torch", 4))
-@pytest.mark.parametrize("name", RUNS)
+# The other runs on Horovod are those of test_an_interrupted_run_resumes_in_any_world.
+@pytest.mark.parametrize(
+    ("real", "name"),
+    [*itertools.product([("torch", 2), ("torch", 4)], RUNS), (("horovod", 3), "evaluation")],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+    indirect=["real"],
+)
 def test_a_run_has_one_result(real, name, texts, tmp_path, alone):
     hashes = real(train, arguments(name, texts, tmp_path))
     assert hashes == [alone[name][1]["weights_sha256"]] * real.size

@@ -107,8 +107,8 @@ class SharedMemoryBackend(DelegatingBackend):
     Args:
         inner: a connected backend with CPU tensors.
         beside: shared memory of other backends; their operations progress while this backend waits.
-        reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. It then does not block, and the ranks may
-            call it at different times. Without sizes, each call maps memory.
+        reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. With sizes, that
+            method does not block, and the ranks may call it at different times. Without sizes, each call maps memory.
 
     Raises:
         UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequal rank counts.

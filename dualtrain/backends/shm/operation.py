@@ -89,7 +89,7 @@ class Reduction(Work[None]):
         return self.ended or self._memory.failed
 
     def progress(self, block: bool) -> bool:
-        """Carry out steps until a condition is not met; with ``block``, all steps. Return whether the operation ended."""
+        """Carry out steps until a condition is not met, or with ``block`` all steps. Return whether the operation ended."""
         while self._need is None or self._need(block):
             self._need = next(self._steps, None)
             if self._need is None:

@@ -17,7 +17,7 @@ from dualtrain.backends.sum_order import Addition, SumOrder
 
 PAGE = 4096
 _PIECE_BYTES = 256 << 10
-_PLANS = 64  # cached per region
+_PLANS = 64  # largest number of plans that a region caches
 
 
 class Region:

@@ -32,7 +32,7 @@ CAUSES: tuple[Rule, ...] = (
 )
 
 
-#: A program with more files of its own is read in part.
+#: The largest number of a program's files that are read.
 MOST_FILES = 100
 
 
@@ -43,7 +43,7 @@ def likely_causes(program: Sequence[str]) -> list[str]:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or not, are read too.
 
-    Files that cannot be read as Python or are nested too deeply are left out: the comparison does not need the lines.
+    Files that cannot be read as Python or are nested too deeply are left out: the comparison works without their lines.
     """
     first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]

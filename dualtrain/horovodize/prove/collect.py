@@ -19,8 +19,8 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
 
     The first run with dualtrain reproduces Horovod's defects. If the script meets none, it is also the run without defects.
     Otherwise, a shorter run without defects follows. If both sides agree, the other rounds only measure the speed, on
-    alternating sides. If they differ, each side runs again, to check that its runs agree. The module ``plan`` has the
-    numbers of steps.
+    alternating sides. If they differ, each side runs again, to check that its runs agree. The module ``plan``
+    computes the numbers of steps.
 
     Raises:
         RunError: the script failed on Horovod.
@@ -65,13 +65,13 @@ class _Runs:
         return plan.marks(self.evidence.horovod[0])
 
     def first(self) -> None:
-        """Run the script in full on each side, and without Horovod's defects as far as needed."""
+        """Run the script in full on each side and, if it meets defects of Horovod, again without them."""
         evidence = self.evidence
         if not evidence.recorded:
             evidence.horovod.append(self._run("Horovod"))
         try:
             compat = self._run("dualtrain", compat=True)
-        except RunError as error:  # maybe only with the defects
+        except RunError as error:  # the script may work without the defects
             show(f"with the defects of Horovod: {error}", sys.stderr)
             self._plain()
             return
@@ -89,7 +89,7 @@ class _Runs:
             evidence.compat = None  # the reproduced defects change nothing here, or this version of Horovod lacks them
 
     def _plain_steps(self, compat: RunRecord) -> int:
-        """Return the steps of the run without defects: those that are not needed for the following runs."""
+        """Return the number of steps of the run without defects: as many as the following runs leave."""
         steps = self.evidence.horovod[0].steps
         if agrees(self.evidence):
             reserve = plan.speed_reserve(steps, self.rounds, len(self.sides))
@@ -98,13 +98,13 @@ class _Runs:
         return plan.plain_steps(self.marks, compat.first_defect, self.left - reserve)
 
     def measure(self) -> None:
-        """Run the other rounds, which measure the speed: the sides agree."""
+        """Run the other rounds, which only measure the speed, because the sides agree."""
         steps = plan.speed_rounds(self.evidence.horovod[0].steps, self.rounds, self.left, len(self.sides))
         for number, of_round in enumerate(steps, 1):
             self._round(number, of_round)
 
     def repeat(self) -> None:
-        """Run the sides again, up to the step at which they differ: maybe the script is not repeatable."""
+        """Run the sides again, up to the step at which they differ, to find out whether the script is repeatable."""
         evidence, horovod = self.evidence, self.evidence.horovod[0]
         difference = first_difference(horovod, evidence.full)
         needed = 0 if difference is None else plan.steps_to_reach(difference, horovod)
@@ -127,7 +127,7 @@ class _Runs:
                 self._plain(steps)
 
     def _plain(self, steps: int | None = None) -> None:
-        """Run the script with dualtrain, without Horovod's defects; a run of all steps becomes the first one."""
+        """Run the script with dualtrain, without Horovod's defects. Keep the longest run as the first one."""
         try:
             found = self._run("dualtrain", steps)
         except RunError as error:
@@ -137,7 +137,7 @@ class _Runs:
         dualtrain.insert(0 if longest else len(dualtrain), found)
 
     def _run(self, side: Side, steps: int | None = None, *, compat: bool = False) -> RunRecord:
-        """Run the script for so many steps; ``None`` or at least as many as it takes are all."""
+        """Run the script for ``steps`` steps, or for all if ``steps`` is ``None`` or not less than the first run took."""
         first = self.evidence.horovod[0] if self.evidence.horovod else None
         if steps is None or (first is not None and steps >= first.steps):
             steps = self.job.steps

@@ -80,7 +80,7 @@ def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
 def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
     """Return (rank, a tensor that only ``one`` has at its end, one that only ``other`` has); ``None`` if all are the same.
 
-    If there are such tensors, the ends are not compared. A name is empty if this run has no tensor that the other lacks.
+    If there are such tensors, the ends are not compared. A run's name is empty if the other run has all its tensors.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):

@@ -17,7 +17,8 @@ class Evidence:
     Attributes:
         horovod: the records of the runs on Horovod, or the record given by --against. The first one has all steps.
         dualtrain: the records of the runs with dualtrain, without Horovod's defects; the first one is the longest.
-        compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if it had none.
+        compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if it met none,
+            or if they change nothing.
         recorded: whether Horovod's record was given by --against.
         failure: the error with which the script failed with dualtrain but not on Horovod; may be empty.
     """
@@ -30,7 +31,7 @@ class Evidence:
 
     @property
     def full(self) -> RunRecord:
-        """The run with dualtrain that was to take all steps; without Horovod's defects, if there is such a run."""
+        """The run with dualtrain that was to take all steps: the one without Horovod's defects, if there is one."""
         plain = self.dualtrain[0]
         return plain if self.compat is None or plain.planned >= self.horovod[0].planned else self.compat
 
@@ -56,7 +57,7 @@ class Evidence:
 
     @property
     def changed(self) -> str:
-        """How the script or its arguments differ from those of --against's record; may be empty."""
+        """Describe the differences of the script or its arguments from --against's record; may be empty."""
         if not self.recorded or not self.dualtrain:
             return ""
         there, here = self.horovod[0].ranks[0].start, self.dualtrain[0].ranks[0].start

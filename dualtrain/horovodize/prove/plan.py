@@ -47,7 +47,7 @@ def speed_reserve(steps: int, rounds: int, sides: int) -> int:
 
 
 def repeated_steps(at: list[int], needed: int, left: int) -> int:
-    """Return the steps of a second run on a side: as many as are left, but ``needed`` to reach the first difference.
+    """Return the number of steps of a second run on a side: as many as are left, but at least ``needed``.
 
     Args:
         at: the steps after which the first run has summarized its weights.
@@ -58,7 +58,7 @@ def repeated_steps(at: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(at: list[int], left: int) -> int:
-    """Return the steps that second runs on both sides are to take, if ``left`` are left for them and for another run."""
+    """Return the number of steps to keep for second runs on both sides, out of ``left`` steps for these and another run."""
     return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
 
 
@@ -76,10 +76,10 @@ def _last(at: list[int], left: int) -> int:
 
 
 def steps_to_reach(difference: Difference, run: RunRecord) -> int:
-    """Return the number of steps of a run that reaches a difference from ``run``: it ends after so many of an optimizer."""
+    """Return the number of steps per optimizer that a run needs to reach ``difference`` from ``run``."""
     if difference.at_end:
         return run.steps
     events = run.ranks[difference.rank].seconds[: difference.order // 2 + 1]
     counts = Counter(number for number, _ in events).values()
-    # One more than the other optimizers have taken: the recorder ends a run that takes more steps with one of them.
+    # One more, so that the recorder does not end the run before the step at which the difference was found.
     return 1 + max(max(counts), sum(counts) // recorder.MOST_ROUNDS)

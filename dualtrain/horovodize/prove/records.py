@@ -72,7 +72,7 @@ class OptimizerRecord:
 
 
 class End(NamedTuple):
-    """How the script ended on one rank.
+    """End of the script on one rank.
 
     Attributes:
         reason: "steps" (the recorder ended it), "return", "exit" (SystemExit) or "error" (another exception).
@@ -82,7 +82,7 @@ class End(NamedTuple):
         memory: the process's peak memory in bytes.
         gpu_memory: the peak memory on the process's GPU, as torch counts it.
         defects: the defects of Horovod that were reproduced: (defect, file, line).
-        first_defect: the first step by whose end one was reproduced; 0 if none was.
+        first_defect: the step after which a reproduced defect was first found; 0 if none was.
     """
 
     reason: str
@@ -198,7 +198,7 @@ class RunRecord:
 
     @property
     def first_defect(self) -> int:
-        """The first step by whose end a defect was reproduced on a rank; the last step if that is not known."""
+        """The step after which a reproduced defect was first found on any rank; the last step if that is not known."""
         return min((rank.end.first_defect or rank.steps for rank in self.ranks if rank.end and rank.end.defects), default=0)
 
 

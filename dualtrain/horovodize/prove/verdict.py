@@ -29,7 +29,7 @@ ROUNDING = 1e-5
 OTHER_HARDWARE = 1e-3
 #: A larger relative difference between two runs on one side would hide differences between the libraries.
 LARGEST_SPREAD = 1e-2
-#: Larger differences and spreads, relative to the distance between the first and the last weights, hide differences.
+#: A larger difference or spread, relative to the change of the weights in all steps, would hide differences.
 PART_OF_TRAINING = 0.1
 
 
@@ -236,8 +236,8 @@ def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord 
     if apart <= OTHER_HARDWARE:
         line = (
             f"differs {_by(apart)} after step {step}, and all steps changed the weights by only {moved(horovod):.1e}; "
-            f"{PART_OF_TRAINING:.0%} of it is allowed for another machine ({machines}): compare more --steps, or find the "
-            "cause of the difference"
+            f"{PART_OF_TRAINING:.0%} of that is allowed for another machine ({machines}): compare more --steps, or find "
+            "the cause of the difference"
         )
         return Verdict(line, 1, details, difference)
     line = (

@@ -137,7 +137,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _has_alternative(source: Source, node: ast.AST) -> bool:
-    """Return whether the same function also reads variables of torchrun, or those that Horovod's ranks have here."""
+    """Return whether the same function also reads variables of torchrun, or Horovod's, which dualtrain sets too."""
     inside = ast.walk(source.scope(node)) if source.scope(node) is not source.tree else ast.walk(source.statement(node))
     texts = {other.value for other in inside if isinstance(other, ast.Constant) and isinstance(other.value, str)}
     return any(re.fullmatch("(HOROVOD_)?(LOCAL_)?RANK|WORLD_SIZE|HOROVOD_(LOCAL_)?SIZE", text) for text in texts)

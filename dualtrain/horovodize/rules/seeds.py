@@ -47,7 +47,7 @@ _BY_NAME = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
 
 
 def seeds_torch(source: Source) -> bool:
-    """Return whether the script seeds torch's default generator, itself or by a function that is named after this."""
+    """Return whether the script seeds torch's default generator, itself or by a function whose name says so."""
     if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
         return True
     seeding = (node for node in source.nodes if last_name(node) in ("manual_seed", "manual_seed_all"))
