@@ -64,6 +64,7 @@ class ChannelReducer(HorovodReducer):
         self._exchange = Exchange(self.hooks, transfer, scalars=_SCALARS)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange
+        self._layout_will_change = False  # whether ``reduce`` will add parameters before it sends this step's gradients
         self.add(named)
         basics.engine().channels.register(self)
 
@@ -155,6 +156,10 @@ class ChannelReducer(HorovodReducer):
             if self.ready == len(self.hooks.slots):
                 self._open(start=self._on_cpu and not has_later_hook(self, slot.param))
             return
+        if self.ready == 1:
+            self._layout_will_change = self.hooks.any_unfrozen
+        if self._layout_will_change:
+            return  # a gradient in its bucket, sent now and in a new bucket later, would be summed twice
         bucket = slot.bucket
         if bucket is None:
             return  # a sparse gradient is sent after the buckets

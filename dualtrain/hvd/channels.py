@@ -105,10 +105,9 @@ class Channels:
         """Return whether any channel sums through shared memory."""
         return bool(self._memories)
 
-    def progress(self) -> bool:
-        """Advance operations in shared memory, without blocking. Return whether some are left unfinished."""
-        unfinished = [memory.progress() for memory in tuple(self._memories)]
-        return any(unfinished)
+    def progress(self) -> int:
+        """Advance operations in shared memory, without blocking. Return how many are left unfinished."""
+        return sum(memory.progress() for memory in tuple(self._memories))
 
     def release_with(self, owner: object, name: str) -> None:
         """Release the channel ``name`` when ``owner`` is freed."""

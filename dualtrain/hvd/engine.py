@@ -25,11 +25,12 @@ from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.execution import Executor
-from dualtrain.hvd.pending import Pending, slice_seconds
+from dualtrain.hvd.pending import SLICE_SECONDS, Pending, slice_seconds
 from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0
 _PROGRESS_SECONDS = 1.0  # a longer wait makes the other ranks' engines advance operations in shared memory
+_LOOKS: float = 20  # how often in a row the engine looks at these operations although none has ended
 
 
 class Engine:
@@ -271,8 +272,15 @@ class Engine:
         self._requested_reports[message["what"]] = time.monotonic()
 
     def _do_progress(self, message: Message) -> None:
-        """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy."""
-        self.channels.progress()
+        """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
+
+        Operations end one after another, each by a signal of the waiting rank: look again as long as some end.
+        """
+        left, looks = self.channels.progress(), _LOOKS
+        while left and looks > 0:
+            time.sleep(SLICE_SECONDS)
+            before, left = left, self.channels.progress()
+            looks = _LOOKS if left < before else looks - 1
 
     def _do_report(self, message: Message) -> None:
         log.warning("%s", message["text"])

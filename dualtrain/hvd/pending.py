@@ -13,11 +13,11 @@ from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 
 #: Seconds between two calls of ``progress`` in a wait: if operations in shared memory are unfinished, and if none is.
-_SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
+SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
 
 
-def _nothing() -> bool:
-    return False
+def _nothing() -> int:
+    return 0
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Pending:
         ended: set once there is a result or an error.
         facts: what all ranks agreed on.
         events: GPU events after which the inputs are ready; once the call has ended, the events of the results.
-        progress: advances operations in shared memory, for which other ranks may wait, and returns whether some are left.
+        progress: advances operations in shared memory, for which other ranks may wait, and returns how many are left.
     """
 
     message: Message
@@ -44,7 +44,7 @@ class Pending:
     result: Any = None
     error: HorovodInternalError | None = None
     events: list[Any] = field(default_factory=list)
-    progress: Callable[[], bool] = _nothing
+    progress: Callable[[], int] = _nothing
 
     def wait(self) -> Any:
         """Block until the result can be used on the current stream; return it. Raises HorovodInternalError."""
@@ -58,6 +58,6 @@ class Pending:
         return self.result
 
 
-def slice_seconds(progress: Callable[[], bool]) -> float:
+def slice_seconds(progress: Callable[[], int]) -> float:
     """Call ``progress``, and return how long a wait may sleep until the next call."""
-    return _SLICE_SECONDS if progress() else _IDLE_SECONDS
+    return SLICE_SECONDS if progress() else _IDLE_SECONDS

@@ -94,17 +94,33 @@ def test_shared_memory_adds_in_rank_order(real):
 
 
 def away(backend, folder):
-    """Keep rank 0 from calling ``hvd`` after its backward, until rank 1 has stepped."""
-    marks = Path(folder)
-    with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", 0.01):
-        params, optimizer = wrapped(hvd, "away")
+    """Keep rank 0 from calling ``hvd`` after its backward, until rank 1 has stepped.
+
+    After the first step, rank 1 may ask only once per step that rank 0 advances its operations, of which there are 12.
+    """
+    marks, send = Path(folder), engine.Engine.send
+    allowed = [math.inf]
+
+    def send_once(self, message):
+        if message["kind"] == "progress":
+            allowed[0] -= 1
+        if message["kind"] != "progress" or allowed[0] >= 0:
+            send(self, message)
+
+    once, changes = mock.patch.object(engine.Engine, "send", send_once), {"_PROGRESS_SECONDS": 0.01, "_LOOKS": math.inf}
+    with library(backend, HOROVOD_FUSION_THRESHOLD="0") as hvd, once, mock.patch.multiple(engine, **changes):
+        params, optimizer = wrapped(hvd, "away", (torch.float32,) * 6)
         for step in range(3):
             torch.autograd.backward(params, [torch.full_like(p, hvd.rank() + 1.0) for p in params])
-            assert hvd.rank() == 1 or holds((marks / str(step)).exists)
+            sent, stepped = marks / f"sent.{step}", marks / f"stepped.{step}"
+            if hvd.rank() == 0:
+                sent.touch()
+                assert holds(stepped.exists)
+            assert holds(sent.exists)
             optimizer.step()
             optimizer.zero_grad()
-            if hvd.rank() == 1:
-                (marks / str(step)).touch()
+            stepped.touch()
+            allowed[0] = 1
         assert transports(hvd) == {"shm"}
         assert params[0].unique().tolist() == [-4.5]
 
@@ -143,6 +159,29 @@ def crossed(backend):
 @OURS_2
 def test_every_wait_advances_the_gradients_of_all_optimizers(real):
     assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 has joined without its last step
+
+
+def unfrozen(backend, transport):
+    """Unfreeze the second parameter after two steps. The first one's gradient, of 64 KiB or more, lies in its bucket."""
+    with library(backend, DUALTRAIN_TRANSPORT=transport) as hvd:
+        params = [nn.Parameter(torch.zeros(count)) for count in (20000, 3)]
+        params[1].requires_grad_(False)
+        named = [(f"unfrozen.{i}", p) for i, p in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named, op=hvd.Sum)
+        for step in range(4):
+            params[1].requires_grad_(step >= 2)
+            trained = params[: 1 + (step >= 2)]
+            torch.autograd.backward(trained, [torch.full_like(p, hvd.rank() + 1.0) for p in trained])
+            hvd.barrier()  # time for sums that should not have been started
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [p.unique().tolist() for p in params] == [[-12.0], [-6.0]]
+
+
+@OURS_2
+def test_gradients_are_summed_once_after_a_parameter_is_unfrozen(real):
+    real(unfrozen, "native")
+    real(unfrozen, "shm")
 
 
 def refused(backend):

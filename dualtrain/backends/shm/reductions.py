@@ -353,14 +353,14 @@ class SharedMemory:
             unfinished = unfinished or bool(self._pending)
         return self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds)
 
-    def progress(self) -> bool:
-        """Advance operations without blocking, unless another thread does. Return whether some are left unfinished."""
+    def progress(self) -> int:
+        """Advance operations without blocking. Return how many are left unfinished; 0 if another thread advances them."""
         if not self._lock.acquire(blocking=False):
-            return False
+            return 0
         try:
             with suppress(BackendError):  # raised again by the wait for the operation that failed
                 self.advance()
-            return bool(self._pending)
+            return len(self._pending)
         finally:
             self._lock.release()
 
