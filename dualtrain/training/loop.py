@@ -279,7 +279,7 @@ class Run:
             raise
 
     def _step(self) -> list[float]:
-        """Take one optimizer step on one global batch; return how many ranks have received each of ``SIGNALS``."""
+        """Take one optimizer step on one global batch; return the control flags, summed over ranks."""
         cursor, started = self.cursor, time.perf_counter()
         batch = self.sampler.batch(cursor.epoch, cursor.batch)
         passes, samples = [len(part) for part in self.plan.passes(batch)], len(batch)
@@ -306,14 +306,18 @@ class Run:
         the folder.
         """
         flags, cursor = self.signals.take(), self.cursor
-        ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
+        ends = self._saves_at_end(cursor.batch + 1, cursor.step + 1)
         # Don't save by time if the end of the epoch saves anyway, or during a write: the loop would wait for that write.
-        ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
         if self.lock.superseded:
             flags[STOP] = 1.0
         return flags
+
+    def _saves_at_end(self, batch: int, step: int) -> bool:
+        """Return whether the epoch or the run ends after these numbers of batches and steps, and saves a checkpoint anyway."""
+        saves = (self.cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
+        return step == self.total_steps or (batch == self.sampler.batches and saves)
 
     def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
         """Return the trainer's argument: the batches of this rank's part, or a list with the batches of each shard."""
@@ -338,8 +342,7 @@ class Run:
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
         every = self.config.output.checkpoint_every
-        ends = cursor.batch == self.sampler.batches or cursor.step == self.total_steps
-        if received or (every and cursor.step % every == 0 and not ends):
+        if received or (every and cursor.step % every == 0 and not self._saves_at_end(cursor.batch, cursor.step)):
             self._save(best=False)
         stops = [number for number in received if number != signal.SIGUSR1]
         if stops:
