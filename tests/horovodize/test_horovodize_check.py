@@ -31,7 +31,11 @@ CASES = [
     ("unnamed_calls", "x = hvd.allreduce(x)  # HERE\ny = hvd.allgather(y)", "x = hvd.allreduce(x, name='x')"),
     ("join_with_other_operations", "hvd.allreduce_(x, op=hvd.Max)\nhvd.join()  # HERE", "hvd.join()"),
     ("adasum", "x = hvd.allreduce(x, op=hvd.Adasum)  # HERE", "x = hvd.allreduce(x, op=hvd.Sum)"),
-    ("half_precision", "c = hvd.Compression.fp16  # HERE", "c = hvd.Compression.none"),
+    (
+        "half_precision",
+        "c = hvd.Compression.fp16  # HERE",
+        "c = hvd.Compression.none\nhvd.DistributedOptimizer(optimizer, compression=hvd.Compression.fp16, op=hvd.Adasum)",
+    ),
     ("mpi_communicator", "from mpi4py import MPI\nhvd.init(comm=MPI.COMM_WORLD)  # HERE", "hvd.init(comm=[0, 1])"),
     ("mpi_communicator", "from mpi4py import MPI\nc = MPI.COMM_WORLD.Dup()\nhvd.init(c)  # HERE", "hvd.init([0, 1])"),
     ("uncovered_imports", "import horovod.spark.torch  # HERE", "import horovod.torch.elastic"),
@@ -153,6 +157,14 @@ CASES = [
         "        scaler.step(optimizer)",
     ),
     (
+        "second_reduction",  # always synchronized, but one of two steps does not skip this
+        WRAP + "loss.backward()\noptimizer.synchronize()\nif norm > 9:\n    with optimizer.skip_synchronize():\n"
+        "        optimizer.step()\nelse:\n    optimizer.step()  # HERE",
+        WRAP + "norm = None\nloss.backward()\nif clip:\n    optimizer.synchronize()\n    norm = shrink(model)\n"
+        "if norm is not None:\n    with optimizer.skip_synchronize():\n        optimizer.step()\n"
+        "else:\n    optimizer.step()",
+    ),
+    (
         "second_reduction",
         WRAP + "loss.backward()\noptimizer.synchronize()\noptimizer.step()  # HERE",
         WRAP + "if clip:\n    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n        optimizer.step()\n"
@@ -163,7 +175,12 @@ CASES = [
         WRAP + "loss.backward()\noptimizer.zero_grad()  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\noptimizer.step()\noptimizer.zero_grad()\nlast.backward()\noptimizer.step()",
     ),
-    ("set_to_none", WRAP + "optimizer.zero_grad(set_to_none=True)  # HERE", WRAP + "model.zero_grad(set_to_none=True)"),
+    (
+        "set_to_none",
+        WRAP + "optimizer.zero_grad(set_to_none=True)  # HERE",
+        WRAP + "model.zero_grad(set_to_none=True)\n"
+        "try:\n    optimizer.zero_grad(set_to_none=True)\nexcept TypeError:\n    optimizer.zero_grad()",
+    ),
     (
         "group_after_wrapping",
         WRAP + "optimizer.add_param_group({'params': p})  # HERE",
@@ -280,7 +297,8 @@ CASES = [
         "saved_by_all_ranks",
         "hvd.init()\ntorch.save(model.state_dict(), 'model.pt')  # HERE",
         "hvd.init()\ntorch.save(x, f'{hvd.rank()}.pt')\nif hvd.rank() == 0:\n    torch.save(x, 'x')\n"
-        "buffer = io.BytesIO()\nimport io\ntorch.save(x, buffer)",
+        "buffer = io.BytesIO()\nimport io\ntorch.save(x, buffer)\n"
+        "with distributed_checkpoint_dir(step=1) as folder:\n    torch.save(x, folder + '/x')",
     ),
     (
         "saved_by_all_ranks",
@@ -462,6 +480,13 @@ CASES = [
         "trainloader = torch.utils.data.DataLoader(train_set)  # HERE",
         WRAP + "class Data:\n    def __getitem__(self, i):\n        return self.x[i * hvd.size() + hvd.rank()]\n"
         "train_set = Data()\ntrainloader = torch.utils.data.DataLoader(train_set)",
+    ),
+    (
+        "every_rank_reads_all",  # a loader that nothing reads
+        WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)  # HERE\n"
+        "mine = torch.utils.data.DataLoader(data, sampler=s)\nfor batch in loader: pass",
+        WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)\n"
+        "mine = torch.utils.data.DataLoader(data, sampler=s)\nfor batch in mine: pass",
     ),
     (
         "every_rank_reads_all",

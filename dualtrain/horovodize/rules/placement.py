@@ -163,7 +163,7 @@ def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
 
 def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
     """Return whether only some ranks may run ``node``, or no call of its function is found."""
-    if guards.looks_like_one_rank(node):
+    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node):
         return True
     scope = source.scope(node)
     if not isinstance(scope, Function):
@@ -174,6 +174,12 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
     if scope.name in ("main", "train", "run", "train_fn", "main_worker") and not calls:
         return False  # passed to a launcher, which calls it on all ranks
     return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
+
+
+def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is in a ``with`` of Ray Tune's context, which gives all ranks but one a temporary folder."""
+    items = [item for above in source.above(node) if isinstance(above, ast.With) for item in above.items]
+    return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
 
 
 _RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)

@@ -113,11 +113,26 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         data = call.args[0] if call.args else keyword(call, "dataset")
         if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
+        if _is_replaced(source, call, data):
+            continue
         message = (
             "every rank reads all samples, so that an epoch has as many steps as on one rank; pass "
             "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
         )
         yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
+
+
+def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
+    """Return whether nothing reads the loader, and another loader of the same data has a sampler."""
+    target = next((name for name, value, _ in source.assignments if value is call), "")
+    nodes = [node for file in (source, *source.program) for node in file.nodes]
+    loads = [node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store)]
+    used = any(target in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")) for node in loads)
+    if used or not target.isidentifier():
+        return False
+    loaders = [other for other in source.calls if source.name(other.func) in _LOADERS and other.args]
+    same = [other for other in loaders if ast.unparse(other.args[0]) == ast.unparse(data)]
+    return any(keyword(other, "sampler") is not None for other in same)
 
 
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:

@@ -140,10 +140,16 @@ def adasum(source: Source) -> Iterator[Finding]:
 def half_precision(source: Source) -> Iterator[Finding]:
     """Compression to 16 bits: one finding for all uses."""
     for node in source.nodes:
-        if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute):
+        if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute) and not _is_for_adasum(source, node):
             message = "averages of fp16 values cannot overflow here; on Horovod their sums can; nothing to do"
             yield Finding(node.lineno, "differs", message)
             return
+
+
+def _is_for_adasum(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is in a call with ``op=hvd.Adasum``, which computes no averages."""
+    calls = [above for above in source.above(node) if isinstance(above, ast.Call)]
+    return any((op := keyword(call, "op")) is not None and source.hvd(op) == "Adasum" for call in calls)
 
 
 def mpi_communicator(source: Source) -> Iterator[Finding]:

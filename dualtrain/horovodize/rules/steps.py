@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.events import STEPS, has, since_backward, skips, steps, until_backward
+from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before
 from dualtrain.horovodize.source import Finding, Source
 
@@ -44,10 +45,25 @@ def second_reduction(source: Source) -> Iterator[Finding]:
         for number, event in enumerate(events):
             if event.kind not in STEPS or skips(source, event):
                 continue
-            if has(since_backward(source, events, number), "synchronize", event.optimizer):
+            before = since_backward(source, events, number)
+            if has(before, "synchronize", event.optimizer) and not _is_alternative(source, events, event):
                 message = "this step reduces the gradients again; with op=Sum this multiplies them by the number of ranks"
                 cure = "step inside `with optimizer.skip_synchronize():`"
                 yield Finding(event.node.lineno, "trap", f"{message}; {cure}", tuple(skip_around(source, event)))
+
+
+def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
+    """Return whether the script chooses between this step and one in skip_synchronize(), and not always synchronizes.
+
+    The conditions of synchronize() and of the choice are most likely related.
+    """
+    others = [event for event in events if event.kind in STEPS and source.exclusive(event.node, step.node)]
+    if not any(skips(source, other) and other.optimizer == step.optimizer for other in others):
+        return False
+    around = list(source.above(step.node))
+    synchronized = [event for event in events if event.kind == "synchronize" and event.optimizer == step.optimizer]
+    conditions = [[above for above in source.above(one.node) if isinstance(above, ast.If)] for one in synchronized]
+    return all(any(condition not in around for condition in found) for found in conditions)
 
 
 def zero_grad_before_step(source: Source) -> Iterator[Finding]:
