@@ -96,7 +96,8 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         return start.summary
     if start.saved is not None:
         settings = adopted(settings, start.saved["config"])
-    # The number of threads changes the bits of matrix products. With virtual ranks, it must not depend on the cores.
+    # The number of threads changes the bits of matrix products. Virtual ranks give the same bits on any number of ranks, so
+    # with them the number of threads must not depend on the cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
@@ -141,7 +142,8 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: The number of parts of a global batch, for batch sizes and learning rates: the virtual ranks, else the ranks.
+        #: Number of parts of a global batch: the number of virtual ranks if set, else of ranks. The global batch size and
+        #: the learning rate are computed from it.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -186,7 +188,7 @@ class Run:
         self.folder = Path(on_rank_zero(self.backend, "run folder", lambda: claim(output, name, content, lock, limit)))
 
         def prepare() -> None:
-            # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
+            # This run repeats the steps after its start. Rename the files of those steps, so that no run resumes from them.
             set_aside(self.folder, self.cursor.step, lock)
             write_task(self.folder, self.task, lock)
             allow_restart(self.folder, lock)
