@@ -26,8 +26,8 @@ _ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations with the same result
 def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor) -> None:
     """Reduce ``rows`` (size, n), one row per rank, into ``result`` (n,), with the bits of Gloo's all-reduce.
 
-    ``op`` is SUM, MIN, MAX or PRODUCT. Valid for rows of at most 1 MB: Gloo cuts a row into more than
-    2 * size segments only if a segment would be longer than 1 MB.
+    Only the sign and the payload of a NaN may differ. ``op`` is SUM, MIN, MAX or PRODUCT. Valid for rows of at most 1 MB:
+    Gloo cuts a row into more than 2 * size segments only if a segment would be longer than 1 MB.
     """
     if len(rows) == 2 and op in _ANY_ORDER:
         FOLD[op](rows[0], rows[1], out=result)

@@ -317,7 +317,7 @@ class Run:
         return flags
 
     def _saves_at_end(self, batch: int, step: int) -> bool:
-        """Return whether the epoch or the run ends after these numbers of batches and steps, and saves a checkpoint anyway."""
+        """Return whether the epoch or the run ends after these numbers of batches and steps, and then saves anyway."""
         saves = (self.cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         return step == self.total_steps or (batch == self.sampler.batches and saves)
 
