@@ -309,7 +309,8 @@ class Run:
         """
         flags, cursor = self.signals.take(), self.cursor
         ends = self._saves_at_end(cursor.batch + 1, cursor.step + 1)
-        # Don't save by time if the end of the epoch saves anyway, or during a write: the loop would wait for that write.
+        # Don't save by time if the end of the epoch or of the run saves anyway. Don't save by time during a write either:
+        # the loop would wait for that write.
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
         if self.lock.superseded:
@@ -340,7 +341,7 @@ class Run:
         return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
 
     def _act_on(self, control_flags: list[float]) -> None:
-        """Save a checkpoint, or stop the run, if a signal on any rank or a setting requires that."""
+        """Save a checkpoint if a control flag or ``--checkpoint-every`` requires it; stop the run if a flag requires it."""
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
         every = self.config.output.checkpoint_every
