@@ -82,11 +82,6 @@ class ParameterHooks:
         self.check_devices()
         return len(self.slots) - before
 
-    @property
-    def any_unfrozen(self) -> bool:
-        """Return whether :meth:`take_unfrozen` would return a parameter."""
-        return any(p.requires_grad for _, p in self._frozen)
-
     def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that were frozen when they were added and are not frozen now; each is returned once."""
         unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]

@@ -14,6 +14,7 @@ import torch
 
 from dualtrain.errors import BackendError
 from dualtrain.gradients.hooks import ParameterHooks, reducers_of
+from dualtrain.gradients.parameters import check_supported
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.slots import Slot
 from dualtrain.hvd import basics, compat
@@ -69,6 +70,8 @@ class HorovodReducer(ABC):
         self.dirty = False
         self.closed = False
         self._generation = 0
+        self._late: list[tuple[str, torch.nn.Parameter]] = []  # added after the construction; the layout lacks them
+        self._late_in = basics.generation()  # the world in which added parameters are late
 
     @property
     def set_id(self) -> int:
@@ -101,6 +104,9 @@ class HorovodReducer(ABC):
         """Make the next ``reduce`` read ``param.grad`` again."""
 
     @abstractmethod
+    def reduce_once(self) -> None:
+        """Combine the gradients of the parameters in ``hooks`` over the ranks. Collective; blocks."""
+
     def reduce(self) -> None:
         """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
 
@@ -108,6 +114,41 @@ class HorovodReducer(ABC):
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
             RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
+        if self.is_reduced():
+            return
+        self.check_open()
+        self.add_unfrozen()
+        self.enter_world()
+        if self._late:
+            self._reduce_late()
+        else:
+            self.reduce_once()
+
+    def _reduce_late(self) -> None:
+        """Combine the gradients in the previous layout, then those of the late parameters in the new layout.
+
+        Some ranks may have sent gradients in the previous layout already. Large gradients are summed in place, so a second
+        sum would begin with the first.
+        """
+        self.reduce_once()
+        before = [(slot.param, slot.param.grad) for slot in self.hooks.slots]
+        if not self._add_late():
+            return  # all late parameters are frozen
+        for p, _ in before:
+            p.grad = None
+        try:
+            self.reduce_once()
+        finally:
+            for p, grad in before:
+                p.grad = grad
+
+    def _add_late(self) -> int:
+        """Add the late parameters to the layout. Return how many of them are trained."""
+        late, self._late = self._late, []
+        count = self.hooks.add(self, late)
+        if count:
+            self.layout_changed()
+        return count
 
     def reset_passes(self) -> None:
         """Count backward passes from zero again, because gradients are synchronized."""
@@ -123,9 +164,20 @@ class HorovodReducer(ABC):
         self.reset_passes()
 
     def add(self, named_parameters: Named) -> None:
-        """Combine the gradients of these parameters too, from the next backward on. Must be called on every rank."""
-        self.hooks.add(self, named_parameters)
-        self.layout_changed()
+        """Combine the gradients of these parameters too, from the next ``reduce`` on. Must be called on every rank.
+
+        Raises:
+            ValueError: a parameter's gradient cannot be averaged; no parameter was added.
+        """
+        named = list(named_parameters)
+        for name, p in named:
+            if p.requires_grad:
+                check_supported(name, p)
+        self._late += named
+        self.hooks.known.update(id(p) for _, p in named)
+        self.renew()
+        if not self.hooks.slots or self._late_in != basics.generation():
+            self._add_late()  # no rank can have sent gradients
 
     def add_unfrozen(self) -> None:
         """Add parameters that were frozen and now require gradients."""
@@ -180,6 +232,9 @@ class HorovodReducer(ABC):
         if self._generation != basics.generation():
             self.world_changed()
             self._generation = basics.generation()
+            if self._late_in != self._generation:
+                self._late_in = self._generation
+                self._add_late()
             self.channel_name = f"{self.base_name}.{basics.engine().channels.claim(self.base_name)}"
             self.name = f"gradients.{self.channel_name}"
 

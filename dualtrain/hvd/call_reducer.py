@@ -71,17 +71,8 @@ class CallReducer(HorovodReducer):
         """Discard the previous world's results, and check the current parameters from the next call on."""
         self._checked = self._reduced = False
 
-    def reduce(self) -> None:
-        """Compress, reduce and decompress every gradient; missing gradients count as zeros. Collective; blocks.
-
-        Raises:
-            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
-            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
-        """
-        if self._reduced:
-            return
-        self.check_open()
-        self.enter_world()
+    def reduce_once(self) -> None:
+        """Compress, reduce and decompress every gradient; missing gradients count as zeros. Collective; blocks."""
         handle, contexts = self._submit()
         self._call = None
         for slot, result, ctx in zip(self.hooks.slots, synchronize(handle) or (), contexts, strict=True):
@@ -98,14 +89,11 @@ class CallReducer(HorovodReducer):
     def slot_ready(self, slot: Slot) -> None:
         """Start the call once all gradients are ready."""
         if self.ready == len(self.hooks.slots):
-            self.add_unfrozen()  # after this, gradients of the added parameters may still be missing
-        if self.ready == len(self.hooks.slots):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
             self.hooks.restore()
-            self.add_unfrozen()
             self.fill_frozen()
             self._call = self._refuse() or self._start_call()
         return self._call

@@ -64,7 +64,6 @@ class ChannelReducer(HorovodReducer):
         self._exchange = Exchange(self.hooks, transfer, scalars=_SCALARS)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange
-        self._layout_will_change = False  # whether ``reduce`` will add parameters before it sends this step's gradients
         self.add(named)
         basics.engine().channels.register(self)
 
@@ -81,16 +80,8 @@ class ChannelReducer(HorovodReducer):
         """Make the next ``reduce`` read ``param.grad`` again."""
         self._exchange.reduced = False
 
-    def reduce(self) -> None:
-        """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
-
-        Raises:
-            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
-            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
-        """
-        if self.is_reduced():
-            return
-        self.check_open()
+    def reduce_once(self) -> None:
+        """Combine the gradients of the parameters in ``hooks`` over the ranks. Collective; blocks."""
         try:
             with as_horovod_errors():
                 self._run_exchange()
@@ -104,9 +95,7 @@ class ChannelReducer(HorovodReducer):
     def _run_exchange(self) -> None:
         exchange = self._exchange
         self.hooks.restore()
-        self.add_unfrozen()
         self.fill_frozen()
-        self.enter_world()
         if not self._agreed:
             self._agree()
         self._begin_exchange()
@@ -156,10 +145,6 @@ class ChannelReducer(HorovodReducer):
             if self.ready == len(self.hooks.slots):
                 self._open(start=self._on_cpu and not has_later_hook(self, slot.param))
             return
-        if self.ready == 1:
-            self._layout_will_change = self.hooks.any_unfrozen
-        if self._layout_will_change:
-            return  # a gradient in its bucket, sent now and in a new bucket later, would be summed twice
         bucket = slot.bucket
         if bucket is None:
             return  # a sparse gradient is sent after the buckets

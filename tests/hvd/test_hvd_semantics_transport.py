@@ -161,27 +161,37 @@ def test_every_wait_advances_the_gradients_of_all_optimizers(real):
     assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 has joined without its last step
 
 
-def unfrozen(backend, transport):
-    """Unfreeze the second parameter after two steps. The first one's gradient, of 64 KiB or more, lies in its bucket."""
-    with library(backend, DUALTRAIN_TRANSPORT=transport) as hvd:
-        params = [nn.Parameter(torch.zeros(count)) for count in (20000, 3)]
+def grown(backend, way):
+    """Unfreeze a parameter before the third step's backward, and add others after the first and the fourth one's.
+
+    The first parameter's gradient, of 64 KiB or more, lies in its bucket. Rank 1 has no gradient of it in the fourth step,
+    so only rank 0 has sent it when the parameter is added.
+    """
+    transport = "" if way == "calls" else way
+    with library(backend, DUALTRAIN_TRANSPORT=transport, HOROVOD_FUSION_THRESHOLD="0") as hvd:
+        params = [nn.Parameter(torch.zeros(count)) for count in (20000, 3, 3, 30000)]
         params[1].requires_grad_(False)
-        named = [(f"unfrozen.{i}", p) for i, p in enumerate(params)]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named, op=hvd.Sum)
-        for step in range(4):
+        named = [(f"grown.{way}.{i}", p) for i, p in enumerate(params[:2])]
+        none = hvd.Compression.none
+        options = {"compression": type("Own", (none,), {}) if way == "calls" else none}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params[:2], 1.0), named, op=hvd.Sum, **options)
+        for step in range(6):
             params[1].requires_grad_(step >= 2)
-            trained = params[: 1 + (step >= 2)]
+            lacking = {0} if (step, hvd.rank()) == (3, 1) else set()
+            trained = [params[i] for i, first in enumerate((0, 2, 0, 3)) if step >= first and i not in lacking]
             torch.autograd.backward(trained, [torch.full_like(p, hvd.rank() + 1.0) for p in trained])
-            hvd.barrier()  # time for sums that should not have been started
+            hvd.barrier()  # time for sums that have been started
+            if step in (0, 3):
+                optimizer.add_param_group({"params": [params[2 + step // 3]]})
             optimizer.step()
             optimizer.zero_grad()
-        assert [p.unique().tolist() for p in params] == [[-12.0], [-6.0]]
+        return [p.unique().tolist() for p in params]
 
 
 @OURS_2
-def test_gradients_are_summed_once_after_a_parameter_is_unfrozen(real):
-    real(unfrozen, "native")
-    real(unfrozen, "shm")
+@pytest.mark.parametrize("way", ["native", "shm", "calls"])
+def test_gradients_are_summed_once_in_the_step_in_which_parameters_are_added(real, way):
+    assert real(grown, way) == [[[-16.0], [-12.0], [-18.0], [-9.0]]] * 2
 
 
 def refused(backend):
