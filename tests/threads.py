@@ -1,9 +1,11 @@
 """A world whose ranks are threads of one process: fast, easy to debug, and the strictest of the backends.
 
 Every primitive asserts that all ranks make the same call with tensors of the same form, and that tensors meet the
-contract. Results appear when the last rank has made the call, as with an asynchronous library.
+contract of ``dualtrain.backends.base``. Results appear when the last rank has made the call, as with an asynchronous
+library.
 
-Threads share the state of the process, so bodies must use generators of their own instead of ``torch.manual_seed``.
+Threads share the process's state, so a function that runs on the ranks must use its own ``torch.Generator``, not
+``torch.manual_seed``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ _ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations with the same result
 def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor) -> None:
     """Reduce ``rows`` (size, n), one row per rank, into ``result`` (n,), with the bits of Gloo's all-reduce.
 
-    ``op`` is SUM, MIN, MAX or PRODUCT. Valid for rows of at most 1 MB: Gloo cuts longer ones into more segments.
+    Only the sign and the payload of a NaN may differ. ``op`` is SUM, MIN, MAX or PRODUCT. Valid for rows of at most 1 MB:
+    Gloo cuts a row into more than 2 * size segments only if a segment would be longer than 1 MB.
     """
     if len(rows) == 2 and op in _ANY_ORDER:
         FOLD[op](rows[0], rows[1], out=result)
@@ -39,7 +40,7 @@ def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor)
 
 @lru_cache(maxsize=64)
 def _senders(size: int, numel: int) -> torch.Tensor:
-    """Return the rank whose value of each element is combined first, second, …: int64, (size, numel)."""
+    """Return, for each element, the ranks in the order in which their values are combined: int64, (size, numel)."""
     elements = -(-numel // (2 * size))  # in one segment
     chunks = torch.arange(numel, device="cpu") // max(1, 2 * elements)
     return (chunks - 1 - torch.arange(size, device="cpu")[:, None]) % size

@@ -47,6 +47,9 @@ class CallBuffers:
         reply: rank 0's reply.
     """
 
+    # Tensors and views that are made in inference mode could not be written outside of it.
+
+    @torch.inference_mode(False)
     def __init__(self, rank: int, size: int) -> None:
         # Arrays and tensors share their memory: Python reads and writes single numbers faster through an array.
         self._numbers, self.message = _shared(_NUMBERS + LONGEST // 8)
@@ -85,10 +88,14 @@ class CallBuffers:
         if (views := self._views.get(key)) is None:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
-            fields = self.message[_NUMBERS:], self._gathered[:, _NUMBERS:], self.reply[self._end :]
-            mine, rows, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
-            views = self._views[key] = _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
+            views = self._views[key] = self._new_views(tensor)
         return views
+
+    @torch.inference_mode(False)
+    def _new_views(self, tensor: torch.Tensor) -> _Views:
+        fields = self.message[_NUMBERS:], self._gathered[:, _NUMBERS:], self.reply[self._end :]
+        mine, rows, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
+        return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
 
 
 def travels(reduction: Reduction | None) -> bool:

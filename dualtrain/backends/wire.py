@@ -70,6 +70,8 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Convert ``tensor`` to a contiguous tensor of its wire dtype; return ``tensor`` itself if it is one already."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_neg():  # a view whose memory has the opposite sign, such as z.conj().imag
+        tensor = tensor.resolve_neg()
     return tensor.to(wire_dtype(tensor.dtype)).contiguous()
 
 

@@ -248,7 +248,7 @@ class Exercise:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"
         if not summary.exists():
-            self.report.problems.append(f"the run with faults did not end: {job.last_error()}")
+            self.report.problems.append(f"the run with faults did not finish its training: {job.last_error()}")
             return
         self.report.disturbed = read_json(summary)
         one, other = self.report.undisturbed, self.report.disturbed

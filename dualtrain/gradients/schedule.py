@@ -13,7 +13,9 @@ from dualtrain.gradients.slots import SlotBucket
 
 
 class Schedule:
-    """The buckets of a layout, exchanged round by round. This class does not communicate.
+    """The buckets of a layout. In each round (one exchange of all gradients), every bucket is sent once.
+
+    This class does not communicate.
 
     Attributes:
         buckets: the buckets in the order in which they are sent.

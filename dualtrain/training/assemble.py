@@ -106,7 +106,7 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # a sample cannot be read, so it is not the one that training has read
+    except Exception:  # training could read these samples: they have changed since, so the cause cannot be found
         return None
     return None
 

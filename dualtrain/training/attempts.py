@@ -209,7 +209,7 @@ class Attempt:
         self._failed = False
         self._waiting: list[Death] = []  # the deaths that the first step recovers from
         self.folder = Path()
-        self._writing = threading.Lock()  # the watch's thread records too
+        self._writing = threading.Lock()  # the thread of ``backend.watch`` records too
 
     def begin(self, folder: Path, step: int, backend: Backend) -> None:
         """Record the start of an attempt from ``step``, and the death of the previous attempt, if it died. Collective.

@@ -1,5 +1,7 @@
 """Keep buffers equal on all ranks after every step, although the forward passes of each shard change them.
 
+Shards (virtual ranks) are the parts of a global batch. A rank may compute several of them.
+
 Every shard of a step begins with the same values. A floating-point buffer (running statistics) then gets the mean of the
 shards' values. Running statistics are updated linearly, so this mean equals the mean of separate statistics for each
 shard. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same

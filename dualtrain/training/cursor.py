@@ -96,7 +96,8 @@ _STORED = {"evaluated_step": "judged"}
 def _has_kind_of(value: Any, default: Any) -> bool:
     """Check that ``value`` is of the kind of ``default``.
 
-    Counts and seconds must not be negative; other numbers may be. Sums are finite, since other losses end the run.
+    Counts and seconds must not be negative; other numbers may be. Sums are finite, since a loss that is not finite ends
+    the run.
     """
     if isinstance(default, dict):
         return isinstance(value, dict) and all(_is_number(part) for part in value.values())

@@ -22,7 +22,7 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.training import generation
 from dualtrain.training.generation import Owner, Seen
 
-WAIT_SECONDS = 6.0  # longest wait for a process of this host that is about to end, as at a restart
+WAIT_SECONDS = 6.0  # longest wait for another process of this host to leave the folder, as at a restart
 RENEW_SECONDS = 2.0
 #: A process of another host counts as ended if it misses this many renewals. ``take(waits=True)`` fails once it has seen
 #: this many.

@@ -96,7 +96,8 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         return start.summary
     if start.saved is not None:
         settings = adopted(settings, start.saved["config"])
-    # The number of threads changes the bits of matrix products. With virtual ranks, it must not depend on the cores.
+    # The number of threads changes the bits of matrix products. Virtual ranks give the same bits on any number of ranks, so
+    # with them the number of threads must not depend on the cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
@@ -141,7 +142,8 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: The number of parts of a global batch, for batch sizes and learning rates: the virtual ranks, else the ranks.
+        #: Number of parts of a global batch: the number of virtual ranks if set, else of ranks. The global batch size and
+        #: the learning rate are computed from it.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -186,7 +188,7 @@ class Run:
         self.folder = Path(on_rank_zero(self.backend, "run folder", lambda: claim(output, name, content, lock, limit)))
 
         def prepare() -> None:
-            # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
+            # This run repeats the steps after its start. Rename the files of those steps, so that no run resumes from them.
             set_aside(self.folder, self.cursor.step, lock)
             write_task(self.folder, self.task, lock)
             allow_restart(self.folder, lock)
@@ -279,7 +281,7 @@ class Run:
             raise
 
     def _step(self) -> list[float]:
-        """Take one optimizer step on one global batch; return how many ranks have received each of ``SIGNALS``."""
+        """Take one optimizer step on one global batch; return the control flags, summed over ranks."""
         cursor, started = self.cursor, time.perf_counter()
         batch = self.sampler.batch(cursor.epoch, cursor.batch)
         passes, samples = [len(part) for part in self.plan.passes(batch)], len(batch)
@@ -306,14 +308,19 @@ class Run:
         the folder.
         """
         flags, cursor = self.signals.take(), self.cursor
-        ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
-        # Don't save by time if the end of the epoch saves anyway, or during a write: the loop would wait for that write.
-        ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
+        ends = self._saves_at_end(cursor.batch + 1, cursor.step + 1)
+        # Don't save by time if the end of the epoch or of the run saves anyway. Don't save by time during a write either:
+        # the loop would wait for that write.
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
         if self.lock.superseded:
             flags[STOP] = 1.0
         return flags
+
+    def _saves_at_end(self, batch: int, step: int) -> bool:
+        """Return whether the epoch or the run ends after these numbers of batches and steps, and then saves anyway."""
+        saves = (self.cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
+        return step == self.total_steps or (batch == self.sampler.batches and saves)
 
     def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
         """Return the trainer's argument: the batches of this rank's part, or a list with the batches of each shard."""
@@ -334,12 +341,11 @@ class Run:
         return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
 
     def _act_on(self, control_flags: list[float]) -> None:
-        """Save a checkpoint, or stop the run, if a signal on any rank or a setting requires that."""
+        """Save a checkpoint if a control flag or ``--checkpoint-every`` requires it; stop the run if a flag requires it."""
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
         every = self.config.output.checkpoint_every
-        ends = cursor.batch == self.sampler.batches or cursor.step == self.total_steps
-        if received or (every and cursor.step % every == 0 and not ends):
+        if received or (every and cursor.step % every == 0 and not self._saves_at_end(cursor.batch, cursor.step)):
             self._save(best=False)
         stops = [number for number in received if number != signal.SIGUSR1]
         if stops:

@@ -1,5 +1,9 @@
-"""The folder of a run: ``generation-N``, ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``task.json``,
-``model.safetensors``, ``model-best.safetensors``, ``summary.json``."""
+"""The folder of a run.
+
+It has the folder ``checkpoints/`` and the files ``generation-N``, ``config.json``, ``attempts.jsonl``, ``.progress``,
+``metrics.jsonl``, ``task.json``, ``model.safetensors``, ``model-best.safetensors`` and ``summary.json``. Depending on the
+run, it also has ``do-not-restart.json``, ``tensorboard/``, and replaced files that are kept (``NAME.aside``).
+"""
 
 from __future__ import annotations
 
@@ -42,10 +46,10 @@ _NAMES = re.compile(
 def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
-    With ``--resume auto``, and in a restart of the job that made the run, the folder determines where to start, so no other
-    process may change the folder meanwhile. Without ``--run-dir``, the folder's name contains the job's name, so that a
-    restart finds the folder. With ``--resume`` and in a restart, wait for a process that is about to end. The waits take
-    at most half of ``timeout`` in total.
+    With ``--resume auto``, or in a restart of the job that made the run, the folder determines where to start, so no other
+    process may change the folder meanwhile. Without ``--run-dir``, and if the launcher names the job, the folder's name
+    contains the job's name, so that a restart finds the folder. If ``--resume`` is given, or in a restart, wait for the end
+    of another process that uses the folder. The waits take at most half of ``timeout`` in total.
 
     Returns:
         The values that replace ``run_dir`` (``None`` if the folder must still be made) and ``resume`` in ``output``.
@@ -119,7 +123,10 @@ def _another_run(folder: Path) -> UserError:
 
 
 def _holds_another_run(folder: Path, output: OutputSection) -> bool:
-    """Return whether ``folder`` holds a run that has a checkpoint or a summary, and that this start does not resume."""
+    """Return whether ``folder`` holds a run that this start does not resume.
+
+    Without ``--resume``, a run with neither a checkpoint nor a summary does not count.
+    """
     if not (folder / "config.json").exists():
         return False
     if output.resume is not None:

@@ -1,6 +1,7 @@
 """Check that all ranks are in the same run: compare settings, versions, data and a trainer's arguments at the start.
 
-Otherwise, ranks with different settings would end without an error, with different weights or a mixture of them.
+Without this check, ranks with different settings would train to the end without an error, and the result would
+be wrong.
 """
 
 from __future__ import annotations

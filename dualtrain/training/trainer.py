@@ -205,7 +205,7 @@ class Trainer:
             with self.precision.skipped_step_allowed():
                 self.schedule.step()
         if self.ema is not None:
-            if not self._ema_updated:  # the first forward pass may have made buffers, and torch pairs them by their order
+            if not self._ema_updated:  # forward may have made buffers; torch pairs both models' buffers in order
                 _add_buffers(self.ema.module, self.model)
                 self._ema_updated = True
             self.ema.update_parameters(self.model)

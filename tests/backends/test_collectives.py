@@ -157,6 +157,10 @@ def allreduce_layouts(backend):
         assert backend.allreduce_(mine, "sum", kind) is mine
         assert mine.stride() == strides
         torch.testing.assert_close(mine, expected)
+    # A tensor of one element is contiguous, although its memory has the opposite sign.
+    negative = [torch.complex(torch.ones(1), torch.ones(1) + rank).conj().imag for rank in range(backend.size)]
+    expected = reduced(negative, ReduceOp.MIN)
+    torch.testing.assert_close(backend.allreduce_(negative[backend.rank], "min"), expected)
 
 
 def test_allreduce_of_any_layout(spmd):

@@ -237,12 +237,15 @@ def test_a_rank_that_does_not_compare_its_call_is_named_after_the_timeout():
 
 def in_any_mode(backend):
     tensor = torch.ones(500)
+    group = backend.group(range(backend.size))  # its calls use the library
     with torch.inference_mode():
+        assert group.allreduce(tensor, "sum").tolist() == [backend.size] * 500
         inside = torch.full((500,), 1.0)
         assert backend.allreduce(inside, "sum").tolist() == [backend.size] * 500
         assert backend.allreduce_async(inside, "sum").wait().tolist() == [backend.size] * 500
         buffer = backend.new_buffer(7, torch.float32, CPU)
-    assert backend.allreduce(tensor, "sum").tolist() == [backend.size] * 500
+    for each in (backend, group):
+        assert each.allreduce(tensor, "sum").tolist() == [backend.size] * 500
     buffer.fill_(1.0)
     backend.start_sum(buffer, "b").wait()
     with torch.inference_mode():

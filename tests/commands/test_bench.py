@@ -475,7 +475,7 @@ def test_ranks_without_communication_synchronize_before_the_first_batch(monkeypa
     assert happened == ["met", *["batch"] * (task.warmup + task.steps)]
 
 
-def test_resnet18_is_torchvisions():
+def test_resnet18_has_the_weights_and_outputs_of_torchvisions_model():
     from dualtrain.torchvision_shim import torchvision
 
     ours, theirs = resnet18().eval(), torchvision().models.resnet18(num_classes=10).eval()

@@ -1,4 +1,7 @@
-"""The drill: its flags, its faults, its plan and its verdict. tests/launch/test_drill.py runs a whole drill."""
+"""The drill, which injects faults into a job and compares the result with that of a run without faults.
+
+These tests check its flags, faults, plan and verdict. tests/launch/test_drill.py runs a whole drill.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +86,12 @@ def test_results_that_differ_are_named(changes, problem, tmp_path):
     assert all(str(problem) in found for found in drill.report.problems)
 
 
-def test_a_run_that_did_not_end_is_a_problem(tmp_path):
+def test_a_run_without_a_summary_is_a_problem(tmp_path):
     drill = exercise(tmp_path)
     drill.report.rows = [Row("SIGKILL of a rank", "rank 1", "after step 3")]
     (tmp_path / "disturbed.log").write_text("step 1\ndualtrain: error: no room\nelse\n")
     drill._compare(Job(tmp_path / "disturbed", [], 2, horovod=False, restarts=0))
-    assert drill.report.problems == ["the run with faults did not end: dualtrain: error: no room"]
+    assert drill.report.problems == ["the run with faults did not finish its training: dualtrain: error: no room"]
 
 
 def test_a_drill_without_a_fault_proves_nothing(tmp_path):
@@ -158,7 +161,7 @@ def test_remaining_processes_of_a_job_are_ended(rank):
     assert rank.status() == -signal.SIGTERM
 
 
-def test_a_launcher_that_hangs_in_the_kernel_is_one_of_the_processes_that_are_left(tmp_path, monkeypatch):
+def test_end_returns_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
     """The hang is simulated, because a test cannot make a process survive SIGKILL."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
 
@@ -256,7 +259,7 @@ def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_a_run_is_killed_less_often_at_one_step_than_restarts_allow(tmp_path):
+def test_kills_after_one_step_stay_below_the_restart_limit(tmp_path):
     steps = [7, 7, 7, 7, 8]
 
     class Slow:

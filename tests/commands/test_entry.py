@@ -109,7 +109,7 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
     assert "started by spawn: " in end.stdout
     assert "model: mine:model, 650 parameters" in end.stdout
     origin = json.loads((tmp_path / "run" / "config.json").read_text())["origin"]
-    assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not that of a rank
+    assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not a rank's command
 
 
 # A module whose import is interrupted, and which then raises another exception, as modules written in C do.

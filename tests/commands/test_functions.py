@@ -51,7 +51,7 @@ def test_importing_horovod_gives_dualtrain_hvd_and_ranks_share_a_world(monkeypat
         hvd.init()
         return hvd.__name__, hvd.rank(), hvd.allreduce(torch.ones(1) * scale * (hvd.rank() + 1), op=hvd.Sum).item()
 
-    monkeypatch.setenv("HOROVOD_RANK", "7")  # left by another world of this process
+    monkeypatch.setenv("HOROVOD_RANK", "7")  # must not reach the ranks
     assert run(total, (2,), nproc=2) == [("dualtrain.hvd", rank, 6.0) for rank in range(2)]
 
 

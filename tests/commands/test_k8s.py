@@ -36,7 +36,7 @@ def replicas(kind: str) -> dict[str, Any]:
 PODS = {f"{kind}-{name}": replica["template"]["spec"] for kind in KINDS for name, replica in replicas(kind).items()}
 
 
-def test_the_kinds_and_versions_are_the_operators():
+def test_the_manifests_have_the_api_versions_of_the_operators():
     assert JOBS["PyTorchJob"]["apiVersion"] == "kubeflow.org/v1"
     assert JOBS["MPIJob"]["apiVersion"] == "kubeflow.org/v2beta1"
 

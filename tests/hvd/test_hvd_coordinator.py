@@ -41,7 +41,7 @@ class Harness:
         return [tuple(message.get(key) for key in keys) for message in sent]
 
 
-def test_calls_are_matched_in_the_order_in_which_the_last_ranks_made_them():
+def test_each_call_runs_as_soon_as_all_ranks_have_made_it():
     harness = Harness()
     for rank, names in enumerate(["ab", "ba", "ba"]):
         for name in names:
@@ -94,7 +94,7 @@ def test_numbers_of_rows_may_differ_in_allgather_and_alltoall():
     assert harness.answers(1, "do", "rows") == [("run", [[2], [0]])]
 
 
-def test_joined_ranks_are_left_out_of_reductions_only():
+def test_reductions_skip_joined_ranks_and_a_broadcast_fails():
     harness = Harness()
     waiting = harness.receive(0, op=0)
     harness.receive(1, op=0)

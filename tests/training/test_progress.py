@@ -60,7 +60,7 @@ def slow_data():
     return SlowSamples(8, PAUSE / 4), SlowSamples(2, PAUSE)
 
 
-def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_evaluation(tmp_path, capsys, monkeypatch):
+def test_progress_lines_name_the_phase_during_start_steps_and_evaluation(tmp_path, capsys, monkeypatch):
     for name in ("start_of", "make_optimizer", "claim"):
         monkeypatch.setattr(loop, name, slowed(getattr(loop, name)))
     own = ["--model", f"{__name__}:slow_model", "--dataset", f"{__name__}:slow_data", "--workers", "0", "--threads", "1"]

@@ -63,6 +63,14 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
+def test_the_last_step_of_an_epoch_is_saved_if_the_end_of_the_epoch_is_not(tmp_path):
+    flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
+    summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
+    assert summary["steps"] == 9
+    steps = [f"step-{step:08d}.safetensors" for step in (3, 6, 9)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.safetensors", *steps]
+
+
 def test_the_default_job_learns(tmp_path):
     assert train_alone("--run-dir", str(tmp_path))["val_accuracy"] >= 0.97
 

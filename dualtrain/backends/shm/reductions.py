@@ -7,7 +7,8 @@ holds the whole result. On one host no data is sent, and the fixed order gives t
 A short tensor is copied to a slot in shared memory instead, and every rank reduces all ranks' values for itself
 (``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a short tensor.
 
-With several hosts, the ranks that have the same shard all-reduce it over the library before they write the result.
+With several hosts, the ranks that have the same shard (one per host) all-reduce it through the backend ``across``, and
+then write the result.
 
 The caller's thread does the work: when it waits, and, as far as possible without blocking, when it starts the next
 operation. Ranks that compute on all cores gain nothing from another thread.
@@ -105,7 +106,8 @@ class SharedMemory:
         After :meth:`reserve` it does not block, and the ranks may call it at different times.
 
         Raises:
-            UnsharedError: on every rank, if the ranks of a host cannot share as much memory, or have not reserved it.
+            UnsharedError: on every rank, if the ranks of a host cannot share this much memory, or if less than this is left
+                of the memory that :meth:`reserve` has mapped.
         """
         if numel == 0:
             return torch.zeros(0, dtype=dtype, device="cpu")
@@ -121,7 +123,7 @@ class SharedMemory:
         """Map memory for the next buffers, which have these sizes in bytes; more buffers are refused. Collective; blocks.
 
         Raises:
-            UnsharedError: on every rank, if the ranks of a host cannot share as much memory.
+            UnsharedError: on every rank, if the ranks of a host cannot share this much memory.
         """
         self._reserved = self._new_region(sum(map(_in_pages, sizes)))
 

@@ -1,7 +1,7 @@
 """Buffers of every rank in memory that the ranks of a host share, and the reduction of this rank's shard of them.
 
-Each rank reduces its shard piece by piece: it reduces the piece into the first part (the first rank's buffer, or
-with a tree the first partial sum), and then copies the result into all other buffers while it is in the processor's cache.
+Each rank reduces its shard piece by piece. It reduces all ranks' values of a piece into one buffer (the first rank's
+buffer or, with a tree, the first partial sum), then copies the result into the other buffers while it is in the CPU cache.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Region:
 class Tree(NamedTuple):
     """A sum along the tree of ``order``.
 
-    Each rank's newest partial sum is in the region whose plan is made; ``others`` hold each rank's earlier partial sums.
+    The region on which :meth:`Region.plan` is called holds each rank's newest partial sum. The regions in ``others`` hold
+    the earlier ones.
     """
 
     order: SumOrder
@@ -141,7 +142,8 @@ class Plan:
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:
     """Return begin and end of a rank's elements.
 
-    Both are multiples of ``CACHE_LINE`` elements, so of at least one cache line in bytes: no two ranks write to one line.
+    A shard that is not empty begins at a multiple of ``CACHE_LINE`` elements. An element has at least one byte, so no two
+    ranks write to one cache line.
     """
     lines = -(-count // CACHE_LINE)
     return min(count, lines * rank // size * CACHE_LINE), min(count, lines * (rank + 1) // size * CACHE_LINE)

@@ -1,4 +1,7 @@
-"""dualtrain's ``Trainer`` with and without virtual ranks, to measure the cost of virtual ranks."""
+"""dualtrain's ``Trainer`` with and without virtual ranks, to measure the cost of virtual ranks.
+
+Virtual ranks are the shards of a global batch. A rank computes its shards one after another.
+"""
 
 from __future__ import annotations
 
