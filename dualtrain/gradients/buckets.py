@@ -11,6 +11,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import wire_dtype
+from dualtrain.errors import BackendError
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
 from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot
@@ -216,7 +217,8 @@ class Bucket:
 
     def finish(self) -> None:
         """Block until the all-reduce has ended. Raises BackendError."""
-        assert self.work is not None
+        if self.work is None:
+            raise BackendError("the exchange of gradients was interrupted, and cannot continue: restart the ranks")
         self.work.wait()
         self.work = None
         self.pending = len(self.slots)

@@ -6,8 +6,10 @@ import itertools
 import os
 import signal
 import time
+from contextlib import suppress
 from functools import cache, partial, reduce
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -185,6 +187,38 @@ def threads_late(backend):
 
 def test_a_rank_that_does_not_start_the_sum_is_named_after_the_timeout():
     run_threads(2, threads_late)
+
+
+def interrupted(backend, count):
+    """Interrupt rank 0 while it waits, which does no harm, and then in a sum, as Ctrl-C does."""
+    library, backend = backend, share_memory(backend, (0,) * backend.size)
+    tensor, interrupt = torch.ones(count), mock.Mock(side_effect=KeyboardInterrupt)
+    if backend.rank == 0:
+        work = backend.start_sum(tensor, "first")
+        with mock.patch.object(backend.memory._semaphores, "timed_wait", interrupt), pytest.raises(KeyboardInterrupt):
+            work.wait()
+    library.exchange_short([0])
+    if backend.rank:
+        work = backend.start_sum(tensor, "first")
+    work.wait()
+    assert tensor.unique().tolist() == [backend.size]
+    if backend.rank == 0:
+        with mock.patch.object(backend.memory, "_check_tags", interrupt), pytest.raises(KeyboardInterrupt):
+            backend.start_sum(tensor, "second").wait()
+        message = "sum of 'second' was interrupted by KeyboardInterrupt and cannot continue"
+    else:
+        work = backend.start_sum(tensor, "second")
+        with suppress(BackendError):  # a short sum needs nothing else of rank 0
+            work.wait()
+        message = "rank 0 was interrupted in an operation and cannot complete it"
+    for _ in range(2):
+        with pytest.raises(BackendError, match=message):
+            backend.start_sum(tensor, "later").wait()
+
+
+@pytest.mark.parametrize("count", [3, 300001])
+def test_a_sum_that_was_interrupted_is_an_error_on_every_rank(count):
+    run_threads(2, interrupted, count)
 
 
 def late_for_rows(backend):

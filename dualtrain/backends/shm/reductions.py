@@ -41,6 +41,7 @@ from dualtrain.errors import BackendError, PeerFailedError
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
 _VECTOR_BYTES = 1 << 10  # least size of the memory for a vector, rounded up to pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
+_INTERRUPTED_AT = _TAGS * TAG_BYTES  # index, behind the tags, of the mark that this rank's operations were interrupted
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
@@ -87,7 +88,7 @@ class SharedMemory:
         self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions
         #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
-        rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES).slots]
+        rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES + 1).slots]
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and waited for
@@ -95,6 +96,7 @@ class SharedMemory:
         self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
+        self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
 
@@ -209,11 +211,17 @@ class SharedMemory:
         """
         with self._lock:
             while self._pending and not (until is not None and until.ended):
+                what = self._pending[0].what
+                self._sleeping = False
                 try:
                     if not self._pending[0].progress(block=until is not None):
                         return
                 except Exception as error:
-                    raise self._fail(self._pending[0].what, error) from error
+                    raise self._fail(what, error) from error
+                except BaseException as error:
+                    if not self._sleeping:
+                        self._fail_interrupted(what, error)
+                    raise
                 self._pending.popleft()
             if until is not None and not until.ended:
                 self._raise_failure(until.what)
@@ -253,6 +261,9 @@ class SharedMemory:
                     need(True)
             except Exception as error:
                 raise self._fail(_COMPARING, error) from error
+            except BaseException as error:
+                self._fail_interrupted(_COMPARING, error)
+                raise
             lengths = [vector[0] for vector in vectors]
             if len(set(lengths)) > 1:
                 raise BackendError(
@@ -343,7 +354,9 @@ class SharedMemory:
         if block:
             what = _COMPARING if kind == _VECTOR else self._pending[0].what
             what = f"{what} (waiting for rank {self._ranks_here()[other]})"
+            self._sleeping = True
             self._library.await_bounded(what, partial(self._wait_and_progress, kind, other))
+            self._sleeping = False
         return block
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
@@ -353,7 +366,15 @@ class SharedMemory:
         if kind == _VECTOR:
             self.advance()
             unfinished = unfinished or bool(self._pending)
-        return self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds)
+        if self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds):
+            return True
+        # Read the mark before the semaphore: a rank marks itself after its last post.
+        interrupted = self._tags[other][_INTERRUPTED_AT]
+        if self._semaphores.try_wait(kind, other, spin=False):
+            return True
+        if interrupted:
+            raise BackendError(f"rank {self._ranks_here()[other]} was interrupted in an operation and cannot complete it")
+        return False
 
     def progress(self) -> int:
         """Advance operations without blocking. Return how many are left unfinished; 0 if another thread advances them."""
@@ -378,6 +399,11 @@ class SharedMemory:
         self._failure = error if isinstance(error, BackendError) else self._library.failure(what, error)
         self._pending.clear()
         return self._failure
+
+    def _fail_interrupted(self, what: str, error: BaseException) -> None:
+        """Fail all operations, on the other ranks too, since an operation that was interrupted cannot continue."""
+        self._fail(what, BackendError(f"{what} was interrupted by {type(error).__name__} and cannot continue"))
+        self._tags[self.rank][_INTERRUPTED_AT] = 1
 
     def _raise_failure(self, what: str) -> None:
         if self._failure is None:
