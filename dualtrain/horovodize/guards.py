@@ -94,9 +94,10 @@ class Guards:
         if not isinstance(test, ast.Compare) or not self.rank(test.left):
             return False
         constants = self._constants(test.comparators[0])
+        ranks = [node for node in constants if ast.unparse(node) != "-1"]  # no rank is -1
         if isinstance(test.ops[0], ast.In | ast.NotIn):
-            return len([node for node in constants if ast.unparse(node) != "-1"]) == 1
-        return isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt) and constants == [test.comparators[0]]
+            return len(ranks) == 1
+        return isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt) and ranks == [test.comparators[0]]
 
     @staticmethod
     def _constants(value: ast.expr) -> list[ast.expr]:

@@ -192,6 +192,11 @@ CASES = [
         "model.load_state_dict(state)\n" + WRAP + "optimizer.load_state_dict(state)",
     ),
     (
+        "checkpoint_before_wrapping",
+        "a = torch.optim.SGD(w, lr=1, momentum=0.9)\na.load_state_dict(state)  # HERE\na = hvd.DistributedOptimizer(a)",
+        "sgd = torch.optim.SGD(w, lr=1)\nsgd.load_state_dict(state)\nsgd = hvd.DistributedOptimizer(sgd)",
+    ),
+    (
         "uncovered_imports",
         "if torch:\n    import horovod.spark.torch  # HERE",
         "try:\n    import horovod.tensorflow as tf_hvd\nexcept ImportError:\n    tf_hvd = None\n"
@@ -202,7 +207,8 @@ CASES = [
         "if hvd.rank() != 0:\n    hvd.barrier()\nif hvd.local_rank() == 0:\n    hvd.join()  # HERE\n"
         "if hvd.rank() == 0:\n    hvd.barrier()",
         "rank = hvd.rank()\nif rank > 0 and many:\n    hvd.barrier()\nload()\nif many and rank == 0:\n    hvd.barrier()\n"
-        "if rank not in (-1, 0):\n    hvd.join()\nif not rank:\n    hvd.join()",
+        "if rank not in (-1, 0):\n    hvd.join()\nif not rank:\n    hvd.join()\n"
+        "if not rank > -1 or rank != -1:\n    hvd.join()",
     ),
     (
         "rate_times_size",

@@ -56,9 +56,23 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
         inner = last_name(wrap.args[0]) if wrap.args else ""
         for call in _methods(source, "load_state_dict"):
             same = inner and last_name(_owner(call)) == inner and source.scope(call) is source.scope(wrap)
-            if same and call.lineno < wrap.lineno:
+            if same and call.lineno < wrap.lineno and not _has_no_state(source, inner):
                 message = "the state loaded before wrapping is kept; Horovod drops it; nothing to do"
                 yield Finding(call.lineno, "differs", message)
+
+
+def _has_no_state(source: Source, optimizer: str) -> bool:
+    """Return whether the variable is certainly SGD without momentum, which keeps no state."""
+    values = source.values.get(optimizer, [])
+    plain = [
+        isinstance(value, ast.Call)
+        and source.name(value.func) == "torch.optim.SGD"
+        and len(value.args) < 3
+        and all(word.arg not in (None, "momentum") for word in value.keywords)
+        for value in values
+        if _unwrapped(source, value) is value
+    ]
+    return bool(plain) and all(plain)
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
