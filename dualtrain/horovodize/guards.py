@@ -33,7 +33,7 @@ class Guards:
         self.source = source
         self._ranks: dict[str, str] = {}
         self._ranks = {target: name for target, value, _ in source.assignments if (name := self.rank(value))}
-        self._comparisons = {target: value for target, value, _ in source.assignments if self._compares(value)}
+        self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
     def rank(self, value: ast.expr) -> str:
         """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
@@ -83,21 +83,21 @@ class Guards:
             test = self._comparisons.get(text, test)
             if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name) and depth < 4:
                 return self.signature(values[0], depth + 1)
-        if isinstance(test, ast.Compare) and self._compares(test):
-            constants = {ast.unparse(node) for node in self._constants(test.comparators[0])}
-            rank = next(iter(constants - {"-1"}))  # scripts use -1 for runs without Horovod
+        if isinstance(test, ast.Compare) and (rank := self._rank_constant(test)):
             return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 
-    def _compares(self, test: ast.expr) -> bool:
-        """Return whether ``test`` compares a rank with one constant: ``rank == 0``, or ``rank not in (-1, 0)``."""
+    def _rank_constant(self, test: ast.expr) -> str:
+        """Return the one constant with which ``test`` compares a rank, as in ``rank not in (-1, 0)``, or ""."""
         if not isinstance(test, ast.Compare) or not self.rank(test.left):
-            return False
+            return ""
         constants = self._constants(test.comparators[0])
-        ranks = [node for node in constants if ast.unparse(node) != "-1"]  # no rank is -1
+        ranks = [node for node in constants if ast.unparse(node) != "-1"]  # for runs without Horovod
         if isinstance(test.ops[0], ast.In | ast.NotIn):
-            return len(ranks) == 1
-        return isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt) and ranks == [test.comparators[0]]
+            one = len(ranks) == 1
+        else:
+            one = isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt) and ranks == [test.comparators[0]]
+        return ast.unparse(ranks[0]) if one else ""
 
     @staticmethod
     def _constants(value: ast.expr) -> list[ast.expr]:
