@@ -48,7 +48,7 @@ _BY_NAME = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
 
 def seeds_torch(source: Source) -> bool:
     """Return whether the script seeds torch's default generator, itself or by a function whose name says so."""
-    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+    if _seeds_by_name(source):
         return True
     seeding = (node for node in source.nodes if last_name(node) in ("manual_seed", "manual_seed_all"))
     return not all(isinstance(node, ast.Attribute) and _is_generator(source, node.value) for node in seeding)
@@ -56,16 +56,21 @@ def seeds_torch(source: Source) -> bool:
 
 def seeds_numpy(source: Source) -> bool:
     """Return whether the script may seed numpy's global generator."""
-    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
-        return True
-    return any(source.name(call.func) == "numpy.random.seed" for call in source.calls)
+    return _seeds_by_name(source) or _calls(source, "numpy.random.seed")
 
 
 def seeds_random(source: Source) -> bool:
     """Return whether the script may seed the global generator of the module random."""
-    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
-        return True
-    return any(source.name(call.func) == "random.seed" for call in source.calls)
+    return _seeds_by_name(source) or _calls(source, "random.seed")
+
+
+def _seeds_by_name(source: Source) -> bool:
+    """Return whether the script uses a function whose name says that it seeds all generators."""
+    return any(_BY_NAME.search(last_name(node)) for node in source.nodes)
+
+
+def _calls(source: Source, name: str) -> bool:
+    return any(source.name(call.func) == name for call in source.calls)
 
 
 def _is_generator(source: Source, node: ast.expr) -> bool:
