@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,12 +74,8 @@ def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int) -> i
 
 
 def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
-    values = {"machine": machine, "milliseconds": plain(growth), "missing": growth.missing}
-    contents = {"bench.json": json.dumps(values, indent=1), "bench.html": page(growth, machine)}
-    if growth.rounds:
-        contents["bench.svg"] = picture(growth)
     try:
-        for name, content in contents.items():
+        for name, content in _files(growth, machine):
             write_whole(folder / name, content.encode())
             show(folder / name, sys.stderr)
     except OSError as error:
@@ -88,3 +84,12 @@ def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
         ) from error
     finally:
         show(text(growth, machine))
+
+
+def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield names and contents of the files. The JSON file is first, so that it is not lost if the chart fails."""
+    values = {"machine": machine, "milliseconds": plain(growth), "missing": growth.missing}
+    yield "bench.json", json.dumps(values, indent=1)
+    yield "bench.html", page(growth, machine)
+    if growth.rounds:
+        yield "bench.svg", picture(growth)
