@@ -93,7 +93,7 @@ def test_mpirun_inside_a_slurm_allocation_is_mpirun():
 
 
 @pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo", "mpirun", "mpiexec"])
-def test_a_launcher_that_a_spawned_rank_starts_wins(inner):
+def test_a_launcher_started_by_a_spawned_rank_wins(inner):
     assert detect_world({**SPAWN, **LAUNCHERS[inner]}).launcher == inner
 
 
