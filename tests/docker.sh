@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. This takes 15 minutes,
 # and another 15 minutes for the first build.
-# The script leaves only the images dualtrain and dualtrain:test, or with GPU=1 the image dualtrain:gpu.
+# Of the images that it builds, the script leaves dualtrain and dualtrain:test, or with GPU=1 dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #

@@ -1,4 +1,4 @@
-"""One rank of one contender: join the world, measure the jobs, and print one line with the results of each job.
+"""One rank of one contender: join the world, measure the jobs, and print each result as one line.
 
 ``start_contender.py`` starts this module. Before the first step, the module imports no large part of dualtrain, which would
 slow down the start of raw scripts.
