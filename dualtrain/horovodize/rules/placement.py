@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.order import calls_of, nodes_after, runs_on_driver
+from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 _GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
@@ -171,7 +171,7 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
     if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
         return True
     calls = list(calls_of(source, scope))
-    if scope.name in ("main", "train", "run", "train_fn", "main_worker") and not calls:
+    if scope.name in ENTRY_POINTS and not calls:
         return False  # passed to a launcher, which calls it on all ranks
     return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
 
