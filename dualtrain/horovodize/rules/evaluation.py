@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dualtrain.horovodize.rules.uses import is_read
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
-_EVALUATION = re.compile(r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(?<!train)(test|val)(set|data)")
+_EVALUATION = re.compile(
+    r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(?<!train)(test|val)(set|data)"
+)
 _TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)(data|set|loader|sampler|dl|ds)*($|[^a-z])")
 _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
