@@ -32,8 +32,16 @@ class Guards:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._ranks: dict[str, str] = {}
-        self._ranks = {target: name for target, value, _ in source.assignments if (name := self.rank(value))}
+        self._ranks = self._assigned_ranks()
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
+
+    def _assigned_ranks(self) -> dict[str, str]:
+        """Return the variables that hold a rank, with its kind, except for variables that hold several kinds."""
+        kinds: dict[str, set[str]] = {}
+        for target, value, _ in self.source.assignments:
+            if name := self.rank(value):
+                kinds.setdefault(target, set()).add(name)
+        return {target: names.pop() for target, names in kinds.items() if len(names) == 1}
 
     def rank(self, value: ast.expr) -> str:
         """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
@@ -150,6 +158,13 @@ class Guards:
             else:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
             off = off or self.leaves([statement])
+
+    def is_certain(self, node: ast.AST, scope: ast.AST) -> bool:
+        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, except for loops."""
+        for test, truth in self._conditions(node):
+            if scope in self.source.above(test) and not self._is_off(test, not truth):
+                return False
+        return True
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
+from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 #: Functions that write a file, each with the position and the name of the argument with its path.
@@ -36,6 +36,8 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         file = _written(source, call)
         if file is None or runs_on_driver(source, call):
+            continue
+        if source.name(call.func) != "torch.save" and not runs_after_init(source, call):
             continue
         if _depends_on_process(source, file) or _is_for_some(source, guards, call):
             continue
@@ -157,3 +159,65 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 
 _RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
+
+
+def runs_after_init(source: Source, node: ast.AST) -> bool:
+    """Return whether the source shows that ``node`` runs after ``hvd.init()``."""
+    return any(node is later for init in source.hvd_calls("init") for later in nodes_after(source, init))
+
+
+def events_of_all_ranks(source: Source) -> Iterator[Finding]:
+    """A SummaryWriter of every rank, which writes values for the same folder."""
+    guards = Guards(source)
+    for target, call, _ in source.assignments:
+        if not isinstance(call, ast.Call) or not _SUMMARY.match(source.name(call.func)) or not source.wraps:
+            continue
+        folder = [*call.args[:1], *(word.value for word in call.keywords)]
+        if any(_depends_on_process(source, value) for value in folder) or _is_for_some(source, guards, call):
+            continue
+        added = [other for other in source.calls if _adds_to(other, target)]
+        everywhere = [other for other in added if not _is_for_some(source, guards, other)]
+        if everywhere and len(source.values[target]) == 1 and runs_after_init(source, call):
+            message = (
+                "every rank writes its own values to this folder, and TensorBoard shows them as one run; create the "
+                "SummaryWriter and add values on rank 0 only"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+_SUMMARY = re.compile(r"(torch\.utils\.tensorboard|tensorboardX)\.(\w+\.)*SummaryWriter$")
+
+
+def _adds_to(call: ast.Call, writer: str) -> bool:
+    func = call.func
+    return isinstance(func, ast.Attribute) and func.attr.startswith("add_") and ast.unparse(func.value) == writer
+
+
+def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
+    """A data set of torchvision that all ranks download to the same folder; one finding."""
+    guards = Guards(source)
+    downloads = [call for call in source.calls if _downloads(source, call)]
+    if any(guards.looks_like_one_rank(call) for call in downloads):
+        return  # the others find the files of the first
+    for call in downloads:
+        folder = call.args[0] if call.args else keyword(call, "root")
+        if folder is None or _depends_on_process(source, folder) or _is_locked(source, call) or not source.wraps:
+            continue
+        if runs_after_init(source, call) and not runs_on_driver(source, call) and not _is_for_some(source, guards, call):
+            message = (
+                "all ranks download to the same folder at the same time if the files are missing; download on local rank "
+                "0 first, and call hvd.barrier() on all ranks"
+            )
+            yield Finding(call.lineno, "trap", message)
+            return
+
+
+def _downloads(source: Source, call: ast.Call) -> bool:
+    download = keyword(call, "download")
+    given = isinstance(download, ast.Constant) and download.value is True
+    return given and source.name(call.func).startswith("torchvision.datasets.")
+
+
+def _is_locked(source: Source, call: ast.Call) -> bool:
+    items = [item for above in source.above(call) if isinstance(above, ast.With) for item in above.items]
+    return any(re.search(r"lock|first|rank|main|once", ast.unparse(item), re.IGNORECASE) for item in items)

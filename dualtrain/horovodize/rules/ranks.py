@@ -24,9 +24,9 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     look = _Collectives(source)
     unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
     for found in unmatched:
-        scope, (holds, what) = found.where
+        _, (holds, what) = found.where
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
-        pairs = [other for other in unmatched if other.name == found.name and other.where == (scope, (not holds, what))]
+        pairs = [other for other in unmatched if other.name == found.name and other.where[1] == (not holds, what)]
         if not pairs:
             message = f"only some ranks call {found.name}() and wait for the other ranks; call it outside the condition"
             yield Finding(found.call.lineno, "trap", message)
@@ -43,7 +43,8 @@ class _Collectives:
         self.guards = Guards(source)
         self.own: set[str] = set()
         for _ in range(4):  # nested calls, four levels deep
-            self.own |= {name for name, function in source.functions.items() if self._contains(function)}
+            found = {name for name, function in source.functions.items() if self._contains(function)}
+            self.own |= {name for name in found if not source.is_ambiguous(name)}
 
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
         """Yield the collective calls that only one branch of the condition ``branch`` makes."""
@@ -78,7 +79,7 @@ class _Collectives:
 
     def _collective(self, call: ast.Call) -> str:
         name, called = self.source.hvd(call.func), last_name(call.func)
-        if name in COLLECTIVES:
+        if name in COLLECTIVES - {"shutdown"}:  # one rank's shutdown ends Horovod on all, and waits for no call
             return name if keyword(call, "process_set") is None else ""
         if isinstance(call.func, ast.Name) and called in self.own:
             return called
@@ -86,4 +87,5 @@ class _Collectives:
         return called if stepping and called in ("step", "synchronize") else ""
 
     def _contains(self, function: Function) -> bool:
-        return any(True for _ in self._inside(function.body))
+        """Return whether ``function`` certainly makes such a call."""
+        return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))
