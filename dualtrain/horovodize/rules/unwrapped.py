@@ -34,9 +34,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
             same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
             visible = source.scope(wrap) is source.tree and text not in source.parameters(call)
             if (same or visible or text.startswith("self.")) and not guards.is_without_horovod(call):
-                message = (
-                    f"{text}.step() does not wait for the averaged gradients of the wrapped optimizer; call {name}.step()"
-                )
+                message = f"{text}.step() does not wait for averaged gradients, as {name}.step() does; call {name}.step()"
                 yield Finding(call.lineno, "trap", message)
 
 
