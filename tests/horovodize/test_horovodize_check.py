@@ -680,8 +680,12 @@ CASES = [
     (
         "gpu_by_rank",
         "rank = hvd.rank()\nmodel.to('cuda:%d' % rank)  # HERE",
-        "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'\n"
-        "def other():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)",
+        "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",
+    ),
+    (
+        "gpu_by_rank",  # one variable with two kinds of ranks
+        "def main():\n    rank = hvd.rank()\n    torch.cuda.set_device(rank)  # HERE",
+        "def main():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)\nrank = hvd.rank()",
     ),
     (
         "discarded_result",
@@ -715,8 +719,9 @@ CASES = [
     ),
     (
         "unknown_name",  # a replacement after a failed import hides nothing
-        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = Nothing()\nhvd.other()  # HERE",
+        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = Nothing()\nhvd.other()  # HERE\n"
         "def build():\n    import horovod.keras as hvd\n    hvd.other()",
+        "hvd = Wrapper()\nhvd.other()",
     ),
     ("unnamed_calls", "x = hvd.broadcast(x, 0)  # HERE", "x = hvd.allgather(x, 'x')\nx = hvd.broadcast(x, 0, 'y')"),
     (
@@ -762,7 +767,7 @@ CASES = [
         WRAP + "def load(d):\n    data = torch.utils.data.TensorDataset(x)\n"
         "    return torch.utils.data.DataLoader(data, shuffle=True)  # HERE\nload(d)",
         WRAP + "if many:\n    loader = torch.utils.data.DataLoader(data, sampler=s)\nelse:\n"
-        "    loader = torch.utils.data.DataLoader(data, shuffle=True)\nif hvd.rank() == 0:\n"
+        "    loader = torch.utils.data.DataLoader(data, shuffle=True)\nfor x in loader: pass\nif hvd.rank() == 0:\n"
         "    shown = torch.utils.data.DataLoader(data, shuffle=True)",
     ),
     (
@@ -818,7 +823,7 @@ CASES = [
     (
         "torchmetrics",
         "import torchmetrics\nm = torchmetrics.MeanMetric()  # HERE\nx = m.compute()\nhvd.init()",
-        "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(x):\n    return hvd.allreduce(x)\n"
+        "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(y):\n    return hvd.allreduce(y)\n"
         "x = average(m.compute())",
     ),
 ]

@@ -1,4 +1,4 @@
-"""What a script does with a sampler or loader: whether anything reads it, and whether code in other files may."""
+"""Uses of samplers and loaders: whether anything reads them, and whether code in other files may."""
 
 from __future__ import annotations
 
