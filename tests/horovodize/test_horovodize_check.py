@@ -602,7 +602,12 @@ CASES = [
         "class Plugin:\n    @property\n    def world_size(self):\n        return 1\n    def start(self):\n"
         "        group['lr'] *= self.world_size",
     ),
-    ("lost_wrapper", "hvd.DistributedOptimizer(optimizer)  # HERE", "return_value = hvd.DistributedOptimizer(optimizer)"),
+    (
+        "lost_wrapper",
+        "hvd.DistributedOptimizer(sgd)  # HERE\nsgd.step()",
+        "d = hvd.DistributedOptimizer(sgd)\nsgd.step()\nhvd.DistributedOptimizer(other)\n"
+        "with raises(ValueError):\n    hvd.DistributedOptimizer(sgd)",
+    ),
     (
         "inner_step",
         "sgd = torch.optim.SGD(p, 1.0)\nd = hvd.DistributedOptimizer(sgd)\nd.zero_grad()\nloss.backward()\n"

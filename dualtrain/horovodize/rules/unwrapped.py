@@ -10,9 +10,13 @@ from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 
 def lost_wrapper(source: Source) -> Iterator[Finding]:
-    """A call of DistributedOptimizer whose result is discarded."""
+    """A call of DistributedOptimizer whose result is discarded, if the script steps the optimizer inside."""
     for call in source.hvd_calls("DistributedOptimizer"):
-        if isinstance(source.parents[call], ast.Expr):
+        inner = call.args[0] if call.args else keyword(call, "optimizer")
+        step = f"{ast.unparse(inner)}.step" if inner is not None else ""
+        expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))  # a test of an error
+        stepped = any(ast.unparse(other.func) == step for other in source.calls)
+        if isinstance(source.parents[call], ast.Expr) and stepped and not expected:
             message = "the wrapped optimizer is lost, and the other one does not wait for averaged gradients; assign it"
             yield Finding(call.lineno, "trap", message)
 

@@ -40,11 +40,11 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
         parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
         if isinstance(parent, ast.Call) and parent.func is not node:
             if _is_loader(file, parent):
-                if _is_assigned(file, parent) and leaves_program(file, parent):
+                if leaves_program(file, parent) if _name_of(file, parent) else _is_returned(file, parent):
                     return True
             elif not _is_known(file, parent):
                 return True
-        elif any(isinstance(above, ast.Return) and not _is_called(file, above) for above in file.above(node)):
+        elif _is_returned(file, node):
             return True
     return False
 
@@ -84,8 +84,9 @@ def _is_loader(source: Source, call: ast.Call) -> bool:
     return last_name(call.func).lower().endswith(("dataloader", "loader")) and last_name(call.func)[:1].isupper()
 
 
-def _is_assigned(source: Source, call: ast.Call) -> bool:
-    return bool(_name_of(source, call))
+def _is_returned(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is returned by a function that nothing in the script calls."""
+    return any(isinstance(above, ast.Return) and not _is_called(source, above) for above in source.above(node))
 
 
 def _is_known(source: Source, call: ast.Call) -> bool:
@@ -103,7 +104,7 @@ def _is_known(source: Source, call: ast.Call) -> bool:
 
 def _is_called(source: Source, statement: ast.AST) -> bool:
     scope = source.scope(statement)
-    return not isinstance(scope, Function) or any(any(True for _ in calls_of(file, scope)) for file in [source])
+    return not isinstance(scope, Function) or any(True for _ in calls_of(source, scope))
 
 
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
