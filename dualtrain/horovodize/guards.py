@@ -67,6 +67,11 @@ class Guards:
         """Return whether ``test`` is true on one rank only, or on all ranks but one."""
         return self.signature(test) is not None
 
+    def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
+        """Return whether ``node`` runs on the same ranks as ``other``, by the same condition around both."""
+        mine, others = list(self._conditions(node)), list(self._conditions(other))
+        return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
+
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return (whether ``test`` holds on one rank only, its comparison); None if ``test`` does not depend on the rank.
 

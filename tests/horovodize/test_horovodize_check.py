@@ -782,6 +782,16 @@ CASES = [
         "    def test(self):\n        hvd.barrier()\nif hvd.rank() == 0:\n    mean(x)\n    test(x)\n    hvd.shutdown()",
     ),
     (
+        "collective_on_some_ranks",  # join answers the calls of the other ranks
+        "if hvd.rank() == 0:\n    hvd.allreduce_(x)  # HERE",
+        "if hvd.rank() == 0:\n    hvd.allreduce_(x)\nhvd.join()",
+    ),
+    (
+        "discarded_result",  # a test of an error
+        "try:\n    a()\n    b()\n    hvd.allreduce(x)  # HERE\nexcept OSError:\n    pass",
+        "try:\n    hvd.allreduce(x)\nexcept ValueError:\n    pass\nwith pytest.raises(ValueError):\n    hvd.allreduce(x)",
+    ),
+    (
         "collective_on_some_ranks",  # the two sides in two functions
         "def send(x):\n    if hvd.rank() == 0:\n        hvd.broadcast_(x, 0)  # HERE",
         "def send(x):\n    if hvd.rank() == 0:\n        hvd.broadcast_(x, 0)\n"

@@ -27,7 +27,8 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
         _, (holds, what) = found.where
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
         pairs = [other for other in unmatched if other.name == found.name and other.where[1] == (not holds, what)]
-        if not pairs:
+        joined = found.name != "join" and look.joins(found)
+        if not pairs and not joined:
             message = f"only some ranks call {found.name}() and wait for the other ranks; call it outside the condition"
             yield Finding(found.call.lineno, "trap", message)
 
@@ -62,6 +63,11 @@ class _Collectives:
             for name, call in calls:
                 if name not in matched:
                     yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
+
+    def joins(self, found: _Unmatched) -> bool:
+        """Return whether the ranks that do not make the call may call ``join`` in the same function."""
+        joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is found.where[0])
+        return any(not self.guards.depends_on_rank_as(call, found.call) for call in joins)
 
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
         """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""

@@ -22,7 +22,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
     """A collective whose result or handle is discarded."""
     for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC, *OBJECTS):
         alone = isinstance(source.parents[call], ast.Expr)
-        if not (alone or _is_unused(source, call)) or _is_barrier(source, call):
+        if not (alone or _is_unused(source, call)) or _is_barrier(source, call) or _expects_error(source, call):
             continue
         name = source.hvd(call.func)
         if name in ASYNC:
@@ -33,6 +33,15 @@ def discarded_result(source: Source) -> Iterator[Finding]:
             message = f"the result of {name}() is lost, and its input is not changed; {cure}"
         yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)) if alone else ())
     yield from _discarded_from_functions(source)
+
+
+def _expects_error(source: Source, call: ast.Call) -> bool:
+    """Return whether the call tests for an error: in ``with raises(…)``, or in a short ``try`` of its own."""
+    statement = source.statement(call)
+    above = source.parents[statement]
+    if isinstance(above, ast.With):
+        return "raises" in ast.unparse(above.items[0]).lower()
+    return isinstance(above, ast.Try) and len(above.body) < 3 and statement in above.body
 
 
 def _is_unused(source: Source, call: ast.Call) -> bool:
