@@ -84,7 +84,7 @@ def _is_chosen(source: Source, call: ast.Call) -> bool:
 #: Words of scripts that may give each rank a GPU, also in functions of other files.
 _PLACED = re.compile(
     r"local_?rank|local_?id|visible_devices|device_?(count|ids?|num|index|map)|gpu_?(id|num|index|rank|list)|[._]gpus?\b|"
-    r"(set|setup|init|get|select|pin|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"
+    r"(set|setup|init|get|select|pin|bind|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"
     r"current_device",
     re.IGNORECASE,
 )
