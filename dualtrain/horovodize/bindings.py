@@ -10,6 +10,9 @@ _SCOPE = ast.Module | _FUNCTION
 #: Yields (name in the script, full name) for each name that an import statement binds.
 _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
 
+#: Modules that scripts pass to functions; a parameter with the name of such a module most likely is the module.
+_PASSED = ("horovod.torch", "dualtrain.hvd")
+
 
 class Bindings:
     """Imports and other bindings of names, by scope.
@@ -59,7 +62,8 @@ class Bindings:
         if isinstance(node, _FUNCTION):
             given = node.args
             every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
-            yield from (word.arg for word in every if word is not None)
+            names = (word.arg for word in every if word is not None)
+            yield from (name for name in names if self.imported.get(name) not in _PASSED)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
             yield node.id
 

@@ -719,8 +719,12 @@ CASES = [
     (
         "unknown_name",
         "from horovod.torch import *\nhvd.other()  # HERE",
-        "from horovod.torch import *\noptimizer = torch.optim.SGD(p, 1.0)\noptimizer.step()\n"
-        "def main(hvd):\n    hvd.other()",
+        "from horovod.torch import *\noptimizer = torch.optim.SGD(p, 1.0)\noptimizer.step()",
+    ),
+    (
+        "rate_times_size",  # the module as an argument
+        "def scale(hvd, group):\n    group['lr'] = group['lr'] * hvd.size()  # HERE",
+        "def scale(hvd, group):\n    group['lr'] = group['lr'] / hvd.size()",
     ),
     (
         "unknown_name",  # a replacement after a failed import hides nothing
