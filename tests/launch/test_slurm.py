@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require_horovod
+from tests.launch.jobs import NO_COMPILER_PATH
 from tests.pool import ROOT
 
 pytestmark = pytest.mark.xdist_group("machine")  # one private Slurm at a time
@@ -22,7 +23,7 @@ BIN = Path(sys.executable).parent
 ENV = {
     **os.environ,
     "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": NO_COMPILER_PATH,
     "OMP_NUM_THREADS": "1",
     "DUALTRAIN_VENV": str(BIN.parent),
 }
