@@ -66,8 +66,9 @@ not_run() {
   fi
 }
 
-# Two pytest processes: one runs all tests of worlds of ranks first, the other the other tests, file by file.
-tests=(pytest -n 2 --dist loadgroup)
+# Three pytest processes: one runs all tests of worlds of ranks first, the others the other tests, file by file. Two would leave
+# the cores of a machine with two cores idle for a quarter of the time, because many tests wait for timeouts or for launchers.
+tests=(pytest -n 3 --dist loadgroup)
 
 case ${1:-} in
   '')
