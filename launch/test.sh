@@ -34,7 +34,7 @@ begin_checks() {
   types=$(mktemp)
   trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$types"' EXIT
   trap 'exit 130' INT # after pytest's end. Ctrl-C does not end commands in the background
-  nice mypy >"$types" 2>&1 &
+  mypy >"$types" 2>&1 &
   mypy=$!
 }
 
