@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
 from dualtrain.launchers import World
@@ -387,7 +388,7 @@ class Scaled(Work[None]):
 
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work
-        self._result = result
+        self._result = ordinary(result)
         # ``mul_`` converts a number to a tensor: convert the factor now, while the reduction runs.
         self._factor: torch.Tensor | None = torch.tensor(factor, dtype=torch.float64, device="cpu")
 

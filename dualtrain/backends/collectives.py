@@ -20,6 +20,7 @@ import torch
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
 from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Reduction, Scaled, Work
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.tree_sum import TreeSum
@@ -63,7 +64,8 @@ class Backend(Primitives):
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
     contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has collectives with
-    gradients). Calls without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
+    gradients). Calls work inside and outside of ``torch.inference_mode()``, on tensors made inside or outside of it. Calls
+    without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
     return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
     ``wait()`` has returned. A name is shown in errors and reports.
 
@@ -457,12 +459,14 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        detached = tensor.detach()
+        detached = ordinary(tensor.detach())
         reduced = self._reduce_wire(detached, op, name)
         if reduced is detached:
             return tensor
-        reduced = wire.unpack(reduced, tensor)
-        return tensor if reduced.data_ptr() == tensor.data_ptr() else tensor.copy_(reduced)
+        reduced = wire.unpack(reduced, detached)
+        if reduced.data_ptr() != tensor.data_ptr():
+            detached.copy_(reduced)
+        return tensor
 
     @torch.no_grad()
     def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
@@ -492,7 +496,7 @@ class Backend(Primitives):
         if data.numel():
             self.start_broadcast(data, root, name or "broadcast").wait()
         if data.data_ptr() != tensor.data_ptr():
-            tensor.copy_(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
+            ordinary(tensor).copy_(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
         return tensor
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dualtrain.backends.base import GradientPath, Work
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import as_bytes
 
@@ -35,7 +36,7 @@ class TreeSum(Work[None]):
         tail: int,
     ) -> None:
         self._backend, self._order, self._name, self._factor = backend, order, name, factor
-        self._tensor = tensor.view(-1)
+        self._tensor = ordinary(tensor).view(-1)
         self._scaled = tensor.numel() - tail
         self._counts = [len(nodes) for nodes in order.owned]
         count = self._counts[backend.rank]

@@ -19,6 +19,8 @@ import torch
 from dualtrain import BackendError, ReduceOp, broadcast_parameters, connect, functional
 from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
+from dualtrain.backends.inference import ordinary
+from dualtrain.backends.sum_order import sum_order
 from dualtrain.gradients import GradientReducer
 from tests.threads import run_threads
 
@@ -677,6 +679,52 @@ def test_the_default_device_of_torch_does_not_matter(spmd):
 def test_connect_does_not_use_the_default_device_of_torch():
     with torch.device("meta"), connect("local") as backend:
         assert backend.size == 1
+
+
+def calls_in_any_mode(backend, inference_tensor, mode):
+    """Make every kind of call in ``mode``, on a tensor made inside or outside of inference mode, of two lengths."""
+    size = backend.size
+    for count in (2 * size, 2000 * size):  # a short reduction travels with the comparison of the calls
+        with torch.inference_mode(inference_tensor):
+            mine, narrow = torch.ones(count), torch.ones(count, dtype=torch.bfloat16)
+            sent = torch.full((2, count), float(backend.rank)).t()
+        total = [size] * count
+        with mode():
+            assert backend.allreduce(mine, "sum").tolist() == backend.allreduce(narrow, "sum").tolist() == total
+            assert backend.allreduce_async(mine, "sum").wait().tolist() == total
+            assert backend.allreduce_(narrow, "average").tolist() == [1] * count
+            assert backend.allreduce_async_(narrow, "sum").wait().tolist() == narrow.tolist() == total
+            assert backend.allreduce_async_(mine, "sum").wait().tolist() == mine.tolist() == total
+            assert backend.reducescatter(mine, "sum").tolist() == [size**2] * (count // size)
+            assert backend.broadcast(sent, size - 1).tolist() == [[size - 1] * 2] * count
+            assert backend.broadcast_async_(sent).wait().tolist() == sent.tolist() == [[0, 0]] * count
+            assert backend.allgather(mine).tolist() == backend.allgather_async(mine).wait().tolist() == total * size
+            assert backend.alltoall(mine).tolist() == total
+            assert [each.tolist() for each in backend.allgather_object(mine)] == [total] * size
+            backend.barrier()
+            backend.start_allreduce(mine, ReduceOp.SUM, "all").wait()
+            backend.start_sum(mine, "sums", 1 / size, tail=1).wait()
+            backend.start_tree_sum(mine, [], sum_order(size, size), "tree", 1 / size).wait()
+        assert mine.tolist() == [size**2] * (count - 1) + [size**3]
+        assert backend.allreduce(mine, "max")[0].item() == size**2
+
+
+def test_all_calls_work_in_any_mode_on_tensors_made_in_any_mode(spmd):
+    modes = (torch.inference_mode, torch.no_grad, torch.enable_grad)
+    spmd.each(calls_in_any_mode, [(inference_tensor, mode) for inference_tensor in (False, True) for mode in modes])
+
+
+def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor():
+    with torch.inference_mode():
+        z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
+        tensors = [z, z.t()[1:], z.conj(), z.conj().imag, z[0, 0], z[:0], torch.ones(3).to(torch.float8_e4m3fn)]
+    for tensor in tensors:
+        found = ordinary(tensor)
+        assert (found.is_inference(), found.data_ptr(), found.dtype) == (False, tensor.data_ptr(), tensor.dtype)
+        assert (found.shape, found.stride()) == (tensor.shape, tensor.stride())
+        assert found.cfloat().tolist() == tensor.cfloat().tolist()
+    tensor = torch.ones(3)
+    assert ordinary(tensor) is tensor
 
 
 # -- asynchronous calls -------------------------------------------------------------------------------------------
