@@ -49,7 +49,7 @@ LAYERS = {
         {"meeting_point", "placement", "session"},
     ],
     "backends": [
-        {"watch", "objects", "inference"},
+        {"watch", "objects", "inference", "subnormals"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls"},

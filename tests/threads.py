@@ -24,6 +24,7 @@ import torch
 from dualtrain.backends.base import FOLD, REDUCIBLE, ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.inference import ordinary
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.watch import Message, Watch
 from dualtrain.errors import BackendError
 from dualtrain.launchers import World
@@ -118,6 +119,7 @@ class ThreadsBackend(Backend):
         assert tensor.dtype in REDUCIBLE | self.narrow
         assert op in FOLD
 
+        @keep_subnormals
         def last(tensors: list[torch.Tensor]) -> None:
             total = reduce(FOLD[op], tensors).clone()
             for each in tensors:

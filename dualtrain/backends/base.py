@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from dualtrain.backends.inference import ordinary
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
 from dualtrain.launchers import World
@@ -395,9 +396,14 @@ class Scaled(Work[None]):
     def wait(self) -> None:
         self._work.wait()
         if self._factor is not None:
-            with torch.no_grad():
-                self._result.mul_(self._factor)
+            _scale(self._result, self._factor)
             self._factor = None
 
     def done(self) -> bool:
         return self._work.done()
+
+
+@keep_subnormals
+@torch.no_grad()
+def _scale(result: torch.Tensor, factor: torch.Tensor) -> None:
+    result.mul_(factor)

@@ -13,6 +13,7 @@ import torch
 
 from dualtrain.backends.base import GradientPath, Work
 from dualtrain.backends.inference import ordinary
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import as_bytes
 
@@ -98,6 +99,7 @@ class TreeSum(Work[None]):
         self._backend.start_allgather(as_bytes(output), as_bytes(padded), f"{self._name}.gather").wait()
         self._tensor.copy_(output[: self._tensor.numel()])
 
+    @keep_subnormals
     def _sum(self, parts: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
         """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum."""
         total = self._order.sum(parts)

@@ -269,6 +269,34 @@ def test_all_ranks_get_the_same_bits(spmd):
     spmd(same_bits_everywhere)
 
 
+def subnormal_numbers_with_a_flag_on_rank_0(backend, count):
+    """Reduce subnormal numbers while rank 0, and only rank 0, replaces them by zero."""
+    size, numbers = backend.size, torch.arange(1, count + 1, dtype=torch.int32)
+    order = sum_order(size, size)
+    torch.set_flush_denormal(backend.rank == 0)
+    try:
+        scaled = (6 * numbers).view(torch.float32)
+        backend.start_sum(scaled, "sum", 1 / 3).wait()
+        along_tree = (6 * numbers).view(torch.float32)
+        backend.start_tree_sum(along_tree, [], order, "tree", 1 / 3).wait()
+        found = {
+            size: backend.allreduce(numbers.view(torch.float32), "sum"),
+            1: backend.allreduce(numbers.view(torch.float32), "average"),
+            5: backend.allreduce((5 * numbers).view(torch.float32), "max"),
+            2 * size: scaled,
+            -2 * size: along_tree,
+        }
+    finally:
+        torch.set_flush_denormal(False)
+    # A subnormal number is a multiple of the smallest one, and its bits are this multiple.
+    for multiple, result in found.items():
+        assert torch.equal(result.view(torch.int32), abs(multiple) * numbers)
+
+
+def test_results_do_not_depend_on_a_ranks_handling_of_subnormal_numbers(many):
+    many.each(subnormal_numbers_with_a_flag_on_rank_0, [(100,), (3000,), (20000,)])
+
+
 # -- reducescatter ------------------------------------------------------------------------------------------------
 
 
