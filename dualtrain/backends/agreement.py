@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NoReturn
 
 import torch
@@ -85,7 +85,8 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
     """
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
-    rows = backend.exchange_call([~mine if backend.flag else mine, extent], reduction)
+    numbers = [~mine if backend.flag else mine, extent]
+    rows = backend.whole_call(partial(backend.exchange_call, numbers, reduction))
     fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
     if backend.any_flag:

@@ -26,6 +26,7 @@ from dualtrain.backends.watch import Watch
 from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
 from dualtrain.launchers import World
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -146,6 +147,7 @@ class Primitives(ABC):
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
+        interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; see :meth:`whole_call`.
         scales_sums: whether :meth:`Backend.start_sum` scales a sum while it adds, instead of afterwards.
     """
 
@@ -156,6 +158,7 @@ class Primitives(ABC):
     watch: Watch | None = None
     flag = False
     any_flag = False
+    interrupted: type[BaseException] | None = None
     scales_sums = False
     on_wait: Callable[[Any, str, float], None] | None = None
 
@@ -274,6 +277,33 @@ class Primitives(ABC):
     def __repr__(self) -> str:
         return f"<{self.name} backend over {self.transport}: rank {self.rank} of {self.size}>"
 
+    def whole_call(self, call: Callable[[], T]) -> T:
+        """Return the result of ``call``, which makes collective calls.
+
+        If an exception such as KeyboardInterrupt stops it, the other ranks may have its result or wait for it, so that the
+        later calls of this rank would not match theirs. These calls raise BackendError, and the first of them reports this
+        to the other ranks.
+
+        Raises:
+            BackendError: an earlier call was stopped.
+        """
+        if self.interrupted is not None and self.size > 1:
+            number = self.members[self.rank]
+            reason = (
+                f"a collective call on rank {number} was interrupted by {self.interrupted.__name__}, so that the calls of "
+                f"rank {number} no longer match those of the other ranks: restart the ranks"
+            )
+            if self.watch is not None:
+                self.watch.announce(reason)
+            raise BackendError(reason)
+        try:
+            return call()
+        except Exception:
+            raise
+        except BaseException as error:
+            self.interrupted = error.__class__  # without a call, before which the next KeyboardInterrupt may be raised
+            raise
+
     def await_bounded(self, what: str, finished: Callable[[float], bool]) -> None:
         """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.
 
@@ -390,12 +420,16 @@ class Scaled(Work[None]):
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work
         self._result = ordinary(result)
+        self._scaling = False
         # ``mul_`` converts a number to a tensor: convert the factor now, while the reduction runs.
         self._factor: torch.Tensor | None = torch.tensor(factor, dtype=torch.float64, device="cpu")
 
     def wait(self) -> None:
         self._work.wait()
         if self._factor is not None:
+            if self._scaling:
+                raise BackendError("a sum was interrupted while it was scaled, and cannot continue: restart the ranks")
+            self._scaling = True
             _scale(self._result, self._factor)
             self._factor = None
 

@@ -403,7 +403,7 @@ class Backend(Primitives):
     def _now(self, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return call()
+        return self.whole_call(call)
 
     def _later(self, call: Callable[[], T]) -> Work[T]:
         self._check_open()

@@ -27,7 +27,7 @@ from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.inference import ordinary
 from dualtrain.differences import refuse_unlike
-from dualtrain.errors import UserError
+from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.rendezvous.http_store import HttpStore
@@ -138,7 +138,7 @@ class _HorovodWork(Work[None]):
         self._handle = handle
         self._what = what
         self._output = output  # receives the result of operations that make a new tensor
-        self._ended = False
+        self._reading = self._ended = False
 
     def wait(self) -> None:
         if not self._ended:
@@ -147,6 +147,8 @@ class _HorovodWork(Work[None]):
     def _poll(self, seconds: float) -> bool:
         # Horovod's synchronize spins without a bound. Yield for a moment instead, then poll less often. A thread that
         # sleeps at once would miss Horovod's next cycle, and on a busy host lose the core.
+        if self._reading:
+            raise BackendError(f"{self._what} has failed, or was interrupted: restart the ranks")
         poll, pause = self._backend.library.poll, 1e-5
         began = time.monotonic()
         while not poll(self._handle):
@@ -158,7 +160,7 @@ class _HorovodWork(Work[None]):
                 continue
             time.sleep(pause)
             pause = min(pause + 1e-5, 5e-4)
-        self._ended = True
+        self._reading = True
         try:
             result = self._backend.library.synchronize(self._handle)
         except Exception as error:
@@ -168,6 +170,7 @@ class _HorovodWork(Work[None]):
         self._inputs.clear()
         if self._output is not None:
             self._output.copy_(result[0] if isinstance(result, tuple) else result)
+        self._ended = True
         return True
 
     def done(self) -> bool:

@@ -1,7 +1,7 @@
 """Arithmetic that does not depend on ``torch.set_flush_denormal``.
 
-Each rank may compute the same result for itself, such as the sum of a few values. The flag belongs to a thread, and replaces
-subnormal numbers by zero. If one rank has set it and another has not, their results would differ.
+Each rank may compute the same result for itself, such as the sum of a few values. The flag belongs to a thread, and
+replaces subnormal numbers by zero. If one rank has set it and another has not, their results would differ.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dualtrain.backends.inference import ordinary
 from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import as_bytes
+from dualtrain.errors import BackendError
 
 GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
 
@@ -42,7 +43,7 @@ class TreeSum(Work[None]):
         self._counts = [len(nodes) for nodes in order.owned]
         count = self._counts[backend.rank]
         mine = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
-        self._ended = False
+        self._adding = self._ended = False
         whole = tensor.nbytes <= GATHERED_BYTES
         #: Number of elements in each rank's slice (the last slices may be shorter, or empty), or in the whole tensor if it
         #: is gathered whole.
@@ -83,6 +84,9 @@ class TreeSum(Work[None]):
         if self._ended:
             return
         self._work.wait()
+        if self._adding:
+            raise BackendError(f"sum of {self._name!r} has failed, or was interrupted: restart the ranks")
+        self._adding = True
         if self._whole:
             rows = [row for count, rows in zip(self._counts, self._received, strict=True) for row in rows[:count]]
             self._tensor.copy_(self._sum(rows, 0))
