@@ -25,6 +25,7 @@ from dualtrain.errors import BackendError
 _DESCRIPTION_BYTES = 512
 #: Added to a fingerprint for each sum of gradients. Odd, so that different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
+_OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint of a call in a second thread of its rank
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -84,7 +85,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
     sums = backend.sums_beside(call.device)
-    mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
+    mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
     numbers = [~mine if backend.flag else mine, extent]
     rows = backend.whole_call(partial(backend.exchange_call, numbers, reduction))
     fingerprints, extents = zip(*rows, strict=True)
@@ -94,6 +95,8 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
     if len(set(fingerprints)) == 1:
         return list(extents)
     text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
+    if backend.in_second_thread:
+        text += " in a second thread, which needs a channel()"
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 

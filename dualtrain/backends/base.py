@@ -11,6 +11,7 @@ The operations of the gradient path have an order of their own, since buckets ar
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+_ONE_THREAD = "their calls have no common order on all ranks, so make a channel() for the second thread"
 _REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
 _LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
@@ -147,6 +149,7 @@ class Primitives(ABC):
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
+        in_second_thread: whether the running call was made in another thread than this backend.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; see :meth:`whole_call`.
         scales_sums: whether :meth:`Backend.start_sum` scales a sum while it adds, instead of afterwards.
     """
@@ -158,6 +161,7 @@ class Primitives(ABC):
     watch: Watch | None = None
     flag = False
     any_flag = False
+    in_second_thread = False
     interrupted: type[BaseException] | None = None
     scales_sums = False
     on_wait: Callable[[Any, str, float], None] | None = None
@@ -168,6 +172,7 @@ class Primitives(ABC):
         self.timeout = timeout
         self.hosts: tuple[int, ...] = (0,) * world.size
         self.members: tuple[int, ...] = tuple(range(world.size))
+        self._turn = threading.RLock()  # held during a call
 
     @property
     def rank(self) -> int:
@@ -285,7 +290,7 @@ class Primitives(ABC):
         to the other ranks.
 
         Raises:
-            BackendError: an earlier call was stopped.
+            BackendError: an earlier call was stopped, or another thread is in a call.
         """
         if self.interrupted is not None and self.size > 1:
             number = self.members[self.rank]
@@ -296,13 +301,21 @@ class Primitives(ABC):
             if self.watch is not None:
                 self.watch.announce(reason)
             raise BackendError(reason)
+        acquired: list[bool] = []
         try:
+            # A signal handler cannot run between the two halves of this call, so the lock is always released.
+            acquired.extend(map(self._turn.acquire, (False,)))
+            if True not in acquired:
+                raise BackendError(f"two threads call this backend at once on rank {self.rank}: {_ONE_THREAD}")
             return call()
         except Exception:
             raise
         except BaseException as error:
             self.interrupted = error.__class__  # without a call, before which the next KeyboardInterrupt may be raised
             raise
+        finally:
+            if True in acquired:
+                self._turn.release()
 
     def await_bounded(self, what: str, finished: Callable[[float], bool]) -> None:
         """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.

@@ -6,6 +6,7 @@ here and nowhere else. Each call first checks that all ranks make the same call.
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -69,6 +70,11 @@ class Backend(Primitives):
     return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
     ``wait()`` has returned. A name is shown in errors and reports.
 
+    One thread makes these calls. The calls of several threads have no common order on all ranks: give each further thread a
+    backend of its own, which :meth:`channel` returns. A call during another thread's call raises BackendError. So does a
+    call of the thread that made this backend, if it meets a call of another thread on another rank. Backward passes may run
+    beside the calls.
+
     Attributes:
         is_group: whether this backend was made by :meth:`group` or :meth:`channel`.
     """
@@ -78,6 +84,7 @@ class Backend(Primitives):
         self.is_group = False
         self._groups_made: list[Backend] = []
         self._queue = SerialQueue()
+        self._thread = threading.get_ident()
         self._open = True
 
     # -- reductions ---------------------------------------------------------------------------------------------
@@ -403,11 +410,20 @@ class Backend(Primitives):
     def _now(self, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return self.whole_call(call)
+        return self.whole_call(partial(self._in_thread, call, threading.get_ident()))
 
     def _later(self, call: Callable[[], T]) -> Work[T]:
         self._check_open()
-        return self._queue.submit(call)
+        call = partial(self._in_thread, call, threading.get_ident())
+        return self._queue.submit(partial(self.whole_call, call))
+
+    def _in_thread(self, call: Callable[[], T], thread: int) -> T:
+        """Return the result of ``call``, which ``thread`` has made."""
+        before, self.in_second_thread = self.in_second_thread, thread != self._thread
+        try:
+            return call()
+        finally:
+            self.in_second_thread = before
 
     def _check_open(self) -> None:
         if not self._open:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import operator
 import pickle
+import threading
 import time
 import types
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -753,6 +754,95 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
         assert found.cfloat().tolist() == tensor.cfloat().tolist()
     tensor = torch.ones(3)
     assert ordinary(tensor) is tensor
+
+
+# -- several threads ----------------------------------------------------------------------------------------------
+
+
+def in_thread(call):
+    """Start ``call`` in a thread; return the thread, and a list that gets the result, or the message of a BackendError."""
+    found = []
+
+    def run():
+        try:
+            found.append(call())
+        except BackendError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def calls_of_two_threads(backend):
+    def one_call():
+        thread, found = in_thread(backend.barrier)
+        thread.join()
+        return found
+
+    (message,) = backend.whole_call(one_call)
+    assert message.startswith(f"two threads call this backend at once on rank {backend.rank}: ")
+    backend.barrier()
+
+
+def test_a_call_during_a_call_of_another_thread_is_an_error(many):
+    many(calls_of_two_threads)
+
+
+def call_of_a_thread_on_rank_0(backend):
+    if backend.rank == 0:
+        thread, found = in_thread(partial(backend.allreduce, torch.ones(2)))
+        thread.join()
+        (message,) = found
+    else:
+        with pytest.raises(BackendError) as caught:
+            backend.allreduce(torch.ones(2))
+        message = str(caught.value)
+    assert "rank 0: average (float32, 2) in a second thread, which needs a channel()" in message
+    backend.barrier()
+
+
+def test_equal_calls_of_different_threads_are_not_matched(processes):
+    processes(call_of_a_thread_on_rank_0)
+
+
+def thread_with_a_channel(backend):
+    channel = backend.channel()
+    thread, found = in_thread(lambda: [channel.allreduce(torch.full((3,), n), "sum").tolist() for n in range(20)])
+    mine = [backend.allreduce(torch.full((3,), n), "sum").tolist() for n in range(100, 120)]
+    thread.join()
+    size = backend.size
+    assert mine == [[n * size] * 3 for n in range(100, 120)]
+    assert found == [[[n * size] * 3 for n in range(20)]]
+
+
+def test_a_thread_with_a_channel_works_beside_the_first_thread(many):
+    many(thread_with_a_channel)
+
+
+def sums_beside_calls(backend, count):
+    """Start a sum before a call on rank 0, and after it on other ranks, in one thread and in two threads."""
+    buffer = backend.new_buffer(1000, torch.float32, torch.device("cpu"))
+    for threads in (False, True):
+        values, buffer = torch.ones(count), buffer.fill_(1.0)
+        if backend.rank == 0:
+            work = backend.start_sum(buffer, "gradients")
+        if threads:
+            thread, found = in_thread(partial(backend.allreduce, values, "sum"))
+        else:
+            found = [backend.allreduce(values, "sum")]
+        if threads and backend.rank:
+            thread.join()
+        if backend.rank:
+            work = backend.start_sum(buffer, "gradients")
+        work.wait()
+        if threads:
+            thread.join()
+        assert buffer.unique().tolist() == found[0].unique().tolist() == [backend.size]
+
+
+def test_sums_of_gradients_and_calls_may_be_in_different_orders(many):
+    many.each(sums_beside_calls, [(3,), (100_000,)])
 
 
 # -- asynchronous calls -------------------------------------------------------------------------------------------

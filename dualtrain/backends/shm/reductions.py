@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dualtrain.backends.base import Primitives, ReduceOp, Work
+from dualtrain.backends.base import GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
 from dualtrain.backends.shm.segment import UnsharedError, map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
@@ -55,7 +55,7 @@ class SharedMemory:
 
     Args:
         library: backend over all ranks; every host has the same number of ranks.
-        across: backend over the ranks with this rank's local rank, one per host, if there are several hosts.
+        across: operations over the ranks with this rank's local rank, one per host, if there are several hosts.
         beside: shared memory of other backends; their operations progress during waits for this memory's operations. The
             collection may change later.
 
@@ -64,11 +64,12 @@ class SharedMemory:
     """
 
     def __init__(
-        self, library: Primitives, across: Primitives | None = None, beside: Collection[SharedMemory] = ()
+        self, library: Primitives, across: GradientPath | None = None, beside: Collection[SharedMemory] = ()
     ) -> None:
         self._library = library
         self._across = across
         self._beside = beside
+        self._partners: list[SharedMemory] = []
         self._host = library.hosts[library.rank]
         self.size, self.rank = library.local_size, library.local_rank
         self._exchange = library.exchange_short  # replaced below, when this memory is ready
@@ -102,6 +103,10 @@ class SharedMemory:
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
+
+    def add_partner(self, partner: SharedMemory) -> None:
+        """Add the memory of the same backend's other operations, which progress during waits for those of this memory."""
+        self._partners.append(partner)
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks.
@@ -251,7 +256,8 @@ class SharedMemory:
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
-            self.finish()
+            for memory in (self, *self._partners):
+                memory.finish()
             gathered = self._library.exchange_short(numbers)
         return gathered
 
@@ -375,7 +381,7 @@ class SharedMemory:
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
         """Wait for a post; advance operations that the other rank may wait for before it posts."""
-        beside = [memory.progress() for memory in tuple(self._beside) if memory is not self]
+        beside = [memory.progress() for memory in (*self._beside, *self._partners) if memory is not self]
         unfinished = any(beside)
         if kind == _VECTOR:
             self.advance()
