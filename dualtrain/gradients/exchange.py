@@ -219,6 +219,11 @@ class Exchange:
             self.reduced = any(has_values(slot.param.grad) for slot in self.slots)
         return self.reduced
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether buckets of this round were sent, and their exchange has neither ended nor failed."""
+        return self.schedule.next > 0 and not self._failure
+
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""
         if slot.bucket is not None and slot.bucket.work is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -192,3 +193,21 @@ def wrapped_step_is_interrupted(backend):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_that_may_have_changed_parameters_is_not_repeated_with_several_ranks(size):
     run_threads(size, wrapped_step_is_interrupted)
+
+
+def end_of_backward_is_interrupted(backend):
+    params, optimizer = _optimizer(backend)
+    for number in range(2):
+        with before(optimizer.reducer._exchange, "wait", times=number), suppress(KeyboardInterrupt):
+            sum(p.sum() for p in params).backward()
+        if number == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(BackendError, match=r"an earlier backward pass failed on rank \d, after some .* call synchronize"):
+        sum(p.sum() for p in params).backward()
+    optimizer.synchronize()
+    assert params[0].grad.unique().tolist() == [1.0]
+
+
+def test_a_backward_pass_after_an_interrupted_one_is_refused_with_the_cure():
+    run_threads(2, end_of_backward_is_interrupted)
