@@ -106,8 +106,12 @@ def variables(source: Source) -> Iterator[Finding]:
         for value in _set_by(source, node):
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
                 continue
-            if value.value.startswith("HOROVOD_") and value.value not in HONOURED:
+            if value.value.startswith("HOROVOD_") and value.value not in HONOURED and not _OF_LAUNCHER.match(value.value):
                 yield Finding(value.lineno, "differs", f"{value.value} has no effect on torch.distributed; remove it")
+
+
+#: Variables that give child processes their ranks. dualtrain reads them too.
+_OF_LAUNCHER = re.compile(r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))$")
 
 
 def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
@@ -149,16 +153,20 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     for call in source.calls:
-        if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call):
+        if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call) or call.func.attr in _OF_PROCESS:
             continue
         owners = [call.func.value, *source.values.get(ast.unparse(call.func.value), ())]
         if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in owners):
             message = (
                 "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
-                f"that {call.func.attr}() combines nothing; use calls of hvd instead, or start the script with mpirun"
+                f"that {call.func.attr}() sees no other rank; use calls of hvd instead, or start the script with mpirun"
             )
             yield Finding(call.lineno, "differs", message)
             return
+
+
+#: Calls of a communicator that need no other rank.
+_OF_PROCESS = ("Abort", "Get_name", "Is_inter", "Set_errhandler")
 
 
 def runner_of_databricks(source: Source) -> Iterator[Finding]:

@@ -11,7 +11,9 @@ from dualtrain.horovodize.order import nodes_after
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
-_START_ALIKE = re.compile(r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(")
+_START_ALIKE = re.compile(
+    r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(|load_?(model|weights|checkpoint|ckpt|state)|restore|resume"
+)
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:
