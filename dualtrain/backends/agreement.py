@@ -23,7 +23,8 @@ from dualtrain.backends.base import Primitives, Reduction
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-#: Added to a fingerprint for each sum of gradients. Odd, so that different counts of sums give different fingerprints.
+#: Added to a fingerprint for each sum of gradients that this rank started in the call's group. Odd, so that
+#: different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from dualtrain.errors import UserError
-from dualtrain.training.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
-from dualtrain.training.folder_lock import FolderLock, SupersededError
-from dualtrain.training.run_dir import BEST_WEIGHTS, write_weights
+from dualtrain.run_folder.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
+from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
+from dualtrain.run_folder.run_dir import BEST_WEIGHTS, write_weights
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Writer:
         try:
             state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
-            # Remove last: if the files of the best state could not be written, a resumed run makes these files from the
-            # checkpoint of that state.
+            # Old checkpoints are removed last: if the files of the best state could not be written, a resumed run
+            # makes these files from the checkpoint of that state.
             drop_old(self._checkpoints, self._kept, self._lock)
             self.failed = None
         except SupersededError:
