@@ -5,8 +5,7 @@ its activations and gradients again, with a page fault and zeroing for each page
 with many ranks.
 
 Blocks of 32 MB or more are still mapped one by one, as by default. If they were in the heap, glibc before 2.38 would reuse
-them badly: in a measurement, the heap grew to eight times the memory in use. With huge pages, they cause 512 times fewer page
-faults.
+them badly: in a measurement, the heap grew to eight times the memory in use. Huge pages make their page faults few.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_the_users_own_choice_of_huge_pages_is_kept():
 
 
 def test_torch_aligns_large_tensors_to_pages_for_huge_pages():
-    # A new interpreter, because torch reads the variable once. Otherwise malloc's header precedes a large block in its page.
+    # A new interpreter, because torch reads the variable once. Otherwise malloc's header is first in a large block's page.
     imports = "from dualtrain.heap import use_huge_pages; use_huge_pages(); import torch"
     program = f"{imports}; print(torch.empty(9 << 20).data_ptr() % 4096)"
     env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
