@@ -31,8 +31,10 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
         for name in uncovered if uncovered and not is_guarded(source, node) else ():
             framework = name.split(".")[1]
             what = f"horovod.{framework}" if framework in OTHER_FRAMEWORKS else name
-            message = f"dualtrain has nothing in place of {what}; use the public names of horovod.torch, and start the script "
-                "with torchrun"
+            message = (
+                f"dualtrain has nothing in place of {what}; use the public names of horovod.torch, and start the "
+                "script with torchrun"
+            )
             yield Finding(node.lineno, "unsupported", message)
 
 
@@ -68,8 +70,8 @@ def horovod_run(source: Source) -> Iterator[Finding]:
         if refused:
             here = "" if isinstance(refused[0].value, ast.Constant) else ", unless its value is None"
             message = (
-                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: its own run() has no other hosts, elastic training "
-                "or output files; start the script with torchrun"
+                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: its own run() has no other hosts, elastic "
+                "training or output files; start the script with torchrun"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
@@ -188,7 +190,8 @@ def elastic_ray(source: Source) -> Iterator[Finding]:
         elastic = [word.arg for word in call.keywords if word.arg in RAY_ELASTIC and not _is_accepted(word)]
         if elastic:
             message = (
-                f"dualtrain refuses RayExecutor({elastic[0]}=…), which is elastic, unless its value is None; give num_workers"
+                f"dualtrain refuses RayExecutor({elastic[0]}=…), which is elastic, unless its value is None; give "
+                "num_workers"
             )
             yield Finding(call.lineno, "unsupported", message)
 
