@@ -880,6 +880,14 @@ def test_imports_are_followed(text):
     assert [finding.line for finding in discarded_result(Source(text))] == [2]
 
 
+def test_an_import_in_a_function_binds_its_name_in_this_function_only():
+    both = "    import horovod.torch as hvd\n    hvd.allreduce(x)\ndef g():\n    hvd.allreduce(x)\n"
+    assert [found.line for found in discarded_result(Source(f"def f():\n{both}"))] == [3]
+    assert [found.line for found in discarded_result(Source(f"def f():\n    global hvd\n{both}"))] == [4, 6]
+    passed = both.replace("g()", "g(hvd)")
+    assert [found.line for found in discarded_result(Source(f"def f():\n{passed}"))] == [3, 5]
+
+
 CLEAN = """
 import torch
 import horovod.torch as hvd
