@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
-from dualtrain.horovodize.names import PUBLIC
+from dualtrain.horovodize.names import MODULE_NAMES, PUBLIC
 
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -21,7 +21,6 @@ Scope = ast.Module | Function
 
 #: Modules with the API of horovod.torch.
 HOMES = ("horovod.torch", "dualtrain.hvd")
-_MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 
 
 class Finding(NamedTuple):
@@ -99,12 +98,13 @@ class Source:
 
     def hvd(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
+        first, _, rest = self.hvd_path(node).partition(".")
+        return rest if first in MODULE_NAMES and rest else f"{first}.{rest}".rstrip(".")
+
+    def hvd_path(self, node: ast.AST) -> str:
+        """Return the name of ``node`` in horovod.torch with its submodule (``mpi_ops.allreduce``), or an empty string."""
         full = self.name(node)
-        for root in HOMES:
-            if full.startswith(f"{root}."):
-                first, _, rest = full.removeprefix(f"{root}.").partition(".")
-                return rest if first in _MODULES and rest else f"{first}.{rest}".rstrip(".")
-        return ""
+        return next((full.removeprefix(f"{root}.") for root in HOMES if full.startswith(f"{root}.")), "")
 
     def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
         """Return the calls of the functions ``names`` of horovod.torch."""

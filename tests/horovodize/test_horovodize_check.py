@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 from dualtrain.horovodize.check import check, findings
-from dualtrain.horovodize.names import RUN_UNSUPPORTED
+from dualtrain.horovodize.names import MODULE_NAMES, RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.rules.single_calls import discarded_result
 from dualtrain.horovodize.script_file import parse_scripts
@@ -840,6 +841,12 @@ CASES = [
         "mine = shard(data, hvd.rank())\nc, d = torch.utils.data.random_split(mine, [9, 1])",
     ),
     (
+        "unknown_name",  # names of a submodule
+        "import horovod.torch.compression as c\nc.FP8Compressor  # HERE",
+        "import horovod.torch.compression as c\nclass Mine(c.Compressor): ...\nhvd.compression.NoneCompressor\n"
+        "from horovod.torch.optimizer import _DistributedOptimizer as O\nhvd.mpi_ops._basics.rank()\nO(model)",
+    ),
+    (
         "torchmetrics",
         "import torchmetrics\nm = torchmetrics.MeanMetric()  # HERE\nx = m.compute()\nhvd.init()",
         "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(y):\n    return hvd.allreduce(y)\n"
@@ -886,6 +893,11 @@ def test_an_import_in_a_function_binds_its_name_in_this_function_only():
     assert [found.line for found in discarded_result(Source(f"def f():\n    global hvd\n{both}"))] == [4, 6]
     passed = both.replace("g()", "g(hvd)")
     assert [found.line for found in discarded_result(Source(f"def f():\n{passed}"))] == [3, 5]
+
+
+def test_names_of_submodules_exist_in_dualtrain():
+    for name, names in MODULE_NAMES.items():
+        assert names <= set(vars(import_module(f"dualtrain.hvd.{name}"))), name
 
 
 CLEAN = """

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
+from dualtrain.horovodize.names import ASYNC, MODULE_NAMES, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
 from dualtrain.horovodize.source import Finding, Function, Source, keyword
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
-_OWN_MODULES = ("exceptions", "util")
+_OWN_MODULES = {"exceptions", "util"}
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
 _NEW_TENSORS |= {f"torch.{name}Tensor" for name in ("Byte", "Float", "Int", "Long")} | {"torch.Tensor"}
 #: Collectives without an argument between the tensor and the name.
@@ -130,9 +130,12 @@ def unknown_name(source: Source) -> Iterator[Finding]:
         if isinstance(source.parents.get(node), ast.Attribute):
             continue  # a part of a longer name
         called = source.hvd(node).partition(".")[0]
-        known = called in PUBLIC or called in _OWN_MODULES or called.startswith("__")
-        if called and not known and not _tests_for(source, node, called):
-            message = f"{called!r} is no public name of horovod.torch 0.28.1, and dualtrain lacks it; use a public name"
+        module = source.hvd_path(node).partition(".")[0]
+        inside = module in MODULE_NAMES and called != module
+        names = MODULE_NAMES[module] if inside else PUBLIC | _OWN_MODULES
+        if called and called not in names and not called.startswith("__") and not _tests_for(source, node, called):
+            where = f"horovod.torch.{module}" if inside else "horovod.torch"
+            message = f"{called!r} is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
             yield Finding(getattr(node, "lineno", 1), "unsupported", message)
 
 
