@@ -900,6 +900,20 @@ def test_names_of_submodules_exist_in_dualtrain():
         assert names <= set(vars(import_module(f"dualtrain.hvd.{name}"))), name
 
 
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        ("hvd.local_size()", "number of ranks per host,"),
+        ("hvd.cross_size()", "number of hosts,"),
+        ("hvd.size()", "number of ranks,"),
+        ("hvd.local_size() * hvd.cross_size()", "number of ranks,"),
+    ],
+)
+def test_a_rate_names_the_number_that_it_grows_with(factor, words):
+    (found,) = BY_NAME["rate_times_size"](source(f"n = {factor}\ntorch.optim.SGD(p, lr=0.1 * n)"))
+    assert words in found.message
+
+
 CLEAN = """
 import torch
 import horovod.torch as hvd
