@@ -847,6 +847,23 @@ CASES = [
         "from horovod.torch.optimizer import _DistributedOptimizer as O\nhvd.mpi_ops._basics.rank()\nO(model)",
     ),
     (
+        "optimizer_state",  # before wrapping, where the wrapper discards the state
+        "o = torch.optim.AdamW(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\no = hvd.DistributedOptimizer(o)",
+        "o = torch.optim.Adam(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)\n"
+        "def other():\n    o = load()",
+    ),
+    (
+        "optimizer_state",  # after wrapping, where the state is that of the wrapper
+        "o = torch.optim.Adam(p)\no = hvd.DistributedOptimizer(o)\nhvd.broadcast_optimizer_state(o, 0)  # HERE",
+        "o = torch.optim.SparseAdam(p)\nhvd.broadcast_optimizer_state(o, 0)\nf(hvd.DistributedOptimizer(optimizer=o))",
+    ),
+    (
+        "optimizer_state",
+        "o = torch.optim.Adam(p, weight_decay=x)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\n"
+        "o = hvd.DistributedOptimizer(o)",
+        "o = torch.optim.RMSprop(p, weight_decay=0)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)",
+    ),
+    (
         "torchmetrics",
         "import torchmetrics\nm = torchmetrics.MeanMetric()  # HERE\nx = m.compute()\nhvd.init()",
         "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(y):\n    return hvd.allreduce(y)\n"
@@ -912,6 +929,15 @@ def test_names_of_submodules_exist_in_dualtrain():
 def test_a_rate_names_the_number_that_it_grows_with(factor, words):
     (found,) = BY_NAME["rate_times_size"](source(f"n = {factor}\ntorch.optim.SGD(p, lr=0.1 * n)"))
     assert words in found.message
+
+
+def test_the_state_of_adam_counts_only_after_wrapping():
+    call, wrap = "hvd.broadcast_optimizer_state(o, 0)\n", "o = hvd.DistributedOptimizer(o)\n"
+    made = "o = torch.optim.AdamW(p)\n"
+    (before,) = BY_NAME["optimizer_state"](source(made + call + wrap))
+    (after,) = BY_NAME["optimizer_state"](source(made + wrap + call))
+    assert "Adam starts" in after.message
+    assert "Adam starts" not in before.message
 
 
 CLEAN = """
