@@ -917,6 +917,20 @@ def test_names_of_submodules_exist_in_dualtrain():
         assert names <= set(vars(import_module(f"dualtrain.hvd.{name}"))), name
 
 
+def test_functions_that_nothing_uses_have_no_findings():
+    rate = "def {}(o):\n    for group in o.param_groups:\n        group['lr'] = 0.1 * hvd.size()\n"
+    pair = rate.format("first") + "def second(o):\n    first(o)\n"
+    start = "if __name__ == '__main__':\n    "
+    library, unused = findings(source(pair)), findings(source(f"{pair}{start}main()"))
+    used, named = findings(source(f"{pair}{start}second(o)")), findings(source(f"{pair}{start}vars()['second'](o)"))
+    assert ([each.line for each in library], unused) == ([5], [])
+    assert used == named == library
+    assert findings(source(f"{pair}hvd.init()")) == []
+    assert findings(source(f"@register\n{pair}hvd.init()")) != []
+    assert findings(source(f"{rate.format('main')}hvd.init()")) != []
+    assert [each.level for each in findings(source("def f():\n    hvd.nothing()\nhvd.init()"))] == ["unsupported"]
+
+
 @pytest.mark.parametrize(
     ("factor", "words"),
     [

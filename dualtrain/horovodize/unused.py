@@ -1,0 +1,54 @@
+"""Functions of a script that nothing uses, so that mistakes in them have no effect."""
+
+from __future__ import annotations
+
+import ast
+
+from dualtrain.horovodize.order import ENTRY_POINTS
+from dualtrain.horovodize.source import Function, Source, last_name
+
+
+def lines_of_unused(source: Source) -> set[int]:
+    """Return the lines of functions that nothing in the program uses; no lines if the file may be a library.
+
+    Methods count as used, and so do functions with a decorator, which may register them.
+    """
+    functions = [node for node in source.nodes if isinstance(node, Function) and _may_be_unused(source, node)]
+    if not functions or not _is_started(source):
+        return set()
+    users = {function: _users(source, function) for function in functions}
+    unused: set[ast.AST] = set()
+    while True:
+        found = {one for one, inside in users.items() if all(set(above) & (unused | {one}) for above in inside)}
+        if found <= unused:
+            break
+        unused |= found
+    return {line for one in functions if one in unused for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+
+
+def _may_be_unused(source: Source, function: Function) -> bool:
+    method = isinstance(source.parents[function], ast.ClassDef)
+    return not method and not function.decorator_list and function.name not in ENTRY_POINTS
+
+
+def _is_started(source: Source) -> bool:
+    """Return whether the file is a script: it has a main guard, or initializes Horovod or trains outside of functions."""
+    top = next(nodes for scope, nodes in source.scopes if scope is source.tree)
+    for node in top:
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            return True
+        if isinstance(node, ast.Call) and (source.hvd(node.func) == "init" or last_name(node.func) == "backward"):
+            return True
+    return False
+
+
+def _users(source: Source, function: Function) -> list[list[ast.AST]]:
+    """Return, for each place that may refer to ``function`` by its name, the nodes that contain it."""
+    files = [source, *(file for file in source.program if file.text != source.text)]
+    return [list(file.above(node)) for file in files for node in file.nodes if _names(node, function.name)]
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Constant):
+        return node.value == name  # getattr(module, "name"), for example
+    return (node.name if isinstance(node, ast.alias) else last_name(node)) == name
