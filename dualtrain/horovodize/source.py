@@ -217,6 +217,17 @@ class Source:
         return method or self._definitions_of_names[name] > 1 or name in self.values
 
     @cached_property
+    def mentions(self) -> dict[str, list[ast.AST]]:
+        """Nodes by the name that they mention: variables, attributes, imported names and strings."""
+        found: dict[str, list[ast.AST]] = {}
+        for node in self.nodes:
+            name = node.name if isinstance(node, ast.alias) else last_name(node)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value  # getattr(module, "name"), for example
+            found.setdefault(name, []).append(node)
+        return found
+
+    @cached_property
     def scopes(self) -> list[tuple[Scope, list[ast.AST]]]:
         """The module and every function, each with its own nodes in source order."""
         own: dict[ast.AST, list[ast.AST]] = {node: [] for node in self.nodes if isinstance(node, Scope)}

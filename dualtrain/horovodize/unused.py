@@ -45,10 +45,4 @@ def _is_started(source: Source) -> bool:
 def _users(source: Source, function: Function) -> list[list[ast.AST]]:
     """Return, for each place that may refer to ``function`` by its name, the nodes that contain it."""
     files = [source, *(file for file in source.program if file.text != source.text)]
-    return [list(file.above(node)) for file in files for node in file.nodes if _names(node, function.name)]
-
-
-def _names(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.Constant):
-        return node.value == name  # getattr(module, "name"), for example
-    return (node.name if isinstance(node, ast.alias) else last_name(node)) == name
+    return [list(file.above(node)) for file in files for node in file.mentions.get(function.name, ())]
