@@ -945,6 +945,12 @@ def test_a_rate_names_the_number_that_it_grows_with(factor, words):
     assert words in found.message
 
 
+def test_clips_by_norm_and_by_value_are_named():
+    for clip, own in [("clip_grad_norm_", "norm;"), ("clip_grad_value_", "values;")]:
+        (found,) = BY_NAME["clip_before_synchronize"](source(f"{WRAP}loss.backward()\n{clip}(p, 1)\noptimizer.step()"))
+        assert f"by its own {own}" in found.message
+
+
 def test_the_state_of_adam_counts_only_after_wrapping():
     call, wrap = "hvd.broadcast_optimizer_state(o, 0)\n", "o = hvd.DistributedOptimizer(o)\n"
     made = "o = torch.optim.AdamW(p)\n"
