@@ -841,6 +841,33 @@ CASES = [
         "mine = shard(data, hvd.rank())\nc, d = torch.utils.data.random_split(mine, [9, 1])",
     ),
     (
+        "use_before_init",
+        "def main():\n    if hvd.rank() == 0:  # HERE\n        print(hvd.size())\n    hvd.init()",
+        "def helper():\n    return hvd.rank()\ndef main():\n    show = lambda: hvd.rank()\n    if hvd.is_initialized():\n"
+        "        print(hvd.rank())\n    x = many and hvd.rank()\n    hvd.init()\n    print(hvd.rank())",
+    ),
+    (
+        "use_before_init",
+        "size = hvd.size()  # HERE\nhvd.init()",
+        "if many:\n    print(hvd.rank())\n    hvd.init()",
+    ),
+    (
+        "discarded_result",  # a new tensor that is read, and one for a barrier
+        "def mean(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)  # HERE\n    return t.item()",
+        "def sync(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)\n    u = torch.tensor(1)\n"
+        "    hvd.allreduce(u)\n    print(u)",
+    ),
+    (
+        "same_order_every_epoch",  # a sampler inside the call of the loader
+        "loader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 2, 0))  # HERE\nfor epoch in range(3):\n"
+        "    for x in loader: loss(x).backward()",
+        "from train import run\nloader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 2, 0))\n"
+        "val_loader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 3, 0))\n"
+        "other = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 4, 0))\n"
+        "for epoch in range(3):\n    run(loader)\n    model.eval()\n    for x in val_loader: model(x)\n"
+        "    for x in other: model(x)",
+    ),
+    (
         "unknown_name",  # names of a submodule
         "import horovod.torch.compression as c\nc.FP8Compressor  # HERE",
         "import horovod.torch.compression as c\nclass Mine(c.Compressor): ...\nhvd.compression.NoneCompressor\n"

@@ -14,6 +14,7 @@ from dualtrain.horovodize.source import Finding, Function, Source, keyword
 _OWN_MODULES = {"exceptions", "util"}
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
 _NEW_TENSORS |= {f"torch.{name}Tensor" for name in ("Byte", "Float", "Int", "Long")} | {"torch.Tensor"}
+_COPIES = ("torch.as_tensor", "torch.tensor")
 #: Collectives without an argument between the tensor and the name.
 _NAME_SECOND = ("allgather", "grouped_allgather", "reducescatter", "grouped_reducescatter", "sparse_allreduce")
 
@@ -106,7 +107,24 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     if any(_BARRIER.search(ast.unparse(name)) for name in names if name is not None):
         return True
     scope = source.scope(call)
-    return _BARRIER.search(getattr(scope, "name", "")) is not None or _is_new(source, value)
+    if _BARRIER.search(getattr(scope, "name", "")) is not None:
+        return True
+    return _is_new(source, value) and not _is_measured(source, call, value)
+
+
+def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
+    """Return whether ``value`` is a tensor made of another variable, and the same function reads it after ``call``."""
+    values = source.values.get(value.id, ()) if isinstance(value, ast.Name) else ()
+    made = [one for one in values if isinstance(one, ast.Call) and source.name(one.func) in _COPIES]
+    if (
+        not isinstance(value, ast.Name)
+        or not made
+        or any(isinstance(one.args[0], ast.Constant) for one in made if one.args)
+    ):
+        return False
+    scope, later = source.scope(call), call.end_lineno or call.lineno
+    same = (node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later)
+    return any(source.scope(node) is scope and isinstance(node.ctx, ast.Load) for node in same)
 
 
 _BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
