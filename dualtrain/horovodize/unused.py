@@ -32,14 +32,21 @@ def _may_be_unused(source: Source, function: Function) -> bool:
 
 
 def _is_started(source: Source) -> bool:
-    """Return whether the file is a script: it has a main guard, or initializes Horovod or trains outside of functions."""
+    """Return whether the file is a script: it has a main guard, or trains or calls its functions outside of functions.
+
+    A call of ``hvd.init`` does not suffice, because a module for other files may call it.
+    """
     top = next(nodes for scope, nodes in source.scopes if scope is source.tree)
     for node in top:
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
             return True
-        if isinstance(node, ast.Call) and (source.hvd(node.func) == "init" or last_name(node.func) == "backward"):
+        if isinstance(node, ast.Call) and (last_name(node.func) == "backward" or _calls_own(source, node)):
             return True
     return False
+
+
+def _calls_own(source: Source, call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in source.functions
 
 
 def _users(source: Source, function: Function) -> list[list[ast.AST]]:

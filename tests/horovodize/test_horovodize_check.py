@@ -952,10 +952,11 @@ def test_functions_that_nothing_uses_have_no_findings():
     used, named = findings(source(f"{pair}{start}second(o)")), findings(source(f"{pair}{start}vars()['second'](o)"))
     assert ([each.line for each in library], unused) == ([5], [])
     assert used == named == library
-    assert findings(source(f"{pair}hvd.init()")) == []
-    assert findings(source(f"@register\n{pair}hvd.init()")) != []
-    assert findings(source(f"{rate.format('main')}hvd.init()")) != []
-    assert [each.level for each in findings(source("def f():\n    hvd.nothing()\nhvd.init()"))] == ["unsupported"]
+    assert findings(source(f"{pair}hvd.init()")) == library
+    assert findings(source(f"{pair}loss.backward()")) == findings(source(f"{pair}def run(): ...\nrun()")) == []
+    assert findings(source(f"@register\n{pair}loss.backward()")) != []
+    assert findings(source(f"{rate.format('main')}loss.backward()")) != []
+    assert [each.level for each in findings(source("def f():\n    hvd.nothing()\nloss.backward()"))] == ["unsupported"]
 
 
 @pytest.mark.parametrize(
