@@ -52,7 +52,9 @@ def require(path, purpose):
     try:
         find(path)
     except (ImportError, AttributeError):
-        pytest.fail(f"this torch has no {path}: dualtrain/backends/torch.py uses it for {purpose}; find another way there")
+        pytest.fail(
+            f"this torch has no {path}: dualtrain/backends/torch.py uses it for {purpose}, and must do this in another way"
+        )
 
 
 @pytest.mark.parametrize("path", USED)
