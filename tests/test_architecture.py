@@ -51,7 +51,7 @@ LAYERS = {
     "backends": [
         {"watch", "objects"},
         {"base"},
-        {"wire", "serial", "agreement", "sum_order", "ring_order", "shm.semaphores", "shm.short"},
+        {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
         {"shm.operation"},
         {"shm.reductions"},
