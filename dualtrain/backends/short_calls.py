@@ -27,12 +27,13 @@ _OWN_BYTES = _WORD * _NUMBERS  # of a rank's frame without data
 _MOST_VIEWS = 64
 
 
-def longest(size: int) -> int:
-    """Return the largest number of bytes of short data with ``size`` ranks.
+def longest(size: int, one_host: bool) -> int:
+    """Return the largest number of bytes of short data with ``size`` ranks, on one host or on several.
 
-    Rank 0 receives and sends the data of all ranks, so this number falls with ``size``.
+    Rank 0 receives and sends the data of all ranks. So this number falls with ``size``, and is smaller if the data crosses
+    a network, where a ring would use the links of all hosts.
     """
-    return max(1 << 12, min(1 << 16, (1 << 18) // size))
+    return max(1 << 12, (1 << (20 if one_host else 18)) // size)
 
 
 class _Views(NamedTuple):
@@ -50,6 +51,11 @@ class _Views(NamedTuple):
 class CallBuffers:
     """Frames of one rank, for one comparison at a time.
 
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        most: the largest number of bytes of data in a frame, a multiple of 8.
+
     Attributes:
         rows: on rank 0, buffers for the frames of the other ranks.
         reply: buffer for rank 0's reply.
@@ -58,15 +64,14 @@ class CallBuffers:
     # Tensors and views that are made in inference mode could not be written outside of it.
 
     @torch.inference_mode(False)
-    def __init__(self, rank: int, size: int) -> None:
-        self._size = size
-        self._values = longest(size) // _WORD
-        self._stride = 1 + _NUMBERS + self._values  # of a rank's frame
+    def __init__(self, rank: int, size: int, most: int) -> None:
+        self._size, self._most = size, most
+        self._stride = 1 + _NUMBERS + most // _WORD  # of a rank's frame
         self._end = 1 + _NUMBERS * size  # of the numbers in the reply
         # Arrays and tensors share their memory: Python reads and writes single numbers faster through an array. Rank 0's
         # own frame is the first row.
         self._own, gathered = _shared(self._stride * (size if rank == 0 else 1))
-        self._answer, self._reply = _shared(self._end + self._values)
+        self._answer, self._reply = _shared(self._end + most // _WORD)
         self._gathered = gathered.view(-1, self._stride)
         memory, end = memoryview(self._own).cast("B"), self._stride * _WORD
         self._frame = memory[:end]
@@ -77,6 +82,15 @@ class CallBuffers:
         self._result_bytes = self._reply[self._end :].view(torch.uint8)
         # A program repeats the same few calls, and to make a view takes as long as to reduce a few values.
         self._views: dict[tuple[torch.dtype, torch.Size], _Views] = {}
+
+    def fits(self, data: Short | None) -> bool:
+        """Return whether ``data`` may travel with the comparison of its call."""
+        own = _own_values(data)
+        if own is None:
+            return data is not None  # a broadcast from another rank
+        if isinstance(data, Reduction) and own.dtype not in REDUCIBLE:
+            return False
+        return own.is_cpu and own.nbytes <= (self._most // self._size if isinstance(data, Gather) else self._most)
 
     def message(self, numbers: Sequence[int], data: Short | None) -> memoryview:
         """Write this rank's frame, and return it."""
@@ -147,16 +161,6 @@ class CallBuffers:
         fields = self._gathered[0, 1 + _NUMBERS :], self._gathered[:, 1 + _NUMBERS :], self._reply[self._end :]
         mine, rows, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
         return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
-
-
-def travels(data: Short | None, size: int) -> bool:
-    """Return whether ``data`` may travel with the comparison of its call."""
-    own, most = _own_values(data), longest(size)
-    if own is None:
-        return data is not None  # a broadcast from another rank
-    if isinstance(data, Reduction) and own.dtype not in REDUCIBLE:
-        return False
-    return own.is_cpu and own.nbytes <= (most // size if isinstance(data, Gather) else most)
 
 
 def _own_values(data: Short | None) -> torch.Tensor | None:

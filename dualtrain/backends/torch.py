@@ -40,7 +40,7 @@ from dualtrain.backends.agreement import Call, exchange_text
 from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.short_calls import CallBuffers, travels
+from dualtrain.backends.short_calls import CallBuffers, longest
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, new_job
@@ -203,8 +203,7 @@ class TorchBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         store: the job's store, without keys of earlier worlds.
-        interface: network interface for Gloo; ``None`` for torch's own choice.
-        address: this host's address on the interface through which the other ranks reach it.
+        placed: the same place; local and cross ranks follow from the hosts of all ranks.
 
     Raises:
         UserError: the processes cannot connect to each other.
@@ -213,9 +212,7 @@ class TorchBackend(Backend):
     name = "torch"
     transports: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
 
-    def __init__(
-        self, world: World, device: torch.device, timeout: float, store: dist.Store, interface: str | None, address: str
-    ) -> None:
+    def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
         super().__init__(world, device, timeout)
         self.transport = self.transports[device.type]
         self._groups: list[Any] = []
@@ -224,21 +221,23 @@ class TorchBackend(Backend):
         self._native: dist.Store | None = None
         self._nccl: Any = None
         self._nccl_sums = 0
-        self._open_groups(store, interface, address)
+        self._interface, self._address = _chosen_interface(placed), listening_address(placed)
+        self._one_host = placed.single_host
+        self._open_groups(store)
 
-    def _open_groups(self, store: dist.Store, interface: str | None, address: str) -> None:
+    def _open_groups(self, store: dist.Store) -> None:
         """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
-        self._store, self._interface, self._address = store, interface, address
-        self._buffers = CallBuffers(self.rank, self.size)
+        self._store = store
+        self._buffers = CallBuffers(self.rank, self.size, longest(self.size, self._one_host))
         try:
             self._sums, self._calls = (
-                _gloo_group(dist.PrefixStore(name, store), self.world, interface, self.timeout)
+                _gloo_group(dist.PrefixStore(name, store), self.world, self._interface, self.timeout)
                 for name in ("sums", "calls")
             )
         except RuntimeError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
         self._hold(self._sums, self._calls)
-        connections = open_control_channel(_RanksOfStore(self, store), address, "comparing calls")
+        connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
         self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
 
     def _hold(self, *groups: Any) -> None:
@@ -269,12 +268,13 @@ class TorchBackend(Backend):
         return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
-        short, buffers = data if travels(data, self.size) else None, self._buffers
+        buffers = self._buffers
+        short = data if buffers.fits(data) else None
         self._channel.exchange(buffers.message(numbers, short), buffers.rows, buffers.reply, partial(buffers.answer, short))
         return buffers.read(short)
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        if not travels(Reduction(tensor, op), self.size):
+        if not self._buffers.fits(Reduction(tensor, op)):
             return self.start_allreduce(tensor, op, name)
         self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name)
         return Done()
@@ -354,7 +354,8 @@ class TorchBackend(Backend):
         prefix = f"group/{self._subsets}"
         group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
         group._nccl_sums = 0
-        group._open_groups(dist.PrefixStore(prefix, self._store), self._interface, self._address)
+        group._interface, group._address, group._one_host = self._interface, self._address, self._one_host
+        group._open_groups(dist.PrefixStore(prefix, self._store))
         return group
 
     def make_default_group(self) -> None:
@@ -456,7 +457,7 @@ def _limit(timeout: float) -> timedelta:
     return timedelta(seconds=timeout + 10)
 
 
-def chosen_interface(world: World) -> str | None:
+def _chosen_interface(world: World) -> str | None:
     """Return Gloo's interface: loopback if all ranks are on one host, else the one that reaches the other hosts.
 
     ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to. This may be
