@@ -69,7 +69,7 @@ class CallChannel:
 
         self.exchange(memoryview(_frame(data)), rows, reply, answer)
         gathered = bytes(reply[HEADER:])
-        return [gathered[begin : begin + length] for begin in range(0, len(gathered), length)]
+        return [gathered[length * rank : length * (rank + 1)] for rank in range(self._size)]
 
     def close(self) -> None:
         """Close the connections; exchanges of the other ranks fail. May be called again."""

@@ -1,0 +1,141 @@
+"""The control channel of calls: messages of any length, and errors in place of answers to an earlier message."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dualtrain.backends.base import Broadcast, Gather, ReduceOp, Reduction
+from dualtrain.backends.call_channel import CallChannel
+from dualtrain.backends.short_calls import CallBuffers, longest
+
+
+@pytest.fixture
+def channels():
+    """Make the ends of channels between ranks of this process; all connections are closed at the end of the test."""
+    made: list[CallChannel] = []
+
+    def make(size):
+        ours = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for rank in range(1, size):
+                theirs = socket.create_connection(server.getsockname())
+                ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
+                made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
+        made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
+        return made
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+def wait_for_all(steps):
+    deque(steps, maxlen=0)
+
+
+def gathered(ends, messages):
+    """Return what each rank gets when the ranks send these messages."""
+    return on_all_ranks([partial(end.gather, message) for end, message in zip(ends, messages, strict=True)])
+
+
+def on_all_ranks(calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result(timeout=60) for one in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_messages_of_any_length_are_gathered_in_rank_order(channels, size):
+    ends = channels(size)
+    for length in (0, 1, 8, 100_003):
+        messages = [bytes([rank + 1]) * length for rank in range(size)]
+        assert gathered(ends, messages) == [messages] * size
+
+
+def test_a_message_that_is_longer_than_the_sockets_buffers_waits_for_a_late_rank(channels):
+    root, other = channels(2)
+    data = bytes(1 << 24)
+
+    def late():
+        time.sleep(0.6)
+        return root.gather(data)
+
+    assert on_all_ranks([late, partial(other.gather, data)]) == [[data, data]] * 2
+
+
+def test_after_an_interrupted_exchange_no_rank_gets_the_answer_to_an_earlier_message(channels, monkeypatch):
+    root, other = channels(2)
+
+    def interrupted(steps):
+        next(steps)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(other, "_await", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.gather(b"2")
+    with pytest.raises(ConnectionAbortedError, match="an earlier comparison of calls has failed or was interrupted"):
+        other.gather(b"3")
+    with pytest.raises(ConnectionError):
+        [root.gather(b"1") for _ in range(2)]
+
+
+def test_messages_of_different_lengths_are_an_error(channels):
+    root, other = channels(2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(other.gather, bytes(8))
+        with pytest.raises(ValueError, match="different lengths"):
+            root.gather(bytes(16))
+        with pytest.raises(ConnectionAbortedError):
+            root.gather(bytes(16))
+        with pytest.raises(ConnectionError):
+            waiting.result(timeout=60)
+
+
+def answered(messages):
+    """Return what rank 0 and rank 1 read from the reply to their messages, each a pair of numbers and data."""
+    root, other = (CallBuffers(rank, 2, longest(2, one_host=True)) for rank in range(2))
+    root.message(*messages[0])
+    root.rows[0][: len(frame)] = (frame := other.message(*messages[1]))
+    reply = root.answer(messages[0][1])
+    other.reply[: len(reply)] = reply
+    return root.read(messages[0][1]), other.read(messages[1][1])
+
+
+def test_the_reply_has_a_result_only_if_the_calls_agree():
+    for number, has_result in ((5, True), (~5, True), (6, False)):
+        datas = [Reduction(torch.tensor([1.0, 2.0 + rank]), ReduceOp.SUM) for rank in range(2)]
+        numbers = answered([([5, 0], datas[0]), ([number, 7], datas[1])])
+        assert numbers == ([[5, 0], [number, 7]],) * 2
+        results = [None if one.result is None else one.result.tolist() for one in datas]
+        assert results == [[2.0, 5.0] if has_result else None] * 2
+
+
+def test_without_the_data_of_all_ranks_the_reply_has_no_result():
+    """The ranks' calls agree, but the data of one rank is too long: all ranks then use the library."""
+    reduction = Reduction(torch.ones(2), ReduceOp.SUM)
+    answered([([5, 0], reduction), ([5, 0], None)])
+    assert reduction.result is None
+    gather = Gather(torch.ones(2, dtype=torch.uint8), unit=1)
+    answered([([5, 2], gather), ([5, 3], None)])
+    assert gather.result is None
+    ends = Broadcast(1, None), Broadcast(1, None)
+    answered([([5, 0], ends[0]), ([5, 0], ends[1])])
+    assert [end.result for end in ends] == [None, None]
+
+
+def test_bytes_of_different_lengths_are_gathered_and_broadcast():
+    datas = [torch.arange(length, dtype=torch.uint8) for length in (3, 10)]
+    ends = [Gather(data, unit=1) for data in datas]
+    answered([([5, 3], ends[0]), ([5, 10], ends[1])])
+    assert all(torch.equal(end.result, torch.cat(datas)) for end in ends)
+    copies = Broadcast(1, None), Broadcast(1, datas[1])
+    answered([([5, 0], copies[0]), ([5, 0], copies[1])])
+    assert all(torch.equal(copy.result, datas[1]) for copy in copies)
