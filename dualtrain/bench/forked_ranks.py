@@ -7,6 +7,7 @@ A new interpreter needs some CPU seconds to import torch. With many ranks on few
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -72,9 +73,10 @@ def _quiet(threads: int) -> dict[str, str]:
 
 
 def _run_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    output = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout = sys.stderr = output
     os.environ.update(environment)
     worker.main(arguments)
 
