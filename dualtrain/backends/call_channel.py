@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from inspect import GEN_CLOSED, getgeneratorstate
 
 from dualtrain.rendezvous.connection import Connection
 
@@ -22,6 +24,9 @@ _SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to 
 
 class CallChannel:
     """One rank's end of the connections, for one exchange at a time.
+
+    An exchange that has timed out on this rank is finished by the next one, so that the ranks stay in step. Its buffers
+    must stay as they are until then. If one was interrupted, it is unknown how much was received, and all later ones fail.
 
     Args:
         rank: this rank.
@@ -36,7 +41,7 @@ class CallChannel:
     ) -> None:
         self._rank, self._size, self._await = rank, size, await_all
         self._sockets = [one.socket for one in sorted(connections, key=lambda one: one.rank)]
-        self._ended = True  # whether the last exchange has ended; otherwise the ranks may be out of step
+        self._unfinished: deque[Generator[None, None, None]] = deque()
         for one in self._sockets:
             one.settimeout(_SLICE_SECONDS)
 
@@ -45,7 +50,7 @@ class CallChannel:
     ) -> None:
         """Gather every rank's frame ``message`` on rank 0, then copy rank 0's answer to all other ranks. Blocks.
 
-        A connection that ends, a frame that is longer than its buffer, and an earlier exchange that has failed are errors.
+        Errors are: a connection ends, a frame is longer than its buffer, an earlier exchange was interrupted.
 
         Args:
             message: this rank's frame; rank 0 has none.
@@ -53,7 +58,8 @@ class CallChannel:
             reply: on other ranks, a buffer for the answer.
             answer: called on rank 0 when ``rows`` have arrived; returns the frame to send to the other ranks.
         """
-        self._await(self._steps(message, rows, reply, answer))
+        self._unfinished.append(self._steps(message, rows, reply, answer))
+        self._await(self._finish())
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather every rank's ``data``, equally long on every rank, in rank order. Blocks; errors as above."""
@@ -78,13 +84,18 @@ class CallChannel:
                 one.shutdown(socket.SHUT_RDWR)  # also if a forked child has inherited the connection
             one.close()
 
+    def _finish(self) -> Iterator[None]:
+        while self._unfinished:
+            if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
+                self.close()  # so that the other ranks don't wait for this one
+                raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")
+            for _ in self._unfinished[0]:  # not ``yield from``, which would close the generator if the wait times out
+                yield
+            self._unfinished.popleft()
+
     def _steps(
         self, message: memoryview, rows: Sequence[memoryview], reply: memoryview, answer: Callable[[], memoryview]
-    ) -> Iterator[None]:
-        if not self._ended:
-            self.close()  # so that the other ranks don't wait for this one
-            raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")
-        self._ended = False
+    ) -> Generator[None, None, None]:
         if self._rank == 0:
             for one, row in zip(self._sockets, rows, strict=True):
                 yield from _receive(one, row)
@@ -94,7 +105,6 @@ class CallChannel:
         else:
             yield from _send(self._sockets[0], message)
             yield from _receive(self._sockets[0], reply)
-        self._ended = True
 
 
 def _send(to: socket.socket, frame: memoryview) -> Iterator[None]:

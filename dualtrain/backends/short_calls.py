@@ -65,7 +65,7 @@ class CallBuffers:
 
     @torch.inference_mode(False)
     def __init__(self, rank: int, size: int, most: int) -> None:
-        self._size, self._most = size, most
+        self._size = size
         self._stride = 1 + _NUMBERS + most // _WORD  # of a rank's frame
         self._end = 1 + _NUMBERS * size  # of the numbers in the reply
         # Arrays and tensors share their memory: Python reads and writes single numbers faster through an array. Rank 0's
@@ -82,15 +82,6 @@ class CallBuffers:
         self._result_bytes = self._reply[self._end :].view(torch.uint8)
         # A program repeats the same few calls, and to make a view takes as long as to reduce a few values.
         self._views: dict[tuple[torch.dtype, torch.Size], _Views] = {}
-
-    def fits(self, data: Short | None) -> bool:
-        """Return whether ``data`` may travel with the comparison of its call."""
-        own = _own_values(data)
-        if own is None:
-            return data is not None  # a broadcast from another rank
-        if isinstance(data, Reduction) and own.dtype not in REDUCIBLE:
-            return False
-        return own.is_cpu and own.nbytes <= (self._most // self._size if isinstance(data, Gather) else self._most)
 
     def message(self, numbers: Sequence[int], data: Short | None) -> memoryview:
         """Write this rank's frame, and return it."""
@@ -161,6 +152,16 @@ class CallBuffers:
         fields = self._gathered[0, 1 + _NUMBERS :], self._gathered[:, 1 + _NUMBERS :], self._reply[self._end :]
         mine, rows, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
         return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
+
+
+def travels(data: Short | None, size: int, most: int) -> bool:
+    """Return whether ``data`` may travel with the comparison of its call, in a frame of at most ``most`` bytes of data."""
+    own = _own_values(data)
+    if own is None:
+        return data is not None  # a broadcast from another rank
+    if isinstance(data, Reduction) and own.dtype not in REDUCIBLE:
+        return False
+    return own.is_cpu and own.nbytes <= (most // size if isinstance(data, Gather) else most)
 
 
 def _own_values(data: Short | None) -> torch.Tensor | None:

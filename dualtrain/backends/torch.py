@@ -2,7 +2,8 @@
 
 Outside of the bench, the only module that imports torch.distributed. The process groups are dualtrain's own, and
 torch.distributed's default group stays as it is, so that libraries which check ``is_initialized()`` behave as they
-would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on.
+would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on. The ranks compare their
+calls on connections of their own (``call_channel.py``).
 
 Operations of a group are matched by their order. Buckets of gradients are sent while backward makes other calls, in an
 order that may differ between ranks. So one Gloo group is for sums of gradients, and the other one is for all other calls,
@@ -40,7 +41,7 @@ from dualtrain.backends.agreement import Call, exchange_text
 from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.short_calls import CallBuffers, longest
+from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, new_job
@@ -228,7 +229,8 @@ class TorchBackend(Backend):
     def _open_groups(self, store: dist.Store) -> None:
         """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
         self._store = store
-        self._buffers = CallBuffers(self.rank, self.size, longest(self.size, self._one_host))
+        self._buffers: CallBuffers | None = None
+        self._most = longest(self.size, self._one_host)
         try:
             self._sums, self._calls = (
                 _gloo_group(dist.PrefixStore(name, store), self.world, self._interface, self.timeout)
@@ -268,13 +270,16 @@ class TorchBackend(Backend):
         return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
-        buffers = self._buffers
-        short = data if buffers.fits(data) else None
-        self._channel.exchange(buffers.message(numbers, short), buffers.rows, buffers.reply, partial(buffers.answer, short))
+        # An exchange that has timed out still uses its buffers: keep only those of an exchange that has ended.
+        buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._most), None
+        short = data if travels(data, self.size, self._most) else None
+        message = buffers.message(numbers, short)
+        self._channel.exchange(message, buffers.rows, buffers.reply, partial(buffers.answer, short))
+        self._buffers = buffers
         return buffers.read(short)
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        if not self._buffers.fits(Reduction(tensor, op)):
+        if not travels(Reduction(tensor, op), self.size, self._most):
             return self.start_allreduce(tensor, op, name)
         self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name)
         return Done()

@@ -8,6 +8,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,18 +74,36 @@ def test_a_message_that_is_longer_than_the_sockets_buffers_waits_for_a_late_rank
 def test_after_an_interrupted_exchange_no_rank_gets_the_answer_to_an_earlier_message(channels, monkeypatch):
     root, other = channels(2)
 
-    def interrupted(steps):
-        next(steps)
-        raise KeyboardInterrupt
-
+    [connection] = other._sockets
+    interrupted = Mock(send=connection.send, recv_into=Mock(side_effect=KeyboardInterrupt))
     with monkeypatch.context() as patch:
-        patch.setattr(other, "_await", interrupted)
+        patch.setattr(other, "_sockets", [interrupted])
         with pytest.raises(KeyboardInterrupt):
             other.gather(b"2")
     with pytest.raises(ConnectionAbortedError, match="an earlier comparison of calls has failed or was interrupted"):
         other.gather(b"3")
     with pytest.raises(ConnectionError):
         [root.gather(b"1") for _ in range(2)]
+
+
+def test_an_exchange_that_has_timed_out_is_finished_by_the_next_one(channels, monkeypatch):
+    root, other, last = channels(3)
+
+    def timed_out(steps):
+        next(steps)
+        next(steps)
+        raise TimeoutError
+
+    for end in (root, other):
+        with monkeypatch.context() as patch:
+            patch.setattr(end, "_await", timed_out)
+            with pytest.raises(TimeoutError):
+                end.gather(b"1")
+    messages = [b"a", b"b", b"c"]
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(lambda: [last.gather(b"1"), last.gather(messages[2])])
+        assert gathered([root, other], messages[:2]) == [messages] * 2
+        assert late.result(timeout=60) == [[b"1"] * 3, messages]
 
 
 def test_messages_of_different_lengths_are_an_error(channels):
