@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dualtrain.heap import keep_freed_memory
     from dualtrain.optimizer import DistributedOptimizer
     from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
-    from dualtrain.training.trainer import Trainer
+    from dualtrain.trainer.trainer import Trainer
 
 __all__ = [
     "Backend",
@@ -45,7 +45,7 @@ _MODULES = {
     "dualtrain.heap": ("keep_freed_memory",),
     "dualtrain.optimizer": ("DistributedOptimizer",),
     "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),
-    "dualtrain.training.trainer": ("Trainer",),
+    "dualtrain.trainer.trainer": ("Trainer",),
 }
 
 

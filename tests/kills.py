@@ -37,7 +37,9 @@ from pathlib import Path
 import torch
 import dualtrain.files, dualtrain.main
 from dualtrain.backends import collectives, factory, shm
-from dualtrain.training import checkpoint, objective, results, trainer
+from dualtrain.run_folder import checkpoint
+from dualtrain.trainer import objective, trainer
+from dualtrain.training import results
 
 calls = 0
 

@@ -34,11 +34,12 @@ TOP_LEVEL = [
     "state",
     "functional",
     "batchnorm",
+    "on_ranks",
     # Modules after console may print through it; modules before it log.
     "console",
 ]
 TOP_LEVEL += ["torchvision_shim", "user_code"]
-TOP_LEVEL += ["config", "models", "data", "training", "hvd", "spawn", "main"]
+TOP_LEVEL += ["config", "models", "data", "run_folder", "trainer", "training", "hvd", "spawn", "main"]
 TOP_LEVEL += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
 TOP_LEVEL += ["functions", "spark", "ray"]
 #: The files of some packages by layer, from bottom to top. Each file imports from lower layers only.
@@ -68,6 +69,28 @@ LAYERS = {
     ],
     "spark": [{"barrier"}, {"runner"}],
     "ray": [{"settings"}, {"actors"}, {"executor"}],
+    "run_folder": [
+        {"generation", "save_clock"},
+        {"folder_lock"},
+        {"checkpoint", "last_step", "run_dir"},
+        {"attempts", "checkpoint_writer"},
+        {"restarts"},
+    ],
+    "trainer": [
+        {"common_buffers", "description", "machine", "modes", "objective", "precision", "rank_state"},
+        {"data_parallel", "same_run", "step"},
+        {"passes"},
+        {"parts"},
+        {"virtual_ranks"},
+        {"trainer"},
+    ],
+    "training": [
+        {"assemble", "batch_plan", "cursor", "optimizers", "origin", "progress", "signals"},
+        {"records", "results"},
+        {"resume"},
+        {"opening", "start"},
+        {"loop"},
+    ],
     "gradients": [
         {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
@@ -183,7 +206,7 @@ def test_imports_are_from_earlier_modules_and_packages():
             other = top_level(name)
             assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{module(path)} imports {name}"
             # An import from ``dualtrain`` itself loads later modules.
-            assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
+            assert other or not name.startswith("dualtrain") or own in ("trainer", "training", "hvd", "main", "bench"), (
                 f"{module(path)} imports {name}"
             )
 
@@ -342,7 +365,8 @@ def test_only_the_loop_takes_the_whole_configuration():
     """Other functions get sections, so that their signatures show the settings on which they depend."""
     users = {
         path.name
-        for path in (PACKAGE / "training").glob("*.py")
+        for package in ("run_folder", "trainer", "training")
+        for path in files_of(package)
         for node in nodes_of(path)
         if isinstance(node, ast.Name | ast.alias) and "Config" in (getattr(node, "id", ""), getattr(node, "name", ""))
     }

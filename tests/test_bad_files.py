@@ -47,9 +47,9 @@ from dualtrain.horovodize.run_script import load_script
 from dualtrain.models import build, classifiers
 from dualtrain.models.weights import load_weights, read_state
 from dualtrain.report.runs import read_runs
-from dualtrain.training import checkpoint
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.run_dir import MetricsFile, step_of, write_weights
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.run_dir import MetricsFile, step_of, write_weights
 from tests.data.test_data_sources import write_cifar, write_mnist
 from tests.forked import server
 

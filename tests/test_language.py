@@ -18,7 +18,7 @@ UNFINISHED: tuple[str, ...] = ()
 ALIASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "carry": ("0.3.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
     "cargo": ("0.3.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
-    "news": ("0.3.0", ("dualtrain/training/step.py", "dualtrain/training/trainer.py", "tests/training/test_trainer.py")),
+    "news": ("0.3.0", ("dualtrain/trainer/step.py", "dualtrain/trainer/trainer.py", "tests/training/test_trainer.py")),
     "settle": (
         "0.3.0",
         ("dualtrain/backends/collectives.py", "dualtrain/backends/watch.py", "tests/backends/test_watch.py"),

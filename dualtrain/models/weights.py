@@ -86,7 +86,7 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _is_checkpoint(file: str) -> bool:
-    """Return whether a readable safetensors file is a run's checkpoint, by its header; see ``training/checkpoint.py``."""
+    """Return whether a readable safetensors file is a run's checkpoint, by its header; see ``run_folder/checkpoint.py``."""
     with readable_path(file) as path, safetensors.safe_open(path, framework="pt") as content:
         return {"structure", "sha256"} <= (content.metadata() or {}).keys()
 

@@ -21,11 +21,11 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import Source, Tensors, contents_of, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
-from dualtrain.training.data_parallel import measured, replicate
-from dualtrain.training.modes import evaluation_mode, training_mode
-from dualtrain.training.on_ranks import on_all_ranks
-from dualtrain.training.rank_state import seed_all
-from dualtrain.training.same_run import compare_task
+from dualtrain.on_ranks import on_all_ranks
+from dualtrain.trainer.data_parallel import measured, replicate
+from dualtrain.trainer.modes import evaluation_mode, training_mode
+from dualtrain.trainer.rank_state import seed_all
+from dualtrain.trainer.same_run import compare_task
 from dualtrain.user_code import in_one_line, user_traceback
 
 #: Largest number of samples that are searched for the cause of a loss that is not finite.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dualtrain.training.objective import NAMES, added, training_metrics
+from dualtrain.trainer.objective import NAMES, added, training_metrics
 
 
 @dataclass

@@ -26,7 +26,19 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
-from dualtrain.training import checkpoint
+from dualtrain.on_ranks import on_all_ranks, on_rank_zero
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.attempts import Attempt, recoveries_in
+from dualtrain.run_folder.checkpoint_writer import Writer
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.restarts import allow_restart, recorded
+from dualtrain.run_folder.run_dir import claim
+from dualtrain.run_folder.save_clock import SaveClock
+from dualtrain.trainer.machine import platform_of, threads, use_threads, warn_of_another
+from dualtrain.trainer.objective import CrossEntropy, metrics
+from dualtrain.trainer.passes import Tensors
+from dualtrain.trainer.same_run import compare_settings
+from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.assemble import (
     check_batches,
     check_virtual_ranks,
@@ -37,29 +49,17 @@ from dualtrain.training.assemble import (
     not_finite,
     try_out,
 )
-from dualtrain.training.attempts import Attempt, recoveries_in
 from dualtrain.training.batch_plan import BatchPlan
-from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.machine import platform_of, threads, use_threads, warn_of_another
-from dualtrain.training.objective import CrossEntropy, metrics
-from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.origin import origin_of
-from dualtrain.training.passes import Tensors
 from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
-from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
 from dualtrain.training.resume import adopted, compare_batches_and_data, restore_best, set_aside
-from dualtrain.training.run_dir import claim
-from dualtrain.training.same_run import compare_settings
-from dualtrain.training.save_clock import SaveClock
 from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
-from dualtrain.training.trainer import Trainer
 from dualtrain.user_code import takes_arguments
 
 _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"

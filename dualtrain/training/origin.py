@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dualtrain.backends import Backend
-from dualtrain.training.on_ranks import on_rank_zero
-from dualtrain.training.same_run import versions
+from dualtrain.on_ranks import on_rank_zero
+from dualtrain.trainer.same_run import versions
 
 _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start of a run
 

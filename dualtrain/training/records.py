@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from dualtrain.config import OutputSection
 from dualtrain.errors import UserError
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.run_dir import MetricsFile
 from dualtrain.training.progress import Progress
-from dualtrain.training.run_dir import MetricsFile
 
 
 class Records:

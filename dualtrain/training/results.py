@@ -11,12 +11,12 @@ import torch
 from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
 from dualtrain.files import write_json
+from dualtrain.on_ranks import on_rank_zero
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.run_dir import write_weights
 from dualtrain.state import weights_sha256
+from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.cursor import Cursor
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.on_ranks import on_rank_zero
-from dualtrain.training.run_dir import write_weights
-from dualtrain.training.trainer import Trainer
 
 #: Settings that a summary holds as they were given, since a resumed run may change them.
 PLANNED = ("epochs", "max_steps", "early_stop", "best")

@@ -12,13 +12,13 @@ from typing import Any
 from dualtrain.config import SETTINGS, OutputSection
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, or_nothing, read_json, remove_temporary
-from dualtrain.training import checkpoint
+from dualtrain.on_ranks import on_rank_zero
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
+from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.cursor import Cursor
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.results import weights_of
-from dualtrain.training.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
-from dualtrain.training.trainer import Trainer
 
 log = logging.getLogger("dualtrain")
 

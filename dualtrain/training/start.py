@@ -23,10 +23,11 @@ from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.files import or_nothing, read_json
 from dualtrain.launchers import World
-from dualtrain.training import checkpoint
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.on_ranks import on_rank_zero
-from dualtrain.training.restarts import check_restart
+from dualtrain.on_ranks import on_rank_zero
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.restarts import check_restart
+from dualtrain.run_folder.run_dir import enter, step_of
 from dualtrain.training.results import PLANNED, done_line
 from dualtrain.training.resume import (
     adopted,
@@ -36,7 +37,6 @@ from dualtrain.training.resume import (
     read_checkpoint,
     with_its_weights,
 )
-from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
 #: The number of runs that this process has started for each job: part of a run's job name. A restarted process starts at 0.

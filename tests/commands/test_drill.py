@@ -22,8 +22,8 @@ from dualtrain.drill.exercise import Exercise, Report, Row
 from dualtrain.drill.faults import FAULTS, FULL_DISK
 from dualtrain.drill.job import MARK, Job
 from dualtrain.errors import UserError
-from dualtrain.training import checkpoint
-from dualtrain.training.restarts import DEATHS
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.restarts import DEATHS
 from tests.forked import ROOT, run
 
 

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from dualtrain import Trainer, connect
 from dualtrain import main as command
 from dualtrain.errors import UserError
-from dualtrain.training.on_ranks import on_all_ranks
+from dualtrain.on_ranks import on_all_ranks
 from dualtrain.user_code import call_user_code
 from tests.threads import run_threads
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from dualtrain.errors import UserError
-from dualtrain.training import folder_lock, generation
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder import folder_lock, generation
+from dualtrain.run_folder.folder_lock import FolderLock
 
 LIMIT = 60.0
 STARTS, ROUNDS = 20, 5

@@ -16,9 +16,9 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import Backend, connect
 from dualtrain.config import OutputSection, parse
 from dualtrain.errors import BackendError, DivergedError, PeerFailedError, PeerFailure, StoppedError, UserError
-from dualtrain.training import attempts, last_step, restarts
-from dualtrain.training.attempts import Attempt, Death
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder import attempts, last_step, restarts
+from dualtrain.run_folder.attempts import Attempt, Death
+from dualtrain.run_folder.folder_lock import FolderLock
 
 #: Flags of a run with four steps and an evaluation after every two steps.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0", "--epochs", "2")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dualtrain.errors import UserError
-from dualtrain.training import checkpoint
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.rank_state import random_state, restore_random_state
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.trainer.rank_state import random_state, restore_random_state
 
 TREE = {
     "weights": {"a": torch.randn(3, 4), "b": torch.zeros(0), "c": torch.tensor(2.5, dtype=torch.float64)},

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import UserError
-from dualtrain.training.data_parallel import WithLoss, replicate, sums
+from dualtrain.trainer.data_parallel import WithLoss, replicate, sums
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")

@@ -22,10 +22,11 @@ from dualtrain import files
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
-from dualtrain.training import checkpoint, checkpoint_writer, signals
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder import checkpoint, checkpoint_writer
+from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.run_dir import MetricsFile, step_of
+from dualtrain.training import signals
 from dualtrain.training.optimizers import check_state, optimizer_names
-from dualtrain.training.run_dir import MetricsFile, step_of
 from dualtrain.training.signals import note_early_requests
 
 #: Flags of a run with an evaluation after every two steps. Each evaluation is better than the one before.
@@ -217,7 +218,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monk
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("dualtrain.training.run_dir.write_json", fail)
+    monkeypatch.setattr("dualtrain.run_folder.run_dir.write_json", fail)
     with pytest.raises(UserError, match=rf"cannot be written \({os.strerror(number)}\): {cure}$") as error:
         train(tmp_path, 1)
     assert error.value.transient

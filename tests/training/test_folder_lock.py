@@ -20,9 +20,9 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
-from dualtrain.training import folder_lock, generation
-from dualtrain.training.checkpoint_writer import Writer
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder import folder_lock, generation
+from dualtrain.run_folder.checkpoint_writer import Writer
+from dualtrain.run_folder.folder_lock import FolderLock
 from tests.forked import Forked, holds
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0")

@@ -23,9 +23,9 @@ from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
-from dualtrain.training import checkpoint, folder_lock, generation
-from dualtrain.training.checkpoint_writer import Writer
-from dualtrain.training.folder_lock import FolderLock, SupersededError
+from dualtrain.run_folder import checkpoint, folder_lock, generation
+from dualtrain.run_folder.checkpoint_writer import Writer
+from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 from dualtrain.training.resume import set_aside
 from tests.forked import ROOT, Forked, holds, places, run
 from tests.training.starts import LIMIT, ROUNDS, STARTS, renew
@@ -262,7 +262,7 @@ def test_temporary_files_of_another_process_are_not_removed(tmp_path):
 WATCHED = """
 import os, sys, threading
 from dualtrain.main import main
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder.folder_lock import FolderLock
 
 last, is_mine = threading.local(), FolderLock.is_mine
 # For each audit event, the index of the argument that is the file's path.
@@ -321,7 +321,7 @@ def test_each_change_of_a_file_follows_a_check_of_the_generation(tmp_path, case)
 #: Program that trains as if on the host that its first argument identifies, and renews the lock's file often.
 PROGRAM = """
 import sys
-import dualtrain.training.folder_lock as folder_lock
+import dualtrain.run_folder.folder_lock as folder_lock
 from dualtrain.main import main
 folder_lock.RENEW_SECONDS = 0.3
 machine = int(sys.argv.pop(1))

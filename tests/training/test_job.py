@@ -15,7 +15,8 @@ from dualtrain.config import parse
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 from dualtrain.launchers import World, detect_world
-from dualtrain.training import checkpoint, start
+from dualtrain.run_folder import checkpoint
+from dualtrain.training import start
 from tests import forked
 
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0")

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import dualtrain.trainer.machine as machine
 import dualtrain.training.loop as loop
-import dualtrain.training.machine as machine
 from dualtrain.backends import connect
 from dualtrain.config import MOST_THREADS, SETTINGS, Setting, parse
 from dualtrain.config.fields import at_least
 from dualtrain.errors import UserError
-from dualtrain.training import checkpoint, resume
+from dualtrain.run_folder import checkpoint
+from dualtrain.training import resume
 from dualtrain.training.resume import read_checkpoint
 from tests.hvd.worlds import worlds
 from tests.threads import run_threads

@@ -18,7 +18,8 @@ from dualtrain.data.sources import Batch, Task
 from dualtrain.data.wrapped import wrap
 from dualtrain.models.freezing import freeze_backbone
 from dualtrain.models.weights import load_weights
-from dualtrain.training import checkpoint, loop
+from dualtrain.run_folder import checkpoint
+from dualtrain.training import loop
 
 
 def batch(samples: int = 4):

@@ -16,7 +16,7 @@ from dualtrain.backends import connect
 from dualtrain.config import SETTINGS, Config, parse
 from dualtrain.predict import predict
 from dualtrain.report.runs import read_runs
-from dualtrain.training import checkpoint
+from dualtrain.run_folder import checkpoint
 
 #: Folder of a run of mnist-net on the digits: all 12 steps, and the checkpoint of step 6.
 OLD = Path(__file__).parent / "run_of_0_1_0"

@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
+import dualtrain.trainer.same_run as same_run
 import dualtrain.training.loop as loop
-import dualtrain.training.same_run as same_run
 from dualtrain import connect
 from dualtrain.config import SETTINGS, parse
 from dualtrain.data import Batch, Source, Task

@@ -14,9 +14,9 @@ from torch.optim import SGD, Adam, lr_scheduler
 
 from dualtrain import Trainer
 from dualtrain.errors import BackendError, RanksDifferError
-from dualtrain.training import same_run
-from dualtrain.training.description import describe, of_object
-from dualtrain.training.objective import CrossEntropy
+from dualtrain.trainer import same_run
+from dualtrain.trainer.description import describe, of_object
+from dualtrain.trainer.objective import CrossEntropy
 from tests.threads import run_threads
 
 

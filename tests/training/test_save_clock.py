@@ -11,9 +11,9 @@ import pytest
 import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
-from dualtrain.training import checkpoint, save_clock
-from dualtrain.training.checkpoint_writer import Writer
-from dualtrain.training.save_clock import SaveClock
+from dualtrain.run_folder import checkpoint, save_clock
+from dualtrain.run_folder.checkpoint_writer import Writer
+from dualtrain.run_folder.save_clock import SaveClock
 
 FLAGS = ("--max-steps", "8", "--threads", "1", "--workers", "0", "--keep", "9", "--global-batch-size", "24")
 

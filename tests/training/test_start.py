@@ -16,7 +16,8 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
-from dualtrain.training import checkpoint, start
+from dualtrain.run_folder import checkpoint
+from dualtrain.training import start
 from tests.hvd.worlds import worlds
 
 #: With this batch size an epoch has two steps; each epoch ends with an evaluation.

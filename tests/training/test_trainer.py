@@ -20,10 +20,10 @@ from dualtrain.batchnorm import RankNorm, synchronize_norms
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError
 from dualtrain.models.freezing import freeze_backbone
+from dualtrain.trainer.objective import CrossEntropy, metrics, training_metrics
+from dualtrain.trainer.precision import Precision
 from dualtrain.training.assemble import compiled, determinism
-from dualtrain.training.objective import CrossEntropy, metrics, training_metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
-from dualtrain.training.precision import Precision
 from tests.forked import ROOT, run
 from tests.models_for_tests import seeded
 from tests.threads import run_threads

@@ -19,9 +19,9 @@ from dualtrain.config import parse
 from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Task
 from dualtrain.errors import DivergedError, UserError
+from dualtrain.on_ranks import on_all_ranks, on_rank_zero
+from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.training.assemble import load_task
-from dualtrain.training.folder_lock import FolderLock
-from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from tests.hvd.worlds import worlds
 
 SUMMARY_KEYS = {

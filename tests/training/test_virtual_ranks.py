@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dualtrain import Trainer, connect, weights_sha256
-from dualtrain.training.common_buffers import CommonBuffers
+from dualtrain.trainer.common_buffers import CommonBuffers
 from tests.hvd.worlds import worlds
 from tests.models_for_tests import conv_net, images, seeded, vectors
 from tests.threads import run_threads

@@ -16,7 +16,7 @@ import dualtrain.training.loop as loop
 from dualtrain import connect
 from dualtrain.config import parse
 from dualtrain.errors import StoppedError, UserError
-from dualtrain.training import checkpoint
+from dualtrain.run_folder import checkpoint
 from tests.conftest import Spmd, require_horovod
 from tests.training.virtual import hash_of
 

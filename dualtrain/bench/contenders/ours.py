@@ -73,9 +73,9 @@ class Ours(Contender):
 
     def stall(self, task: Task, folder: Path) -> float:
         """See the base class. The loop waits for the copy of the state; a thread writes the file."""
-        from dualtrain.training.checkpoint import Packed
-        from dualtrain.training.checkpoint_writer import Writer
-        from dualtrain.training.folder_lock import FolderLock
+        from dualtrain.run_folder.checkpoint import Packed
+        from dualtrain.run_folder.checkpoint_writer import Writer
+        from dualtrain.run_folder.folder_lock import FolderLock
 
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dualtrain.errors import UserError
-from dualtrain.training.objective import cross_entropy
+from dualtrain.trainer.objective import cross_entropy
 
 Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -22,19 +22,19 @@ from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.errors import RanksDifferError, UserError
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import check_supported, warn_of_ddp
+from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.optimizer import DistributedOptimizer
+from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
-from dualtrain.training import checkpoint
-from dualtrain.training.modes import evaluation_mode, training_mode
-from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
-from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
-from dualtrain.training.parts import Batches, Evaluation, Parts, RankParts
-from dualtrain.training.passes import Passes, Tensors
-from dualtrain.training.precision import DTYPES, Precision
-from dualtrain.training.rank_state import buffers_of, restore_buffers
-from dualtrain.training.same_run import compare_arguments, compare_trainer
-from dualtrain.training.step import CONTROL_FLAGS, Step, StepScalars, with_last
-from dualtrain.training.virtual_ranks import VirtualRanks
+from dualtrain.trainer.modes import evaluation_mode, training_mode
+from dualtrain.trainer.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
+from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts
+from dualtrain.trainer.passes import Passes, Tensors
+from dualtrain.trainer.precision import DTYPES, Precision
+from dualtrain.trainer.rank_state import buffers_of, restore_buffers
+from dualtrain.trainer.same_run import compare_arguments, compare_trainer
+from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars, with_last
+from dualtrain.trainer.virtual_ranks import VirtualRanks
 
 
 class Trainer:

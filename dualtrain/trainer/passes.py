@@ -10,9 +10,9 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import DivergedError
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.training.objective import Sums
-from dualtrain.training.precision import Precision
-from dualtrain.training.step import Step, StepScalars
+from dualtrain.trainer.objective import Sums
+from dualtrain.trainer.precision import Precision
+from dualtrain.trainer.step import Step, StepScalars
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]

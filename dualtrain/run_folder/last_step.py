@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dualtrain.files import read_text, write_whole
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder.folder_lock import FolderLock
 
 PROGRESS = ".progress"
 

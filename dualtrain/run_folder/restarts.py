@@ -18,9 +18,9 @@ from dualtrain.backends import Backend
 from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import DivergedError, UserError, is_final
 from dualtrain.files import or_nothing, read_json, write_json
-from dualtrain.training import checkpoint
-from dualtrain.training.attempts import Attempt, Death, Event, append_events, as_event, deaths_of, new_death, read_events
-from dualtrain.training.folder_lock import FolderLock, SupersededError
+from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder.attempts import Attempt, Death, Event, append_events, as_event, deaths_of, new_death, read_events
+from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
 DEATHS = 3  # number of consecutive deaths after the same step that forbids a restart

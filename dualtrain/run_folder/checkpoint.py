@@ -23,7 +23,7 @@ import torch
 from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
 from dualtrain.files import aside_of, link_whole, parse_json, readable_path, write_whole
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.run_folder.folder_lock import FolderLock
 
 
 class DamagedError(UserError):

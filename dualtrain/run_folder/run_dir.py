@@ -33,7 +33,7 @@ from dualtrain.files import (
     write_json,
     write_whole,
 )
-from dualtrain.training.folder_lock import FolderLock, refuse, user_of
+from dualtrain.run_folder.folder_lock import FolderLock, refuse, user_of
 
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS = "model-best.safetensors"

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from dualtrain.errors import UserError
-from dualtrain.training.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
-from dualtrain.training.folder_lock import FolderLock, SupersededError
-from dualtrain.training.run_dir import BEST_WEIGHTS, write_weights
+from dualtrain.run_folder.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
+from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
+from dualtrain.run_folder.run_dir import BEST_WEIGHTS, write_weights
 
 
 @dataclass(frozen=True)

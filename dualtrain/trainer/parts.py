@@ -13,9 +13,9 @@ from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import UserError
 from dualtrain.state import averaged_buffers
-from dualtrain.training.passes import Passes, Tensors
-from dualtrain.training.rank_state import local_state, restore_local_state
-from dualtrain.training.step import Step, with_last
+from dualtrain.trainer.passes import Passes, Tensors
+from dualtrain.trainer.rank_state import local_state, restore_local_state
+from dualtrain.trainer.step import Step, with_last
 
 #: The input of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
 ShardBatches = Tensors | Iterable[Tensors] | None

@@ -25,8 +25,8 @@ from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import contents_of
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
-from dualtrain.training.description import Text, class_name, describe, of_module, of_object, of_weights
-from dualtrain.training.machine import PROCESSOR, pin_cpus, processor
+from dualtrain.trainer.description import Text, class_name, describe, of_module, of_object, of_weights
+from dualtrain.trainer.machine import PROCESSOR, pin_cpus, processor
 from dualtrain.version import __version__
 
 log = logging.getLogger("dualtrain")

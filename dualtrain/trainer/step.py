@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualtrain.training.objective import NAMES, added, metrics
+from dualtrain.trainer.objective import NAMES, added, metrics
 
 T = TypeVar("T")
 CONTROL_FLAGS = 3  # how many numbers of the caller are summed over the ranks with each step

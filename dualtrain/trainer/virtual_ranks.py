@@ -26,18 +26,18 @@ from dualtrain.batchnorm import RankNorm, SyncBatchNorm
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
-from dualtrain.training.common_buffers import CommonBuffers
-from dualtrain.training.objective import NAMES
-from dualtrain.training.parts import Batches, Evaluation, ShardBatches, passes_of
-from dualtrain.training.passes import Passes, Tensors
-from dualtrain.training.step import CONTROL_FLAGS, Step, with_last
+from dualtrain.trainer.common_buffers import CommonBuffers
+from dualtrain.trainer.objective import NAMES
+from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, passes_of
+from dualtrain.trainer.passes import Passes, Tensors
+from dualtrain.trainer.step import CONTROL_FLAGS, Step, with_last
 
 log = logging.getLogger("dualtrain")
 T = TypeVar("T")
 
 
 class VirtualRanks:
-    """The shards of a trainer's steps; see :class:`~dualtrain.training.parts.Parts`.
+    """The shards of a trainer's steps; see :class:`~dualtrain.trainer.parts.Parts`.
 
     Args:
         shards: the number of shards, V.
@@ -77,7 +77,7 @@ class VirtualRanks:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
-        """See :class:`~dualtrain.training.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
+        """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         with self._begun_step():
@@ -156,7 +156,7 @@ class VirtualRanks:
     # -- evaluation and state ---------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
-        """See :class:`~dualtrain.training.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
+        """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         rows, buffers = [], CommonBuffers(model, self.count)  # restores the present values after each shard
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
@@ -167,17 +167,17 @@ class VirtualRanks:
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`~dualtrain.training.parts.Parts`: the buffers are equal after every step."""
+        """See :class:`~dualtrain.trainer.parts.Parts`: the buffers are equal after every step."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`~dualtrain.training.parts.Parts`: nothing in it belongs to a single rank."""
+        """See :class:`~dualtrain.trainer.parts.Parts`: nothing in it belongs to a single rank."""
         numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
         numbers["threads"] = torch.get_num_threads()
         return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`~dualtrain.training.parts.Parts`. The next steps are the same at any world size.
+        """See :class:`~dualtrain.trainer.parts.Parts`. The next steps are the same at any world size.
 
         Logs a warning if torch's number of threads is not that of the saved state, since bits depend on it on the CPU.
         """

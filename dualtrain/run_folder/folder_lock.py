@@ -19,8 +19,8 @@ from pathlib import Path
 
 from dualtrain.errors import UserError
 from dualtrain.rendezvous.hosts import identity
-from dualtrain.training import generation
-from dualtrain.training.generation import Owner, Seen
+from dualtrain.run_folder import generation
+from dualtrain.run_folder.generation import Owner, Seen
 
 WAIT_SECONDS = 6.0  # longest wait for another process of this host to leave the folder, as at a restart
 RENEW_SECONDS = 2.0

@@ -1,6 +1,6 @@
 """Record the attempts of a run (one for each start) in its folder: the failure that ended each, and the cost of recovery.
 
-``attempts.jsonl`` has a line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.training.last_step`).
+``attempts.jsonl`` has a line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.run_folder.last_step`).
 Each attempt replaces both files: a process of an earlier attempt has the old files open and cannot write to the new ones.
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, PeerFailure, StoppedError, UserError
 from dualtrain.files import parse_json, read_text, write_whole
-from dualtrain.training.folder_lock import FolderLock, SupersededError
-from dualtrain.training.last_step import LastStep, last_step_of
-from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.on_ranks import on_rank_zero
+from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
+from dualtrain.run_folder.last_step import LastStep, last_step_of
 
 NAME = "attempts.jsonl"
 UNKNOWN = "not known"

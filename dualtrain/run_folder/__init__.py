@@ -1,0 +1,1 @@
+"""The folder of a run: its lock, its checkpoints, and the record of its attempts."""
