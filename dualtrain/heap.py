@@ -1,18 +1,18 @@
-"""Keep memory that a step frees on the CPU for the next step, as torch's own allocator does on a GPU.
+"""Settings for the memory of tensors on the CPU: keep what a step frees for the next step, and use huge pages.
 
 By default, glibc returns the free end of its heap to the system after every step. The next step allocates the memory of
 its activations and gradients again, with a page fault and zeroing for each page: a few percent of a step's time, and more
 with many ranks.
 
 Blocks of 32 MB or more are still mapped one by one, as by default. If they were in the heap, glibc before 2.38 would reuse
-them badly: in a measurement, the heap grew to eight times the memory in use.
+them badly: in a measurement, the heap grew to eight times the memory in use. Huge pages make their page faults few.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
@@ -42,3 +42,15 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
         # Setting the first option disables glibc's own adjustment of the second, so set the second too.
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
         library.mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
+
+
+def use_huge_pages(env: MutableMapping[str, str] | None = None) -> None:
+    """Make torch request huge pages (MADV_HUGEPAGE) for CPU tensors of 2 MB or more, unless the user has decided on this.
+
+    Call it before the first tensor is created: torch then reads the variable that this sets. Child processes inherit it.
+    Linux grants the request if /sys/kernel/mm/transparent_hugepage/enabled is "madvise" or "always".
+
+    Args:
+        env: the environment variables; ``None`` for this process's.
+    """
+    (os.environ if env is None else env).setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -76,13 +76,14 @@ def _run(config: Config, world: World) -> int:
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
         signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
+    from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.training.progress import Waiting
 
+    use_huge_pages()  # before connect() creates tensors, when the device is not known yet
     with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
         # Change GC settings only if this module is the program.
         with loading() if __name__ == "__main__" else nullcontext():
             from dualtrain.backends import connect
-            from dualtrain.heap import keep_freed_memory
             from dualtrain.training.loop import train
 
         wait.phase("connecting the ranks")

@@ -79,6 +79,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = _name_all(optimizer, named_parameters)
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
         self._order = order = _order(sum_order, backend)
+        self._changing = False  # whether ``step`` has begun to change the parameters
+        self._interrupted = False  # whether an exception such as KeyboardInterrupt has stopped such a step
         self.reducer = GradientReducer(
             named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer, order=order
         )
@@ -159,19 +161,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks, so that every rank makes the same decisions.
 
         Raises:
-            BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only.
+            BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only; or an interrupt such as
+                Ctrl-C has stopped an earlier step, which may have changed some parameters.
         """
+        if self._interrupted and self.backend.size > 1:
+            raise BackendError(
+                f"an earlier step of the optimizer was interrupted on rank {self.backend.rank}, whose parameters may "
+                "differ: restart the ranks, or load the same model and optimizer state on all ranks"
+            )
+        self._changing = False
+        try:
+            return self._step_with_hooks(closure)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = self._changing
+            raise
+
+    step.hooked = True  # type: ignore[attr-defined]  # without this mark, torch would run the hooks around step() again
+
+    def _step_with_hooks(self, closure: Callable[[], Any] | None) -> Any:
         # Private in torch 2.5 to 2.15: there is no public way to find out whether an optimizer has step hooks.
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _with_hooks(self) if closure is None else _with_hooks(self, closure)
         return self._step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # without this mark, torch would run the hooks around step() again
-
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
             return self._step_with(closure)
         self.synchronize()
+        self._changing = True
         result = self.optimizer.step()
         self.reducer.renew(stepped=True)
         return result
@@ -184,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
             return combined_loss(loss, self._average)
 
+        self._changing = True
         result = self.optimizer.step(averaged)
         self.reducer.renew(stepped=True)
         return result
@@ -215,6 +235,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
+        self._interrupted = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the wrapped optimizer can be pickled: the backend and the hooks belong to this process.

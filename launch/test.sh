@@ -26,10 +26,26 @@ source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
-checks() {
+# begin_checks: checks the format and lints, in a second, and starts mypy, which takes 20 s without its cache. mypy runs beside the
+# tests, because they leave the cores idle for longer than this. Its output is written to a file, so that it is not mixed with theirs.
+begin_checks() {
   ruff format --check .
   ruff check .
-  mypy
+  types=$(mktemp)
+  trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$types"' EXIT
+  trap 'exit 130' INT # after pytest's end. Ctrl-C does not end commands in the background
+  mypy >"$types" 2>&1 &
+  mypy=$!
+}
+
+# end_checks: prints mypy's output, after that of the tests. If mypy alone has failed, its exit status becomes this script's.
+end_checks() {
+  local failed=0
+  wait "$mypy" || failed=$?
+  cat "$types"
+  if [ "$failed" = 0 ]; then return; fi
+  echo "test.sh: error: mypy failed with exit status $failed; its output is above" >&2
+  if [ "$status" = 0 ]; then status=$failed; fi
 }
 
 # not_run: lists the tests that this script does not run, or that cannot run on this machine.
@@ -50,26 +66,29 @@ not_run() {
   fi
 }
 
-# Two pytest processes: one runs all tests of worlds of ranks first, the other the other tests, file by file.
-tests=(pytest -n 2 --dist loadgroup)
+# Three pytest processes: one runs all tests of worlds of ranks first, the others the other tests, file by file. Two would leave
+# the cores of a machine with two cores idle for a quarter of the time, because many tests wait for timeouts or for launchers.
+tests=(pytest -n 3 --dist loadgroup)
 
 case ${1:-} in
   '')
-    checks
+    begin_checks
     mapfile -t targets < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name integrations ! -name __pycache__ \) | sort)
     status=0
     python -m "${tests[@]}" "${targets[@]}" tests/launch/test_smoke.py || status=$?
+    end_checks
     echo "not run: tests/launch/ except for the smoke launches, and tests/integrations/ (--all runs both)"
     not_run
     exit "$status"
     ;;
   --all)
-    checks
+    begin_checks
     coverage erase
     status=0
     coverage run -m "${tests[@]}" || status=$?
     coverage combine --quiet
     coverage report --fail-under=90 || status=1
+    end_checks
     not_run
     exit "$status"
     ;;

@@ -201,7 +201,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
-    Under pytest-xdist, the long group ``processes`` comes first and then launches, so that both processes have tests until
+    Under pytest-xdist, the long group ``processes`` comes first and then launches, so that all processes have tests until
     the end. The other tests keep the order of their files.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:

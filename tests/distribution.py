@@ -12,8 +12,13 @@ class ByFile(LoadGroupScheduling):
     """``--dist loadgroup`` with units of whole files, except for tests with the mark ``xdist_group``.
 
     Fixtures of a module are set up in one process. With units of single tests, the time that xdist takes grows with the
-    square of their number.
+    square of their number. The units keep the order of the tests. By default, xdist starts units with few tests last, and
+    a launch has few tests but takes long.
     """
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid: str) -> str:
         return super()._split_scope(nodeid).partition("::")[0]

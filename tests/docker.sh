@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. This takes 15 minutes,
 # and another 15 minutes for the first build.
-# The script leaves only the images dualtrain and dualtrain:test, or with GPU=1 the image dualtrain:gpu.
+# Of the images that it builds, the script leaves dualtrain and dualtrain:test, or with GPU=1 dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
@@ -12,7 +12,7 @@
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in the tests' image (default: three quick files; empty: all tests)
-# WEIGHTS            the first 16 digits of the weights' hash that runs with two ranks must have; the hash depends on the CPU
+# WEIGHTS            the first 16 digits of the hash that the weights must have after a run with two ranks; the hash depends on the CPU
 #                    (default: the hashes of the two backends are only compared with each other)
 set -euo pipefail
 
@@ -69,7 +69,7 @@ service() { compose run --rm -T "$@"; }
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
-  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "no row for both backends in ${out##*/}"
+  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "not one row for each of the two backends in ${out##*/}"
   awk -v ranks="$1" '$2 != ranks || $3 < 0.97 {exit 1}' <<<"$table" || fail "not $1 ranks with accuracy 0.97: $(paste -sd, <<<"$table")"
   [ "$(cut -d' ' -f4 <<<"$table" | sort -u | wc -l)" = 1 ] || fail "the backends have different weights: $(paste -sd, <<<"$table")"
   if [ "$1" = 2 ] && [ -n "${WEIGHTS:-}" ]; then
@@ -90,7 +90,7 @@ learned() {
 # In an image made by docker import, / has the mode of the imported folder.
 base_is_usable() {
   docker run --rm --user 1000:1000 "$BASE_IMAGE" sh -c : ||
-    { echo "only root can run programs in $BASE_IMAGE: give its / mode 755, or name another base image"; return 1; }
+    { echo "only root can run programs in $BASE_IMAGE: set the mode of its root folder to 755, or name another base image"; return 1; }
 }
 check "base image" base_is_usable
 for profile in cpu test cluster gpu; do check "compose file, $profile" compose --profile "$profile" config; done
@@ -187,7 +187,7 @@ chown "$owner" "$logs/runs"
 check "compare, own folder and user" env RUNS="$logs/runs" DUALTRAIN_USER="$owner:$owner" \
   $COMPOSE -p "$project" -f docker/compose.yaml run --rm -T compare
 trained 2
-[ "$(find "$logs/runs" -name summary.json -user "$owner" | wc -l)" = 2 ] || fail "no two runs of user $owner in $logs/runs"
+[ "$(find "$logs/runs" -name summary.json -user "$owner" | wc -l)" = 2 ] || fail "$logs/runs does not have two runs of user $owner"
 
 # SIGTERM, as a cluster's scheduler sends it: the ranks save and exit before SIGKILL.
 stopped() {

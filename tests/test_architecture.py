@@ -50,7 +50,7 @@ LAYERS = {
         {"meeting_point", "placement", "session"},
     ],
     "backends": [
-        {"watch", "objects"},
+        {"watch", "objects", "inference", "subnormals"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls"},

@@ -1,4 +1,4 @@
-"""Freed memory is reused without page faults after ``keep_freed_memory``, unless the user has tuned glibc."""
+"""Freed memory is reused without page faults after ``keep_freed_memory``, unless the user has tuned glibc; huge pages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain import heap
+from dualtrain.heap import use_huge_pages
 from tests.pool import ROOT
 
 #: Program that prints two numbers. Each of its four steps allocates and frees 64 MB. Then it allocates five larger blocks
@@ -85,3 +86,21 @@ def test_the_users_own_glibc_settings_are_not_changed(name, value, monkeypatch):
 def test_another_c_library_is_not_changed(monkeypatch):
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # it has no mallopt, so that a call would raise
     heap.keep_freed_memory({})
+
+
+def test_the_users_own_choice_of_huge_pages_is_kept():
+    env: dict[str, str] = {}
+    use_huge_pages(env)
+    assert env == {"THP_MEM_ALLOC_ENABLE": "1"}
+    env = {"THP_MEM_ALLOC_ENABLE": "0"}
+    use_huge_pages(env)
+    assert env == {"THP_MEM_ALLOC_ENABLE": "0"}
+
+
+def test_torch_aligns_large_tensors_to_pages_for_huge_pages():
+    # A new interpreter, because torch reads the variable once. Otherwise malloc's header is first in a large block's page.
+    imports = "from dualtrain.heap import use_huge_pages; use_huge_pages(); import torch"
+    program = f"{imports}; print(torch.empty(9 << 20).data_ptr() % 4096)"
+    env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
+    assert result.stdout.strip() == "0", "torch does not read THP_MEM_ALLOC_ENABLE: change use_huge_pages in heap.py"

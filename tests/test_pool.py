@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dualtrain import ReduceOp
 from tests.conftest import pytest_terminal_summary
+from tests.distribution import ByFile
 from tests.pool import Pool, RankError, in_turn
 from tests.threads import run_threads
 
@@ -80,6 +82,20 @@ def test_threads_raise_the_exception_of_the_rank_that_failed_first():
 def test_threads_assert_that_primitives_match():
     with pytest.raises(AssertionError, match="another rank"):
         run_threads(2, unmatched_primitives)
+
+
+def test_files_are_started_in_the_order_of_their_tests():
+    """By default, xdist starts the file with most tests first."""
+    config = SimpleNamespace(option=SimpleNamespace(loadscopereorder=True), getvalue=lambda _: ["popen", "popen"])
+    names = ["tests/a.py::test_a@processes", *(f"tests/{file}.py::test_{n}" for file in "lm" for n in range(3))]
+    scheduler = ByFile(config)
+    nodes = [Mock(shutting_down=False) for _ in range(2)]
+    for node in nodes:
+        scheduler.add_node(node)
+        scheduler.add_node_collection(node, names)
+    scheduler.schedule()
+    sent = [[each.args[0] for each in node.send_runtest_some.call_args_list] for node in nodes]
+    assert sent == [[[0], [4, 5, 6]], [[1, 2, 3]]]
 
 
 def test_after_a_failure_the_command_that_repeats_the_test_is_printed():

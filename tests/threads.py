@@ -23,6 +23,8 @@ import torch
 
 from dualtrain.backends.base import FOLD, REDUCIBLE, ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.inference import ordinary
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.watch import Message, Watch
 from dualtrain.errors import BackendError
 from dualtrain.launchers import World
@@ -117,10 +119,11 @@ class ThreadsBackend(Backend):
         assert tensor.dtype in REDUCIBLE | self.narrow
         assert op in FOLD
 
+        @keep_subnormals
         def last(tensors: list[torch.Tensor]) -> None:
             total = reduce(FOLD[op], tensors).clone()
             for each in tensors:
-                each.copy_(total)
+                ordinary(each).copy_(total)
 
         return self._start("allreduce", (op, name, tensor.shape, tensor.dtype), tensor, last)
 
@@ -129,7 +132,7 @@ class ThreadsBackend(Backend):
 
         def last(tensors: list[torch.Tensor]) -> None:
             for each in tensors:
-                each.copy_(tensors[root])
+                ordinary(each).copy_(tensors[root])
 
         return self._start("broadcast", (root, name, tensor.shape), tensor, last)
 
@@ -140,7 +143,7 @@ class ThreadsBackend(Backend):
         def last(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             whole = torch.cat([each for _, each in pairs])
             for target, _ in pairs:
-                target.copy_(whole)
+                ordinary(target).copy_(whole)
 
         return self._start("allgather", (name, tensor.shape), (output, tensor), last)
 
@@ -154,7 +157,7 @@ class ThreadsBackend(Backend):
             for rank, (target, _, wanted, _) in enumerate(calls):
                 parts = [source.split(lengths)[rank] for _, source, _, lengths in calls]
                 assert [len(part) for part in parts] == wanted
-                target.copy_(torch.cat(parts))
+                ordinary(target).copy_(torch.cat(parts))
 
         return self._start("alltoall", (name,), (output, tensor, list(received), list(sent)), last)
 

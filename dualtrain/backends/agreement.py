@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NoReturn
 
 import torch
@@ -23,8 +23,10 @@ from dualtrain.backends.base import Primitives, Short
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-#: Added to a fingerprint for each sum of gradients. Odd, so that different counts of sums give different fingerprints.
+#: Added to a fingerprint for each sum of gradients that this rank started in the call's group. Odd, so that
+#: different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
+_OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint of a call in a second thread of its rank
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -84,8 +86,9 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
     sums = backend.sums_beside(call.device)
-    mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
-    rows = backend.exchange_call([~mine if backend.flag else mine, extent], data)
+    mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
+    numbers = [~mine if backend.flag else mine, extent]
+    rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
     fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
     if backend.any_flag:
@@ -93,6 +96,8 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     if len(set(fingerprints)) == 1:
         return list(extents)
     text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
+    if backend.in_second_thread:
+        text += " in a second thread, which needs a channel()"
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 

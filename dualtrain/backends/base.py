@@ -11,6 +11,7 @@ The operations of the gradient path have an order of their own, since buckets ar
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,17 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from dualtrain.backends.inference import ordinary
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
 from dualtrain.launchers import World
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+_ONE_THREAD = "their calls have no common order on all ranks, so make a channel() for the second thread"
 _REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
 _LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
@@ -178,6 +183,8 @@ class Primitives(ABC):
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
+        in_second_thread: whether the running call was made in another thread than this backend.
+        interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; see :meth:`whole_call`.
         scales_sums: whether :meth:`Backend.start_sum` scales a sum while it adds, instead of afterwards.
     """
 
@@ -188,6 +195,8 @@ class Primitives(ABC):
     watch: Watch | None = None
     flag = False
     any_flag = False
+    in_second_thread = False
+    interrupted: type[BaseException] | None = None
     scales_sums = False
     on_wait: Callable[[Any, str, float], None] | None = None
 
@@ -197,6 +206,7 @@ class Primitives(ABC):
         self.timeout = timeout
         self.hosts: tuple[int, ...] = (0,) * world.size
         self.members: tuple[int, ...] = tuple(range(world.size))
+        self._turn = threading.RLock()  # held during a call
 
     @property
     def rank(self) -> int:
@@ -305,6 +315,41 @@ class Primitives(ABC):
 
     def __repr__(self) -> str:
         return f"<{self.name} backend over {self.transport}: rank {self.rank} of {self.size}>"
+
+    def whole_call(self, call: Callable[[], T]) -> T:
+        """Return the result of ``call``, which makes collective calls.
+
+        If an exception such as KeyboardInterrupt stops it, the other ranks may have its result or wait for it, so that the
+        later calls of this rank would not match theirs. These calls raise BackendError, and the first of them reports this
+        to the other ranks.
+
+        Raises:
+            BackendError: an earlier call was stopped, or another thread is in a call.
+        """
+        if self.interrupted is not None and self.size > 1:
+            number = self.members[self.rank]
+            reason = (
+                f"a collective call on rank {number} was interrupted by {self.interrupted.__name__}, so that the calls of "
+                f"rank {number} no longer match those of the other ranks: restart the ranks"
+            )
+            if self.watch is not None:
+                self.watch.announce(reason)
+            raise BackendError(reason)
+        acquired: list[bool] = []
+        try:
+            # A signal handler cannot run between the two halves of this call, so the lock is always released.
+            acquired.extend(map(self._turn.acquire, (False,)))
+            if True not in acquired:
+                raise BackendError(f"two threads call this backend at once on rank {self.rank}: {_ONE_THREAD}")
+            return call()
+        except Exception:
+            raise
+        except BaseException as error:
+            self.interrupted = error.__class__  # without a call, before which the next KeyboardInterrupt may be raised
+            raise
+        finally:
+            if True in acquired:
+                self._turn.release()
 
     def await_bounded(self, what: str, finished: Callable[[float], bool]) -> None:
         """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.
@@ -421,16 +466,25 @@ class Scaled(Work[None]):
 
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work
-        self._result = result
+        self._result = ordinary(result)
+        self._scaling = False
         # ``mul_`` converts a number to a tensor: convert the factor now, while the reduction runs.
         self._factor: torch.Tensor | None = torch.tensor(factor, dtype=torch.float64, device="cpu")
 
     def wait(self) -> None:
         self._work.wait()
         if self._factor is not None:
-            with torch.no_grad():
-                self._result.mul_(self._factor)
+            if self._scaling:
+                raise BackendError("a sum was interrupted while it was scaled, and cannot continue: restart the ranks")
+            self._scaling = True
+            _scale(self._result, self._factor)
             self._factor = None
 
     def done(self) -> bool:
         return self._work.done()
+
+
+@keep_subnormals
+@torch.no_grad()
+def _scale(result: torch.Tensor, factor: torch.Tensor) -> None:
+    result.mul_(factor)

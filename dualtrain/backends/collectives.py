@@ -6,6 +6,7 @@ here and nowhere else. Each call first checks that all ranks make the same call.
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ import torch
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
 from dualtrain.backends.base import FOLD, Broadcast, Gather, Primitives, ReduceOp, Reduction, Scaled, Work
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.tree_sum import TreeSum
@@ -63,9 +65,15 @@ class Backend(Primitives):
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
     contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has collectives with
-    gradients). Calls without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
+    gradients). Calls work inside and outside of ``torch.inference_mode()``, on tensors made inside or outside of it. Calls
+    without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
     return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
     ``wait()`` has returned. A name is shown in errors and reports.
+
+    One thread makes these calls. The calls of several threads have no common order on all ranks: give each further thread a
+    backend of its own, which :meth:`channel` returns. A call during another thread's call raises BackendError. So does a
+    call of the thread that made this backend, if it meets a call of another thread on another rank. Backward passes may run
+    beside the calls.
 
     Attributes:
         is_group: whether this backend was made by :meth:`group` or :meth:`channel`.
@@ -76,6 +84,7 @@ class Backend(Primitives):
         self.is_group = False
         self._groups_made: list[Backend] = []
         self._queue = SerialQueue()
+        self._thread = threading.get_ident()
         self._open = True
 
     # -- reductions ---------------------------------------------------------------------------------------------
@@ -401,11 +410,20 @@ class Backend(Primitives):
     def _now(self, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return call()
+        return self.whole_call(partial(self._in_thread, call, threading.get_ident()))
 
     def _later(self, call: Callable[[], T]) -> Work[T]:
         self._check_open()
-        return self._queue.submit(call)
+        call = partial(self._in_thread, call, threading.get_ident())
+        return self._queue.submit(partial(self.whole_call, call))
+
+    def _in_thread(self, call: Callable[[], T], thread: int) -> T:
+        """Return the result of ``call``, which ``thread`` has made."""
+        before, self.in_second_thread = self.in_second_thread, thread != self._thread
+        try:
+            return call()
+        finally:
+            self.in_second_thread = before
 
     def _check_open(self) -> None:
         if not self._open:
@@ -461,12 +479,14 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        detached = tensor.detach()
+        detached = ordinary(tensor.detach())
         reduced = self._reduce_wire(detached, op, name)
         if reduced is detached:
             return tensor
-        reduced = wire.unpack(reduced, tensor)
-        return tensor if reduced.data_ptr() == tensor.data_ptr() else tensor.copy_(reduced)
+        reduced = wire.unpack(reduced, detached)
+        if reduced.data_ptr() != tensor.data_ptr():
+            detached.copy_(reduced)
+        return tensor
 
     @torch.no_grad()
     def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
@@ -495,11 +515,11 @@ class Backend(Primitives):
         short = Broadcast(root, data if self.rank == root else None)
         agree(self, Call.on("broadcast", tensor, name, root=root), data=short)
         if short.result is not None:
-            data.copy_(short.result)
+            ordinary(data).copy_(short.result)
         elif data.numel():
             self.start_broadcast(data, root, name or "broadcast").wait()
         if data.data_ptr() != tensor.data_ptr():
-            tensor.copy_(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
+            ordinary(tensor).copy_(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
         return tensor
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,8 +25,9 @@ import torch
 from dualtrain.backends.agreement import fingerprint
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.inference import ordinary
 from dualtrain.differences import refuse_unlike
-from dualtrain.errors import UserError
+from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.rendezvous.http_store import HttpStore
@@ -137,7 +138,7 @@ class _HorovodWork(Work[None]):
         self._handle = handle
         self._what = what
         self._output = output  # receives the result of operations that make a new tensor
-        self._ended = False
+        self._reading = self._ended = False
 
     def wait(self) -> None:
         if not self._ended:
@@ -146,6 +147,8 @@ class _HorovodWork(Work[None]):
     def _poll(self, seconds: float) -> bool:
         # Horovod's synchronize spins without a bound. Yield for a moment instead, then poll less often. A thread that
         # sleeps at once would miss Horovod's next cycle, and on a busy host lose the core.
+        if self._reading:
+            raise BackendError(f"{self._what} has failed, or was interrupted: restart the ranks")
         poll, pause = self._backend.library.poll, 1e-5
         began = time.monotonic()
         while not poll(self._handle):
@@ -157,7 +160,7 @@ class _HorovodWork(Work[None]):
                 continue
             time.sleep(pause)
             pause = min(pause + 1e-5, 5e-4)
-        self._ended = True
+        self._reading = True
         try:
             result = self._backend.library.synchronize(self._handle)
         except Exception as error:
@@ -167,6 +170,7 @@ class _HorovodWork(Work[None]):
         self._inputs.clear()
         if self._output is not None:
             self._output.copy_(result[0] if isinstance(result, tuple) else result)
+        self._ended = True
         return True
 
     def done(self) -> bool:
@@ -228,44 +232,52 @@ class HorovodBackend(Backend):
         return mpi if self.library.mpi_enabled() else gloo
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        issue = partial(
-            self.library.allreduce_async_, tensor, name=self._scope + name, op=self._ops[op], process_set=self._set
-        )
+        issue = partial(self.library.allreduce_async_, name=self._scope + name, op=self._ops[op], process_set=self._set)
         return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         # Horovod expects the root's rank in its whole world, even for process sets.
         global_root = self._set.ranks[root] if self._set.ranks else root
-        issue = partial(self.library.broadcast_async_, tensor, global_root, name=self._scope + name, process_set=self._set)
+        issue = partial(
+            self.library.broadcast_async_, root_rank=global_root, name=self._scope + name, process_set=self._set
+        )
         return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
-        issue = partial(self.library.allgather_async, tensor, name=self._scope + name, process_set=self._set)
+        issue = partial(self.library.allgather_async, name=self._scope + name, process_set=self._set)
         return self._start(f"allgather of {name!r}", issue, tensor, output=output)
 
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
         splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
-        issue = partial(self.library.alltoall_async, tensor, splits, name=self._scope + name, process_set=self._set)
+        issue = partial(self.library.alltoall_async, name=self._scope + name, process_set=self._set)
         return self._start(f"alltoall of {name!r}", issue, tensor, splits, output=output)
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         output = vector.new_empty(self.size, vector.numel())
         # Horovod caches negotiations by name: vectors of two lengths under one name would evict each other.
         name = f"{self._scope}agreement.{len(vector)}"
-        vector = vector[None]
-        issue = partial(self.library.allgather_async, vector, name=name, process_set=self._set)
-        self._start("comparing calls with the other ranks", issue, vector, output=output).wait()
+        issue = partial(self.library.allgather_async, name=name, process_set=self._set)
+        self._start("comparing calls with the other ranks", issue, vector[None], output=output).wait()
         return output
 
     def _start(
-        self, what: str, issue: Callable[[], int], *inputs: torch.Tensor, output: torch.Tensor | None = None
+        self, what: str, issue: Callable[..., int], *inputs: torch.Tensor, output: torch.Tensor | None = None
     ) -> Work[None]:
+        """Start the operation ``what``, by calling ``issue(*inputs)``."""
         if self.failed is not None:
             # Calls are compared before they are started, so Horovod's world itself has failed, and does not recover.
             raise self.failure(what, self.failed) from self.failed
-        held = [tensor.view_as(tensor) for tensor in inputs]
+        # Horovod's thread, which is not in inference mode, resizes and writes the tensors.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            inputs = tuple(map(ordinary, inputs))
+            held = [tensor.view_as(tensor) for tensor in inputs]
+            return self._issue(what, partial(issue, *inputs), output if output is None else ordinary(output), held)
+
+    def _issue(
+        self, what: str, issue: Callable[[], int], output: torch.Tensor | None, held: list[torch.Tensor]
+    ) -> Work[None]:
         try:
             return _HorovodWork(self, issue(), what, output, held)
         except (RuntimeError, ValueError) as error:

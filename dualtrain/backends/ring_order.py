@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from dualtrain.backends.base import FOLD, ReduceOp
+from dualtrain.backends.subnormals import keep_subnormals
 
 #: As in C++: ``min(own, received)`` returns ``own`` if a value is NaN. torch's functions would return NaN.
 _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -23,6 +24,7 @@ _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 _ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations with the same result in both orders of two values
 
 
+@keep_subnormals
 def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor) -> None:
     """Reduce ``rows`` (size, n), one row per rank, into ``result`` (n,), with the bits of Gloo's all-reduce.
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from dualtrain.backends.subnormals import keep_subnormals
+
 
 class Node(NamedTuple):
     """The subtree over ``length`` shards from ``first`` on."""
@@ -69,12 +71,14 @@ class SumOrder:
         """Return whether an ordinary sum over the ranks has the same bits: at most two ranks, with one partial sum each."""
         return len(self.owned) <= 2 and all(len(nodes) == 1 for nodes in self.owned)
 
+    @keep_subnormals
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add up ``parts``, one for each of ``nodes``, in place; return the first part, which then holds the sum."""
         for target, source in self.additions:
             parts[target].add_(parts[source])
         return parts[0]
 
+    @keep_subnormals
     def total(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``rows``, (V, …), one row for each shard, added along the tree. Does not change ``rows``."""
         parts = list(rows)

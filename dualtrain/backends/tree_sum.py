@@ -12,8 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from dualtrain.backends.base import GradientPath, Work
+from dualtrain.backends.inference import ordinary
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import as_bytes
+from dualtrain.errors import BackendError
 
 GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
 
@@ -35,12 +38,12 @@ class TreeSum(Work[None]):
         tail: int,
     ) -> None:
         self._backend, self._order, self._name, self._factor = backend, order, name, factor
-        self._tensor = tensor.view(-1)
+        self._tensor = ordinary(tensor).view(-1)
         self._scaled = tensor.numel() - tail
         self._counts = [len(nodes) for nodes in order.owned]
         count = self._counts[backend.rank]
         mine = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
-        self._ended = False
+        self._adding = self._ended = False
         whole = tensor.nbytes <= GATHERED_BYTES
         #: Number of elements in each rank's slice (the last slices may be shorter, or empty), or in the whole tensor if it
         #: is gathered whole.
@@ -81,6 +84,9 @@ class TreeSum(Work[None]):
         if self._ended:
             return
         self._work.wait()
+        if self._adding:
+            raise BackendError(f"sum of {self._name!r} has failed, or was interrupted: restart the ranks")
+        self._adding = True
         if self._whole:
             rows = [row for count, rows in zip(self._counts, self._received, strict=True) for row in rows[:count]]
             self._tensor.copy_(self._sum(rows, 0))
@@ -97,6 +103,7 @@ class TreeSum(Work[None]):
         self._backend.start_allgather(as_bytes(output), as_bytes(padded), f"{self._name}.gather").wait()
         self._tensor.copy_(output[: self._tensor.numel()])
 
+    @keep_subnormals
     def _sum(self, parts: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
         """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum."""
         total = self._order.sum(parts)

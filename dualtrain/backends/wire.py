@@ -22,6 +22,7 @@ from functools import cache
 import torch
 
 from dualtrain.backends.base import REDUCIBLE, ReduceOp
+from dualtrain.backends.subnormals import keep_subnormals
 
 _WIDER = {
     torch.bool: torch.int32,
@@ -82,6 +83,7 @@ def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return wire.to(like.dtype).view(like.shape)
 
 
+@keep_subnormals
 def average_(total: torch.Tensor, size: int) -> torch.Tensor:
     """Divide a sum over ``size`` ranks, in place, the same way on every backend.
 

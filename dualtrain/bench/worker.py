@@ -1,4 +1,4 @@
-"""One rank of one contender: join the world, measure the jobs, and print one line with the results of each job.
+"""One rank of one contender: join the world, measure the jobs, and print each result as one line.
 
 ``start_contender.py`` starts this module. Before the first step, the module imports no large part of dualtrain, which would
 slow down the start of raw scripts.
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--folder", type=Path, help="folder of checkpoints, data and the rendezvous file")
     parser.add_argument("--meet", help="name of the rendezvous file, to which rank 0 writes its address")
-    parser.add_argument("--launched", type=float, default=0.0, help="time.time() when the job was started")
+    parser.add_argument("--launched", type=float, default=0.0, help="time.time() when the ranks were launched")
     parser.add_argument("--step-fraction", type=float, default=1.0, help="fraction of each workload's steps to run")
     given = parser.parse_args(arguments)
     if given.meet:

@@ -58,7 +58,8 @@ class DataSection:
     """The samples, and how they are read. ``None``: the dataset's default."""
 
     dataset: str = fixed_setting(
-        "digits", "digits (embedded), mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or pkg.mod:build"
+        "digits",
+        "digits (part of the package), mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or pkg.mod:build",
     )
     data_dir: str | None = setting(None, "the folder that holds the dataset's files")
     download: bool = setting(False, "fetch files that are missing, on one rank of each host")

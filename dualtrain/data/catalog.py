@@ -22,7 +22,7 @@ STATISTICS: dict[str, Statistics] = {
 
 
 def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
-    """Load the dataset ``name``, from ``folder`` unless it is embedded.
+    """Load the dataset ``name`` from ``folder``. Data sets that need no files, such as the digits, ignore ``folder``.
 
     Args:
         name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called

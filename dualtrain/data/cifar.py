@@ -36,7 +36,7 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, T
         UserError: no folder is given, its files are missing or damaged, or the download fails.
     """
     if folder is None:
-        raise UserError("--dataset cifar10 is not embedded: name the folder of its files with --data-dir")
+        raise UserError("--dataset cifar10 needs the folder of its files: name it with --data-dir")
     where = Path(folder, FOLDER)
     if download and missing([where / name for name in TRAIN + VAL], [Path(folder, URL.rpartition("/")[2])]):
         _download(folder)

@@ -1,4 +1,4 @@
-"""The embedded dataset: 1,797 real handwritten digits of 8×8 pixels, for machines without a network.
+"""The dataset that is part of the package: 1,797 real handwritten digits of 8×8 pixels, for machines without a network.
 
 E. Alpaydin, C. Kaynak: Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998), test part.
 Source, license (CC BY 4.0) and changes are in ``digits.LICENSE``, beside the data.

@@ -14,7 +14,9 @@ from dualtrain.errors import UserError
 from dualtrain.models.weights import published
 
 SIZE = 224
-MARGIN = 256 / 224  # in evaluation: shorter side of the resized image, divided by the side of the centre crop
+MARGIN = (
+    256 / 224
+)  # shorter side of the resized image, divided by the side of the crop (evaluation, and training with crop-flip)
 
 
 def load_image_folder(folder: str | None, options: Options) -> Task:
@@ -24,7 +26,7 @@ def load_image_folder(folder: str | None, options: Options) -> Task:
         UserError: no folder is given, folders or images are missing, or train/ and val/ have different classes.
     """
     if folder is None:
-        raise UserError("--dataset imagefolder is not embedded: name the folder of train/ and val/ with --data-dir")
+        raise UserError("--dataset imagefolder needs the folder of train/ and val/: name it with --data-dir")
     train, val = _tree(folder, "train"), _tree(folder, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))[0]

@@ -32,7 +32,7 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[T
     datasets = torchvision().datasets
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[name]
     if folder is None:
-        raise UserError(f"--dataset {name} is not embedded: name the folder of its files with --data-dir")
+        raise UserError(f"--dataset {name} needs the folder of its files: name it with --data-dir")
     raw = Path(folder, kind.__name__, "raw")
     files = [raw / f"{part}-{what}" for part in ("train", "t10k") for what in (IMAGES, LABELS)]
     if download and missing(files, [path.with_name(f"{path.name}.gz") for path in files]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -15,6 +16,8 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
 from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot
+
+_GRAD, _SHAPE = attrgetter("grad"), attrgetter("shape")
 
 
 class Bucket:
@@ -74,8 +77,13 @@ class Bucket:
         self.pending = len(self.slots)
         self._layout = layout
         self._parts_of: dict[int, list[torch.Tensor]] = {}  # the parts of buffers like ``wire``, by address
-        for slot, view in zip(self.slots, _views(self.values, layout), strict=True):
+        # The slots' attributes as lists, so that loops over all gradients run in C.
+        self._slot_views = _views(self.values, layout)
+        for slot, view in zip(self.slots, self._slot_views, strict=True):
             slot.place(self, view)
+        self._params = [slot.param for slot in self.slots]
+        self._shapes = [slot.shape for slot in self.slots]
+        self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
         start = self.values.data_ptr()
         #: For each bucket of the layout, the first address of its gradients and the address past the last.
         self.ranges = [(start, start + self.values.nbytes)]
@@ -121,11 +129,13 @@ class Bucket:
                 slot.move_kept()
         for slot in self._missing:
             slot.view.zero_()
-        if self.factor is None:
-            # ``copy_all`` records no autograd history, although gradients have one after a backward with create_graph.
-            copy_all([slot.view for slot in slots], grads)
-        else:
+        if self.factor is not None and not self._all_small:
             self._copy_scaled(slots, grads, self.factor)
+        else:
+            # ``copy_all`` records no autograd history, although gradients have one after a backward with create_graph.
+            copy_all(self._slot_views if len(slots) == len(self.slots) else [slot.view for slot in slots], grads)
+            if self.factor is not None:
+                self.values.mul_(self.factor)
         if self._before != 1:
             self.values.mul_(self._before)
         if self._staged:
@@ -153,6 +163,9 @@ class Bucket:
         """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
         slots, grads = [], []
         self._copied, self._kept, self._missing, self._frozen = [], [], [], []
+        if (fresh := self._fresh_gradients()) is not None:
+            self._copied = self.slots
+            return self.slots, fresh
         low, high = self.ranges[0][0], self.ranges[-1][1]
         for slot in self.slots:
             p = slot.param
@@ -184,6 +197,21 @@ class Bucket:
             slots.append(slot)
             grads.append(grad)
         return slots, grads
+
+    def _fresh_gradients(self) -> list[torch.Tensor] | None:
+        """Return all gradients if each one is dense, has its slot's shape and is in no bucket; else ``None``.
+
+        This is the usual case: autograd makes new gradients after ``zero_grad()``.
+        """
+        grads = list(map(_GRAD, self._params))
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, grads))
+        except (TypeError, RuntimeError):  # a gradient is missing, or is sparse and has no address
+            return None
+        low, high = self.ranges[0][0], self.ranges[-1][1]
+        if any(low <= address < high for address in addresses) or list(map(_SHAPE, grads)) != self._shapes:
+            return None
+        return grads
 
     def add_shard(self) -> None:
         """Add the gradients and the extra scalars to the partial sums, as a shard that is not this rank's last one.

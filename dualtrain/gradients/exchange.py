@@ -60,6 +60,7 @@ class Exchange:
         self.reduced = False
         self._hooks = hooks
         self._backend: Backend | None = None
+        self._finished = (0, 0)  # a round, and how many of its buckets have finished
         self._failure = ""  # the message of a failed exchange; the error itself would keep the caller's variables alive
         self._used = self.extra[:0]  # how many ranks used each parameter; sent behind the extra scalars and the flag
         self._results: list[tuple[torch.Tensor, int]] = []  # the gradients' buffers, and their versions after a round
@@ -168,8 +169,11 @@ class Exchange:
         """
         assert self._backend is not None
         try:
-            for bucket in self.schedule.buckets:
+            # An interrupt such as Ctrl-C may stop this wait, and the caller may repeat it.
+            finished = self._finished[1] if self._finished[0] == self.schedule.round else 0
+            for number, bucket in enumerate(self.schedule.buckets[finished:], finished + 1):
                 bucket.finish()
+                self._finished = self.schedule.round, number
         except BackendError as error:
             self._failure = str(error)
             raise
@@ -188,8 +192,8 @@ class Exchange:
 
     def end_round(self, *, reduced: bool) -> None:
         """Start the next round; ``reduced`` says whether the gradients are the result of the round that has ended."""
+        self.reduced = reduced  # first: after an interrupt in between, the gradients must not be averaged again
         self.schedule.start_round()
-        self.reduced = reduced
 
     def _share_buckets(self) -> None:
         buckets = self.schedule.buckets
@@ -214,6 +218,11 @@ class Exchange:
             # The gradients were clipped in place, or zeroed. Values on a GPU are not read: the CPU would wait for them.
             self.reduced = any(has_values(slot.param.grad) for slot in self.slots)
         return self.reduced
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether buckets of this round were sent, and their exchange has neither ended nor failed."""
+        return self.schedule.next > 0 and not self._failure
 
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""

@@ -281,7 +281,8 @@ class GradientReducer:
                 self._exchange.send_next(self._scalars)
 
     def _begin_pass(self) -> None:
-        if self._ending is not None:
+        # An interrupt may also have stopped the exchange at the end of the last pass.
+        if self._ending is not None or self._exchange.is_unfinished:
             self._forget_failed_pass()
         end_pass = EndOfPass(self.end_pass)
         self._ending = weakref.ref(end_pass)

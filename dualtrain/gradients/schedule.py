@@ -62,5 +62,6 @@ class Schedule:
 
     def start_round(self) -> None:
         """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
-        self.next = 0
+        # After an interrupt in between, no bucket can be sent until the caller starts over.
         self.round += 1
+        self.next = 0

@@ -44,7 +44,7 @@ class SparseGradients:
 
         Args:
             slots: the reducer's slots.
-            backend: the ranks.
+            backend: communicates with the other ranks.
             transfer: the factors.
             drop_empty: whether a gradient becomes ``None`` if no rank has values for it.
         """

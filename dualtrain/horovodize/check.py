@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --check SCRIPT…``: list lines that work differently than on Horovod, and mistakes."""
+"""``python -m dualtrain.horovodize --check FILE…``: list lines that work differently than on Horovod, and mistakes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from dualtrain.console import show
 from dualtrain.errors import UserError
+from dualtrain.horovodize.folders import find_sources
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules import RULES
-from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Finding, Source
 
 #: Enough for ast.unparse of any expression that Source accepts: some calls per level, and at most about 1000 levels.
@@ -20,13 +20,13 @@ _LEVELS = ("trap", "unsupported", "differs")
 
 
 def check(files: Sequence[str]) -> int:
-    """Print the findings in all files. Return the exit status."""
+    """Print the findings in all files, and in the files of folders that import horovod. Return the exit status."""
     options = [name for name in files if name.startswith("-")]
     try:
         if options or not files:
             what = f"unknown option {options[0]!r}" if options else "--check was given no script"
             raise UserError(f"{what}: name the scripts to read, or see --help")
-        sources = {name: source for name, (_, source) in parse_scripts(files).items()}
+        sources, without, unreadable = find_sources(files)
     except UserError as error:
         show(f"dualtrain: error: {error}", sys.stderr)
         return 2
@@ -37,8 +37,19 @@ def check(files: Sequence[str]) -> int:
     everything = [finding for of_file in found.values() for finding in of_file]
     repairs = sum(bool(finding.edits) for finding in everything)
     more = f"; --fix repairs {repairs} of them" if repairs else ""
+    if without or unreadable:
+        show(_skipped(without, unreadable))
     show(f"{summary(sources.values(), everything)}{more}")
     return status(everything)
+
+
+def _skipped(without: int, unreadable: Sequence[str]) -> str:
+    """Return a line with the number of the folders' files that were not read."""
+    parts = [f"{without} without an import of horovod"] if without else []
+    if unreadable:
+        parts.append(f"{len(unreadable)} that cannot be read as Python 3 ({', '.join(unreadable)})")
+    total = without + len(unreadable)
+    return f"{total} file{'s' * (total != 1)} skipped: {' and '.join(parts)}"
 
 
 def findings(source: Source) -> list[Finding]:
@@ -73,7 +84,7 @@ def status(found: Iterable[Finding]) -> int:
 def summary(sources: Iterable[Source], found: Iterable[Finding]) -> str:
     """Return a line with the number of files, and the number of findings of each level."""
     sources, levels = list(sources), Counter[str](finding.level for finding in found)
-    read = f"{len(sources)} file{'s' * (len(sources) > 1)} read"
+    read = f"{len(sources)} file{'s' * (len(sources) != 1)} read"
     if not any(source.uses_horovod for source in sources):
         return f"{read}: no use of Horovod found"
     counted = {"trap": f"{levels['trap']} trap{'s' * (levels['trap'] != 1)}"}

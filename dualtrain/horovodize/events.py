@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -55,13 +56,20 @@ def _event(source: Source, call: ast.Call, backward_functions: set[str]) -> Even
     if called == "backward":
         return Event("backward", call)
     on, given = last_name(call.func.value), last_name(call.args[0]) if call.args else ""
-    if given in source.wrapped and called in ("step", "unscale_"):
-        return Event("scaled step" if called == "step" else "unscale", call, given, call.args[0])
-    if on in source.wrapped:
+    if given in source.wrapped and called in ("step", "unscale_") and _is_scaler(source, call.func.value):
+        plain = source.is_plain(call.args[0])
+        return None if plain else Event("scaled step" if called == "step" else "unscale", call, given, call.args[0])
+    if on in source.wrapped and not source.is_plain(call.func.value):
         for kind in ("step", "synchronize", "zero_grad"):
             if called == kind:
                 return Event(kind, call, on, call.func.value)
     return None
+
+
+def _is_scaler(source: Source, owner: ast.expr) -> bool:
+    """Return whether ``owner`` is a GradScaler, by its name or by a value that is assigned to it."""
+    values = [owner, *source.values.get(ast.unparse(owner), ())]
+    return any(re.search(r"scal|amp\b", ast.unparse(value), re.IGNORECASE) for value in values)
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:

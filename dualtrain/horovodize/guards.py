@@ -32,8 +32,16 @@ class Guards:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._ranks: dict[str, str] = {}
-        self._ranks = {target: name for target, value, _ in source.assignments if (name := self.rank(value))}
+        self._ranks = self._assigned_ranks()
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
+
+    def _assigned_ranks(self) -> dict[str, str]:
+        """Return the variables that hold a rank, with its kind, except for variables that hold several kinds."""
+        kinds: dict[str, set[str]] = {}
+        for target, value, _ in self.source.assignments:
+            if name := self.rank(value):
+                kinds.setdefault(target, set()).add(name)
+        return {target: names.pop() for target, names in kinds.items() if len(names) == 1}
 
     def rank(self, value: ast.expr) -> str:
         """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
@@ -58,6 +66,11 @@ class Guards:
     def depends_on_rank(self, test: ast.expr) -> bool:
         """Return whether ``test`` is true on one rank only, or on all ranks but one."""
         return self.signature(test) is not None
+
+    def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
+        """Return whether ``node`` runs on the same ranks as ``other``, by the same condition around both."""
+        mine, others = list(self._conditions(node)), list(self._conditions(other))
+        return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return (whether ``test`` holds on one rank only, its comparison); None if ``test`` does not depend on the rank.
@@ -150,6 +163,13 @@ class Guards:
             else:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
             off = off or self.leaves([statement])
+
+    def is_certain(self, node: ast.AST, scope: ast.AST) -> bool:
+        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, except for loops."""
+        for test, truth in self._conditions(node):
+            if scope in self.source.above(test) and not self._is_off(test, not truth):
+                return False
+        return True
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""

@@ -12,6 +12,9 @@ from dualtrain.horovodize.source import Function, Scope, Source, last_name
 #: Libraries by which one process, the driver, runs a function on all ranks.
 _STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
 
+#: Functions that a launcher may call on all ranks, if the script does not call them.
+ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func", "train_hvd", "train_loop_per_worker")
+
 
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` may run in the driver only: outside the functions that Spark, Ray or horovod.run starts."""

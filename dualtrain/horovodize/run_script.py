@@ -100,11 +100,12 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
 
 def _prepare() -> None:
     """Install the import hook, and set HOROVOD_RANK and similar variables, which a script may read before ``hvd.init``."""
-    from dualtrain.heap import keep_freed_memory
+    from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.horovodize.imports import install
 
     install()
     keep_freed_memory()
+    use_huge_pages()
     from dualtrain import horovod_variables
 
     horovod_variables.publish_place()

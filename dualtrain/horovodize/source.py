@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import PUBLIC
 
@@ -49,7 +51,7 @@ class Source:
         #: All nodes in source order.
         self.nodes = list(_in_order(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self._imported = dict(self._imports())
+        self._bindings = Bindings(self.nodes, self.parents, self._imports_of)
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         #: Names of variables that hold an hvd.DistributedOptimizer; for ``self.optimizer`` this is ``optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
@@ -70,10 +72,6 @@ class Source:
         """Positions in the text, for repairs."""
         return Layout(self.text, self.tree)
 
-    def _imports(self) -> Iterator[tuple[str, str]]:
-        for node in self.nodes:
-            yield from self._imports_of(node)
-
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
         """Yield (name in the script, full name) for each name that an import statement binds."""
         if isinstance(node, ast.Import):
@@ -82,13 +80,18 @@ class Source:
                 yield alias.asname or first, alias.name if alias.asname else first
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                names = PUBLIC if alias.name == "*" and node.module in HOMES else [alias.name]
+                names = PUBLIC if alias.name == "*" and self._has_api(node.module) else [alias.name]
                 yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
+
+    @staticmethod
+    def _has_api(module: str) -> bool:
+        """Return whether ``module`` is horovod.torch, or its module with the collectives."""
+        return module in HOMES or module in {f"{home}.mpi_ops" for home in HOMES}
 
     def name(self, node: ast.AST) -> str:
         """Return the full dotted name of ``node`` according to the imports, or an empty string if it is not imported."""
         if isinstance(node, ast.Name):
-            return self._imported.get(node.id, "")
+            return self._bindings.full_name(node)
         if isinstance(node, ast.Attribute):
             base = self.name(node.value)
             return f"{base}.{node.attr}" if base else ""
@@ -134,7 +137,7 @@ class Source:
     @property
     def imported_names(self) -> set[str]:
         """Full names of everything that is imported."""
-        return set(self._imported.values())
+        return set(self._bindings.imported.values())
 
     @property
     def uses_elastic(self) -> bool:
@@ -144,7 +147,7 @@ class Source:
     @property
     def uses_horovod(self) -> bool:
         """Return whether the script imports anything from horovod or dualtrain.hvd."""
-        return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self._imported.values())
+        return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self.imported_names)
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.AST]]:
@@ -189,10 +192,29 @@ class Source:
             if isinstance(value, ast.Call) and self.name(value.func).startswith("torch.optim.")
         }
 
+    def is_plain(self, optimizer: ast.expr) -> bool:
+        """Return whether ``optimizer`` is a local variable of a function to which only optimizers of torch are assigned."""
+        scope = self.scope(optimizer)
+        if not isinstance(optimizer, ast.Name) or scope is self.tree:
+            return False
+        values = [value for target, value, at in self.assignments if target == optimizer.id and self.scope(at) is scope]
+        made = [isinstance(value, ast.Call) and self.name(value.func).startswith("torch.optim.") for value in values]
+        return bool(made) and all(made)
+
     @cached_property
     def functions(self) -> dict[str, Function]:
         """Functions and methods of the script by name."""
         return {node.name: node for node in self.nodes if isinstance(node, Function)}
+
+    @cached_property
+    def _definitions_of_names(self) -> Counter[str]:
+        return Counter(node.name for node in self.nodes if isinstance(node, Function))
+
+    def is_ambiguous(self, name: str) -> bool:
+        """Return whether ``name`` is a method, or the script defines or assigns several things of this name."""
+        function = self.functions.get(name)
+        method = function is not None and isinstance(self.parents[function], ast.ClassDef)
+        return method or self._definitions_of_names[name] > 1 or name in self.values
 
     @cached_property
     def scopes(self) -> list[tuple[Scope, list[ast.AST]]]:

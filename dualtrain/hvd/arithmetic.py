@@ -8,6 +8,7 @@ from fractions import Fraction
 import torch
 
 from dualtrain.backends import ReduceOp
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.wire import average_
 
 # Horovod's integer values of the operations.
@@ -55,6 +56,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return result
 
 
+@keep_subnormals
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
     """Return the result of a reduction, given the sum (or minimum, …) over ranks in the wire dtype."""
     if op != Average:
@@ -87,6 +89,7 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
     return limits.max if op == Min else limits.min
 
 
+@keep_subnormals
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks, for any number of ranks.
 

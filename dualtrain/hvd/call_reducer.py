@@ -46,7 +46,7 @@ class CallReducer(HorovodReducer):
         self._predivide = predivide
         self._call: tuple[int, list[Any]] | None = None  # the handle, and the compressor's contexts
         self._refusals = Refusals(self.hooks)
-        self._checked = False  # whether the refusals check the current parameters
+        self._checked = False  # whether self._refusals was set up for the current parameters
         self._reduced = False
         self.add(named)
 
@@ -76,7 +76,7 @@ class CallReducer(HorovodReducer):
         handle, contexts = self._submit()
         self._call = None
         for slot, result, ctx in zip(self.hooks.slots, synchronize(handle) or (), contexts, strict=True):
-            # As in buckets, a frozen parameter contributes zeros and gets no gradient.
+            # As in buckets, a frozen parameter without a gradient contributes zeros and gets none.
             if slot.param.requires_grad or slot.param.grad is not None:
                 slot.param.grad = self._compression.decompress(result, ctx)
         self._reduced = True

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from dualtrain.backends.collectives import split_sizes
+from dualtrain.hvd import basics
 from dualtrain.rendezvous import hosts
 
 T = TypeVar("T")
@@ -18,8 +19,8 @@ _cache = cache
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables within this context; ``None`` unsets a variable."""
-    with hosts.variables(variables):
+    """Set environment variables within this context. A variable that is given as None keeps its value."""
+    with hosts.variables({name: value for name, value in variables.items() if value is not None}):
         yield
 
 
@@ -39,6 +40,11 @@ def is_iterable(value: Any) -> bool:
     return isinstance(value, Iterable)
 
 
+def extension_available(framework: str, verbose: bool = False) -> bool:
+    """Return whether ``horovod.FRAMEWORK`` can be imported: only ``horovod.torch`` has a counterpart in dualtrain."""
+    return framework == "torch"
+
+
 def gpu_available(framework: str = "torch", verbose: bool = False) -> bool:
     """Return whether torch can use a GPU."""
     import torch
@@ -54,3 +60,18 @@ def mpi_built(verbose: bool = False) -> bool:
 def gloo_built(verbose: bool = False) -> bool:
     """True: Gloo sends CPU tensors."""
     return True
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return the version of torch's NCCL, such as 22703; 0 if torch was built without CUDA."""
+    return basics.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """False: IBM's DDL is not used."""
+    return basics.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """False: Intel's oneCCL is not used."""
+    return basics.ccl_built()

@@ -40,7 +40,7 @@ def load_task(data: DataSection, model: str, backend: Backend) -> Task:
     Args:
         data: the dataset and its options.
         model: the model's name, for ``augment="weights"``.
-        backend: the ranks.
+        backend: communicates with the other ranks.
     """
     options = {**dataclasses.asdict(data), "model": model}
     dataset, folder = options.pop("dataset"), options.pop("data_dir")
@@ -90,7 +90,7 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
-    """Yield the samples ``numbers`` as batches of one. Yield nothing if ``source.stored``: samples are then not batches."""
+    """Yield the samples ``numbers`` as batches of one, or nothing if ``source.stored``: its samples may be of any type."""
     if getattr(source, "stored", False):
         return
     for sample in contents_of(source, numbers):
@@ -106,7 +106,7 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # training could read these samples: they have changed since, so the cause cannot be found
+    except Exception:  # training has read these samples before, so they have changed since, and the cause cannot be found
         return None
     return None
 
@@ -144,7 +144,7 @@ def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
     if len(wrong):
         raise UserError(
             f"{what}: targets must be class indices (int64) from 0 to {classes - 1}, since the model has {classes} "
-            f"outputs, and one is {wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
+            f"outputs, and one target is {wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
         )
 
 
@@ -184,7 +184,9 @@ def make_computation(
         UserError: nn.DataParallel cannot be used here.
     """
     if run.data_parallel and backend.size > 1:
-        raise UserError(f"--data-parallel uses all GPUs from one process, and this job has {backend.size} ranks: start one")
+        raise UserError(
+            f"--data-parallel uses all GPUs from one process, and this job has {backend.size} ranks: start a single rank"
+        )
     if run.parallel_loss:
         return {"measure": measured(model, backend.device, run.output_device, label_smoothing)}
     if run.data_parallel:
@@ -213,12 +215,12 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
     flag = f"--virtual-ranks {virtual}"
     if step.compress != "none":
         raise UserError(
-            f"--compress rounds each rank's sums, so bits depend on the number of ranks: leave it or {flag} out"
+            f"--compress rounds each rank's sums, so bits depend on the number of ranks: leave out --compress or {flag}"
         )
     if model.compile:
-        raise UserError(f"--compile may give other bits at each number of ranks: leave it or {flag} out")
+        raise UserError(f"--compile may give other bits at each number of ranks: leave out --compile or {flag}")
     if run.data_parallel:
-        raise UserError(f"--data-parallel splits batches over GPUs by itself: leave it or {flag} out")
+        raise UserError(f"--data-parallel splits batches over GPUs by itself: leave out --data-parallel or {flag}")
     if model.sync_batchnorm and size != virtual:
         raise UserError(
             f"--sync-batchnorm with {flag} needs one rank for each virtual rank, and this job has {size}: start {virtual}, "

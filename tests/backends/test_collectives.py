@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import operator
 import pickle
+import threading
 import time
 import types
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import torch
 from dualtrain import BackendError, ReduceOp, broadcast_parameters, connect, functional
 from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
+from dualtrain.backends.inference import ordinary
+from dualtrain.backends.sum_order import sum_order
 from dualtrain.gradients import GradientReducer
 from tests.threads import run_threads
 
@@ -265,6 +268,34 @@ def same_bits_everywhere(backend):
 
 def test_all_ranks_get_the_same_bits(spmd):
     spmd(same_bits_everywhere)
+
+
+def subnormal_numbers_with_a_flag_on_rank_0(backend, count):
+    """Reduce subnormal numbers while rank 0, and only rank 0, replaces them by zero."""
+    size, numbers = backend.size, torch.arange(1, count + 1, dtype=torch.int32)
+    order = sum_order(size, size)
+    torch.set_flush_denormal(backend.rank == 0)
+    try:
+        scaled = (6 * numbers).view(torch.float32)
+        backend.start_sum(scaled, "sum", 1 / 3).wait()
+        along_tree = (6 * numbers).view(torch.float32)
+        backend.start_tree_sum(along_tree, [], order, "tree", 1 / 3).wait()
+        found = {
+            size: backend.allreduce(numbers.view(torch.float32), "sum"),
+            1: backend.allreduce(numbers.view(torch.float32), "average"),
+            5: backend.allreduce((5 * numbers).view(torch.float32), "max"),
+            2 * size: scaled,
+            -2 * size: along_tree,
+        }
+    finally:
+        torch.set_flush_denormal(False)
+    # A subnormal number is a multiple of the smallest one, and its bits are this multiple.
+    for multiple, result in found.items():
+        assert torch.equal(result.view(torch.int32), abs(multiple) * numbers)
+
+
+def test_results_do_not_depend_on_a_ranks_handling_of_subnormal_numbers(many):
+    many.each(subnormal_numbers_with_a_flag_on_rank_0, [(100,), (3000,), (20000,)])
 
 
 # -- reducescatter ------------------------------------------------------------------------------------------------
@@ -677,6 +708,141 @@ def test_the_default_device_of_torch_does_not_matter(spmd):
 def test_connect_does_not_use_the_default_device_of_torch():
     with torch.device("meta"), connect("local") as backend:
         assert backend.size == 1
+
+
+def calls_in_any_mode(backend, inference_tensor, mode):
+    """Make every kind of call in ``mode``, on a tensor made inside or outside of inference mode, of two lengths."""
+    size = backend.size
+    for count in (2 * size, 2000 * size):  # a short reduction travels with the comparison of the calls
+        with torch.inference_mode(inference_tensor):
+            mine, narrow = torch.ones(count), torch.ones(count, dtype=torch.bfloat16)
+            sent = torch.full((2, count), float(backend.rank)).t()
+        total = [size] * count
+        with mode():
+            assert backend.allreduce(mine, "sum").tolist() == backend.allreduce(narrow, "sum").tolist() == total
+            assert backend.allreduce_async(mine, "sum").wait().tolist() == total
+            assert backend.allreduce_(narrow, "average").tolist() == [1] * count
+            assert backend.allreduce_async_(narrow, "sum").wait().tolist() == narrow.tolist() == total
+            assert backend.allreduce_async_(mine, "sum").wait().tolist() == mine.tolist() == total
+            assert backend.reducescatter(mine, "sum").tolist() == [size**2] * (count // size)
+            assert backend.broadcast(sent, size - 1).tolist() == [[size - 1] * 2] * count
+            assert backend.broadcast_async_(sent).wait().tolist() == sent.tolist() == [[0, 0]] * count
+            assert backend.allgather(mine).tolist() == backend.allgather_async(mine).wait().tolist() == total * size
+            assert backend.alltoall(mine).tolist() == total
+            assert [each.tolist() for each in backend.allgather_object(mine)] == [total] * size
+            backend.barrier()
+            backend.start_allreduce(mine, ReduceOp.SUM, "all").wait()
+            backend.start_sum(mine, "sums", 1 / size, tail=1).wait()
+            backend.start_tree_sum(mine, [], sum_order(size, size), "tree", 1 / size).wait()
+        assert mine.tolist() == [size**2] * (count - 1) + [size**3]
+        assert backend.allreduce(mine, "max")[0].item() == size**2
+
+
+def test_all_calls_work_in_any_mode_on_tensors_made_in_any_mode(spmd):
+    modes = (torch.inference_mode, torch.no_grad, torch.enable_grad)
+    spmd.each(calls_in_any_mode, [(inference_tensor, mode) for inference_tensor in (False, True) for mode in modes])
+
+
+def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor():
+    with torch.inference_mode():
+        z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
+        tensors = [z, z.t()[1:], z.conj(), z.conj().imag, z[0, 0], z[:0], torch.ones(3).to(torch.float8_e4m3fn)]
+    for tensor in tensors:
+        found = ordinary(tensor)
+        assert (found.is_inference(), found.data_ptr(), found.dtype) == (False, tensor.data_ptr(), tensor.dtype)
+        assert (found.shape, found.stride()) == (tensor.shape, tensor.stride())
+        assert found.cfloat().tolist() == tensor.cfloat().tolist()
+    tensor = torch.ones(3)
+    assert ordinary(tensor) is tensor
+
+
+# -- several threads ----------------------------------------------------------------------------------------------
+
+
+def in_thread(call):
+    """Start ``call`` in a thread; return the thread, and a list that gets the result, or the message of a BackendError."""
+    found = []
+
+    def run():
+        try:
+            found.append(call())
+        except BackendError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def calls_of_two_threads(backend):
+    def one_call():
+        thread, found = in_thread(backend.barrier)
+        thread.join()
+        return found
+
+    (message,) = backend.whole_call(one_call)
+    assert message.startswith(f"two threads call this backend at once on rank {backend.rank}: ")
+    backend.barrier()
+
+
+def test_a_call_during_a_call_of_another_thread_is_an_error(many):
+    many(calls_of_two_threads)
+
+
+def call_of_a_thread_on_rank_0(backend):
+    if backend.rank == 0:
+        thread, found = in_thread(partial(backend.allreduce, torch.ones(2)))
+        thread.join()
+        (message,) = found
+    else:
+        with pytest.raises(BackendError) as caught:
+            backend.allreduce(torch.ones(2))
+        message = str(caught.value)
+    assert "rank 0: average (float32, 2) in a second thread, which needs a channel()" in message
+    backend.barrier()
+
+
+def test_equal_calls_of_different_threads_are_not_matched(processes):
+    processes(call_of_a_thread_on_rank_0)
+
+
+def thread_with_a_channel(backend):
+    channel = backend.channel()
+    thread, found = in_thread(lambda: [channel.allreduce(torch.full((3,), n), "sum").tolist() for n in range(20)])
+    mine = [backend.allreduce(torch.full((3,), n), "sum").tolist() for n in range(100, 120)]
+    thread.join()
+    size = backend.size
+    assert mine == [[n * size] * 3 for n in range(100, 120)]
+    assert found == [[[n * size] * 3 for n in range(20)]]
+
+
+def test_a_thread_with_a_channel_works_beside_the_first_thread(many):
+    many(thread_with_a_channel)
+
+
+def sums_beside_calls(backend, count):
+    """Start a sum before a call on rank 0, and after it on other ranks, in one thread and in two threads."""
+    buffer = backend.new_buffer(1000, torch.float32, torch.device("cpu"))
+    for threads in (False, True):
+        values, buffer = torch.ones(count), buffer.fill_(1.0)
+        if backend.rank == 0:
+            work = backend.start_sum(buffer, "gradients")
+        if threads:
+            thread, found = in_thread(partial(backend.allreduce, values, "sum"))
+        else:
+            found = [backend.allreduce(values, "sum")]
+        if threads and backend.rank:
+            thread.join()
+        if backend.rank:
+            work = backend.start_sum(buffer, "gradients")
+        work.wait()
+        if threads:
+            thread.join()
+        assert buffer.unique().tolist() == found[0].unique().tolist() == [backend.size]
+
+
+def test_sums_of_gradients_and_calls_may_be_in_different_orders(many):
+    many.each(sums_beside_calls, [(3,), (100_000,)])
 
 
 # -- asynchronous calls -------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_messages_with_many_differences_are_short():
     assert in_words(many[:2]).count(";") == 1
     each = str(Difference("seed", tuple(map(str, range(1000)))))
     assert each.startswith("seed is 0 on rank 0, 1 on rank 1, ")
-    assert each.endswith(" and others on 994 more")
+    assert each.endswith(" and other values on 994 more ranks")
     # Long values are cut to the part that differs.
     long = str(Difference("text", ("x" * 500 + "one" + "y" * 500, "x" * 500 + "two" + "y" * 500, None)))
     assert len(long) < 400

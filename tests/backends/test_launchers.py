@@ -93,7 +93,7 @@ def test_mpirun_inside_a_slurm_allocation_is_mpirun():
 
 
 @pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo", "mpirun", "mpiexec"])
-def test_a_launcher_that_a_spawned_rank_starts_wins(inner):
+def test_a_launcher_started_by_a_spawned_rank_wins(inner):
     assert detect_world({**SPAWN, **LAUNCHERS[inner]}).launcher == inner
 
 
@@ -273,7 +273,7 @@ def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
         assert world.single_host == (len(set(hosts)) == 1)
-    # The ranks of one host have the same cross rank, as far as their local ranks exist on every host.
+    # On one host, all ranks whose local rank exists on every host have the same cross rank.
     shared = min(hosts.count(host) for host in hosts)
     for host in hosts:
         numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}

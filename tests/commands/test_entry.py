@@ -94,7 +94,7 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
     assert end.stderr.endswith("(did you mean --lr?); see python -m dualtrain train --help\n")
 
 
-def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path):
+def test_the_installed_command_finds_the_users_modules_in_the_current_folder(tmp_path):
     """Python puts the installed script's folder into ``sys.path``; the rank, a new interpreter, inherits the path."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"

@@ -108,6 +108,23 @@ def test_helper_functions_that_programs_import_work():
 
 
 @pytest.mark.usefixtures("hook")
+def test_programs_can_ask_what_was_built():
+    util, hvd = importlib.import_module("horovod.common.util"), importlib.import_module("horovod.torch")
+    assert [util.extension_available(name) for name in ("torch", "tensorflow", "mxnet")] == [True, False, False]
+    for name in ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built"):
+        assert getattr(util, name)() == getattr(hvd, name)()
+
+
+@pytest.mark.usefixtures("hook")
+def test_env_ignores_variables_that_are_none(monkeypatch):
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.delenv("NEW", raising=False)
+    with importlib.import_module("horovod.common.util").env(KEPT=None, NEW="1"):
+        assert (os.environ["KEPT"], os.environ["NEW"]) == ("before", "1")
+    assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)
+
+
+@pytest.mark.usefixtures("hook")
 def test_exceptions_survive_pickling():
     error = importlib.import_module("horovod.torch").HorovodInternalError("lost")
     assert type(pickle.loads(pickle.dumps(error))) is type(error)

@@ -602,6 +602,249 @@ CASES = [
         "class Plugin:\n    @property\n    def world_size(self):\n        return 1\n    def start(self):\n"
         "        group['lr'] *= self.world_size",
     ),
+    (
+        "lost_wrapper",
+        "hvd.DistributedOptimizer(sgd)  # HERE\nsgd.step()",
+        "d = hvd.DistributedOptimizer(sgd)\nsgd.step()\nhvd.DistributedOptimizer(other)\n"
+        "with raises(ValueError):\n    hvd.DistributedOptimizer(sgd)",
+    ),
+    (
+        "inner_step",
+        "sgd = torch.optim.SGD(p, 1.0)\nd = hvd.DistributedOptimizer(sgd)\nd.zero_grad()\nloss.backward()\n"
+        "sgd.step()  # HERE",
+        "sgd = torch.optim.SGD(p, 1.0)\nd = hvd.DistributedOptimizer(sgd)\nloss.backward()\nd.synchronize()\nsgd.step()",
+    ),
+    (
+        "inner_step",
+        "def train():\n    sgd = torch.optim.SGD(p, 1.0)\n    d = hvd.DistributedOptimizer(sgd)\n"
+        "    hvd.broadcast_optimizer_state(d, 0)\n    sgd.step()  # HERE",
+        "def train(sgd):\n    d = hvd.DistributedOptimizer(sgd)\n    sgd.step()\nfirst = torch.optim.SGD(p, 1.0)\n"
+        "o = hvd.DistributedOptimizer(first)\nfirst = o\nfirst.step()",
+    ),
+    (
+        "data_parallel",
+        WRAP + "if torch.cuda.device_count() > 1:\n    model = torch.nn.DataParallel(model)  # HERE",
+        WRAP + "if args.parallel:\n    model = torch.nn.DataParallel(model)\n"
+        "model = torch.nn.DataParallel(model, device_ids=[hvd.local_rank()])\n"
+        "def single(model):\n    return torch.nn.DataParallel(model)",
+    ),
+    (
+        "averaged_twice",  # functions for different launchers
+        WRAP + "model = torch.nn.parallel.DistributedDataParallel(model)  # HERE",
+        "def with_hvd():\n    "
+        + WRAP
+        + "def with_ddp(model):\n    return torch.nn.parallel.DistributedDataParallel(model)",
+    ),
+    (
+        "events_of_all_ranks",
+        "from torch.utils.tensorboard import SummaryWriter\nhvd.init()\n" + WRAP + "writer = SummaryWriter('x')  # HERE\n"
+        "writer.add_scalar('loss', 1)",
+        "from torch.utils.tensorboard import SummaryWriter\nhvd.init()\n" + WRAP + "writer = SummaryWriter('x')\n"
+        "if hvd.rank() == 0:\n    writer.add_scalar('loss', 1)\nmine = SummaryWriter(f'x{hvd.rank()}')\n"
+        "mine.add_scalar('loss', 1)",
+    ),
+    (
+        "downloaded_by_all_ranks",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "data = datasets.MNIST('x', download=True)  # HERE",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "data = datasets.MNIST(f'{hvd.rank()}', download=True)\n"
+        "with FileLock('y'):\n    data = datasets.MNIST('x', download=True)\nother = datasets.MNIST('x', download=False)",
+    ),
+    (
+        "downloaded_by_all_ranks",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "if args.data:\n"
+        "    data = datasets.MNIST('x', download=True)  # HERE",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "if hvd.local_rank() == 0:\n"
+        "    datasets.MNIST('x', download=True)\nhvd.barrier()\ndata = datasets.MNIST('x', download=True)",
+    ),
+    (
+        "saved_by_all_ranks",
+        "import json\nhvd.init()\nwith open('x.json', 'w') as file:  # HERE\n    json.dump(x, file)",
+        "hvd.init()\nwith open(f'{hvd.rank()}.json', 'w') as file:\n    file.write(x)\nopen('x')\nopen('x', 'a')\n"
+        "with open(f'{hvd.rank()}.pt', 'wb') as file:\n    torch.save(x, file)\n"
+        "def predict():\n    open('y', 'w')",
+    ),
+    (
+        "saved_by_all_ranks",
+        "import numpy as np\ndef main():\n    hvd.init()\n    np.save('x.npy', x)  # HERE\nmain()",
+        "import numpy as np\nnp.save('before.npy', x)\nhvd.init()\nnp.save(buffer, x)\nframe.to_csv(path)\n"
+        "stamp = time.time()\nnp.save(f'x-{stamp}.npy', x)",
+    ),
+    (
+        "saved_by_all_ranks",  # a path that the callers give
+        "hvd.init()\ndef save(path):\n    torch.save(x, path)  # HERE\nsave('x')",
+        "hvd.init()\ndef save(path):\n    torch.save(x, path)\nsave(f'x{hvd.rank()}')\n"
+        "class Saver:\n    def __init__(self, path):\n        self.path = path\n    def save(self):\n"
+        "        torch.save(x, self.path)\ns = Saver(f'x{hvd.rank()}')\ns.save()",
+    ),
+    (
+        "same_gpu",  # set_device does not change cuda:0
+        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')  # HERE",
+        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\n"
+        "device = torch.device('cuda', hvd.local_rank())\nif args.one:\n    model.to('cuda:0')",
+    ),
+    (
+        "gpu_by_rank",
+        "rank = hvd.rank()\nmodel.to('cuda:%d' % rank)  # HERE",
+        "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",
+    ),
+    (
+        "gpu_by_rank",  # one variable with two kinds of ranks
+        "def main():\n    rank = hvd.rank()\n    torch.cuda.set_device(rank)  # HERE",
+        "def main():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)\nrank = hvd.rank()",
+    ),
+    (
+        "discarded_result",
+        "[hvd.allreduce(p.grad) for p in m.parameters()]  # HERE",
+        "x = torch.zeros(0)\nhvd.allreduce(x)\nhvd.allreduce(torch.ones(1).cuda())\ndef barrier(x):\n    hvd.allreduce(x)\n"
+        "[hvd.allreduce_(p.grad) for p in m.parameters()]",
+    ),
+    (
+        "discarded_result",  # a variable that nothing reads
+        "def average(m):\n    for p in m.parameters():\n        grad = hvd.allreduce(p.grad)  # HERE",
+        "def average(m):\n    for p in m.parameters():\n        grad = hvd.allreduce(p.grad)\n        p.grad = grad\n"
+        "def bench(x):\n    y = hvd.allreduce(x)",
+    ),
+    (
+        "discarded_result",  # of a function that only returns it
+        "def mean(x):\n    y = hvd.allreduce(x)\n    return y\nmean(p.grad)  # HERE",
+        "def mean(x):\n    y = hvd.allreduce(x)\n    x.copy_(y)\n    return y\nmean(p.grad)\n"
+        "def value(x):\n    return hvd.allreduce(x)\ny = value(p.grad)",
+    ),
+    (
+        "uncalled",  # names that the script binds again are not Horovod's
+        "from horovod.torch import *\nif rank == 0:  # HERE\n    load()",
+        "from horovod.torch import *\ndef main(rank, size):\n    if rank == 0 and size == 2:\n        load()\n"
+        "def other():\n    local_rank = hvd.local_rank()\n    return local_rank == 0",
+    ),
+    (
+        "unknown_name",
+        "from horovod.torch import *\nhvd.other()  # HERE",
+        "from horovod.torch import *\noptimizer = torch.optim.SGD(p, 1.0)\noptimizer.step()",
+    ),
+    (
+        "rate_times_size",  # the module as an argument
+        "def scale(hvd, group):\n    group['lr'] = group['lr'] * hvd.size()  # HERE",
+        "def scale(hvd, group):\n    group['lr'] = group['lr'] / hvd.size()",
+    ),
+    (
+        "unknown_name",  # a replacement after a failed import hides nothing
+        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = Nothing()\nhvd.other()  # HERE\n"
+        "def build():\n    import horovod.keras as hvd\n    hvd.other()",
+        "hvd = Wrapper()\nhvd.other()",
+    ),
+    ("unnamed_calls", "x = hvd.broadcast(x, 0)  # HERE", "x = hvd.allgather(x, 'x')\nx = hvd.broadcast(x, 0, 'y')"),
+    (
+        "variables",
+        "import os\nos.environ['HOROVOD_GLOO_IFACE'] = 'lo'  # HERE",
+        "import os\nos.environ['HOROVOD_RANK'] = '1'\nos.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR'] = 'a'",
+    ),
+    (
+        "world_of_mpi",
+        "from mpi4py import MPI\nhvd.init()\nx = MPI.COMM_WORLD.allreduce(1)  # HERE",
+        "from mpi4py import MPI\nhvd.init()\nMPI.COMM_WORLD.Abort()",
+    ),
+    (
+        "padded_evaluation",  # a sampler that nothing reads
+        "s = torch.utils.data.DistributedSampler(test_data)  # HERE\nloss.backward()\nDataLoader(test_data, sampler=s)\n"
+        "test_loader = DataLoader(test_data, sampler=s)\nfor x in test_loader: pass",
+        "test_sampler = torch.utils.data.DistributedSampler(d)\nloss.backward()\ntest_sampler.set_epoch(1)\n"
+        "loader = DataLoader(d)\nfor x in loader: pass",
+    ),
+    (
+        "padded_evaluation",  # of a fixed model beside the one that is trained
+        "s = torch.utils.data.DistributedSampler(d)  # HERE\nloader = DataLoader(d, sampler=s)\nmodel.eval()\n"
+        "for x in loader: model(x)",
+        "s = torch.utils.data.DistributedSampler(d)\nloader = DataLoader(d, sampler=s)\nclip.eval()\n"
+        "for x in loader:\n    loss(x).backward()",
+    ),
+    (
+        "same_order_every_epoch",  # a loader that nothing iterates over, or that other files get
+        "from train import other\ns = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\n"
+        "loader = DataLoader(d, sampler=s)\nfor epoch in range(3):\n    for x in loader: loss(x).backward()",
+        "from train import run\ns = torch.utils.data.DistributedSampler(d, 2, 0)\nloader = DataLoader(d, sampler=s)\n"
+        "t = torch.utils.data.DistributedSampler(d, 2, 0)\nunread = DataLoader(d, sampler=t)\nn = len(unread.dataset)\n"
+        "for epoch in range(3):\n    run(loader)\n    loss.backward()",
+    ),
+    (
+        "sampler_without_ranks",
+        "s = torch.utils.data.DistributedSampler(d) if many else None  # HERE",
+        "if args.hvd:\n    s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())\nelse:\n"
+        "    s = torch.utils.data.DistributedSampler(d)",
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP + "def load(d):\n    data = torch.utils.data.TensorDataset(x)\n"
+        "    return torch.utils.data.DataLoader(data, shuffle=True)  # HERE\nload(d)",
+        WRAP + "if many:\n    loader = torch.utils.data.DataLoader(data, sampler=s)\nelse:\n"
+        "    loader = torch.utils.data.DataLoader(data, shuffle=True)\nfor x in loader: pass\nif hvd.rank() == 0:\n"
+        "    shown = torch.utils.data.DataLoader(data, shuffle=True)",
+    ),
+    (
+        "collective_on_some_ranks",  # a function that may make no call, and a method of the same name
+        "def mean(x):\n    return hvd.allreduce(x)\nif hvd.rank() == 0:\n    mean(x)  # HERE",
+        "def mean(x, all=False):\n    if all:\n        x = hvd.allreduce(x)\n    return x\nclass Loop:\n"
+        "    def test(self):\n        hvd.barrier()\nif hvd.rank() == 0:\n    mean(x)\n    test(x)\n    hvd.shutdown()",
+    ),
+    (
+        "collective_on_some_ranks",  # join answers the calls of the other ranks
+        "if hvd.rank() == 0:\n    hvd.allreduce_(x)  # HERE",
+        "if hvd.rank() == 0:\n    hvd.allreduce_(x)\nhvd.join()",
+    ),
+    (
+        "discarded_result",  # a test of an error
+        "try:\n    a()\n    b()\n    hvd.allreduce(x)  # HERE\nexcept OSError:\n    pass",
+        "try:\n    hvd.allreduce(x)\nexcept ValueError:\n    pass\nwith pytest.raises(ValueError):\n    hvd.allreduce(x)",
+    ),
+    (
+        "collective_on_some_ranks",  # the two sides in two functions
+        "def send(x):\n    if hvd.rank() == 0:\n        hvd.broadcast_(x, 0)  # HERE",
+        "def send(x):\n    if hvd.rank() == 0:\n        hvd.broadcast_(x, 0)\n"
+        "def receive(x):\n    if hvd.rank() != 0:\n        hvd.broadcast_(x, 0)",
+    ),
+    (
+        "rate_times_size",
+        "scaled_lr = args.lr * hvd.size()  # HERE\nbuild(scaled_lr)",
+        "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
+    ),
+    (
+        "clip_before_synchronize",  # an optimizer of the function's own
+        WRAP + "def train(optimizer):\n    loss.backward()\n    clip_grad_norm_(p, 1)  # HERE\n    optimizer.step()",
+        WRAP + "def alone():\n    optimizer = torch.optim.SGD(p, 1.0)\n    loss.backward()\n    clip_grad_norm_(p, 1)\n"
+        "    optimizer.step()",
+    ),
+    (
+        "scaler_before_synchronize",
+        WRAP + "s = torch.cuda.amp.GradScaler()\nloss.backward()\ns.step(optimizer)  # HERE",
+        WRAP + "loss.backward()\npreconditioner.step(optimizer)",
+    ),
+    (
+        "second_reduction",  # the argument of old versions
+        WRAP + "loss.backward()\noptimizer.synchronize()\noptimizer.step()  # HERE",
+        WRAP + "loss.backward()\noptimizer.synchronize()\noptimizer.step(synchronize=False)",
+    ),
+    (
+        "same_random_numbers",
+        "from torchvision import transforms\n" + WRAP + "torch.manual_seed(7)  # HERE\ntransforms.RandomCrop(32)",
+        "from torchvision import transforms\n" + WRAP + "torch.manual_seed(7)\nmodel = Net()\n"
+        "torch.manual_seed(7 + hvd.rank())\ntransforms.RandomCrop(32)",
+    ),
+    (
+        "never_broadcast",
+        "torch.backends.cudnn.deterministic = True\n" + WRAP.replace("\n", "  # HERE\n"),
+        "set_random_seeds(1)\n" + WRAP,
+    ),
+    (
+        "different_splits",
+        WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
+        WRAP + "if hvd.rank() == 0:\n    a, b = torch.utils.data.random_split(data, [9, 1])\n"
+        "mine = shard(data, hvd.rank())\nc, d = torch.utils.data.random_split(mine, [9, 1])",
+    ),
+    (
+        "torchmetrics",
+        "import torchmetrics\nm = torchmetrics.MeanMetric()  # HERE\nx = m.compute()\nhvd.init()",
+        "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(y):\n    return hvd.allreduce(y)\n"
+        "x = average(m.compute())",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 
@@ -835,6 +1078,31 @@ AUGMENTED = "import random\nclass Data:\n    def __getitem__(self, i):\n        
 )
 def test_seeds_that_may_depend_on_the_rank_are_no_findings(snippet):
     assert list(BY_NAME["same_random_numbers"](source(f"{AUGMENTED}loss.backward()\n{snippet}"))) == []
+
+
+def test_a_folder_stands_for_its_files_that_import_horovod(tmp_path, capsys):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / ".venv").mkdir()
+    script = "import horovod.torch as hvd\nhvd.allreduce(x)\n"
+    for name in ("b.py", "inner/a.py", ".venv/hidden.py"):
+        (tmp_path / name).write_text(script)
+    (tmp_path / "other.py").write_text("import torch\n")
+    (tmp_path / "old.py").write_text("import horovod.torch\nprint 1\n")
+    assert check([str(tmp_path)]) == 1
+    *found, skipped, last = capsys.readouterr().out.splitlines()
+    lines = [line.partition(": ")[0] for line in found if "[trap]" in line]
+    assert lines == [f"{tmp_path}/b.py:2", f"{tmp_path}/inner/a.py:2"]
+    assert skipped == (
+        f"2 files skipped: 1 without an import of horovod and 1 that cannot be read as Python 3 ({tmp_path}/old.py)"
+    )
+    assert last == "2 files read: 2 traps, 2 differs; --fix repairs 2 of them"
+
+
+def test_a_folder_without_horovod_has_no_findings(tmp_path, capsys):
+    (tmp_path / "other.py").write_text("import torch\n")
+    assert check([str(tmp_path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["1 file skipped: 1 without an import of horovod", "0 files read: no use of Horovod found"]
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])

@@ -132,7 +132,7 @@ def test_every_option_on_three_ranks(real):
     cases = {title: options for title, (options, _) in CASES.items()}
     cases |= {"bf16": {"compression": "bf16"}, "num_groups": {"groups": 3}, "product": {"op": "Product"}}
     cases |= {"adasum": {"op": "Adasum"}, "fp16 sum": {"compression": "fp16", "op": "Sum"}}
-    cases |= {"own predivide": {"compression": "fp16", "gradient_predivide_factor": 3.0}}
+    cases |= {"fp16, predivide": {"compression": "fp16", "gradient_predivide_factor": 3.0}}
     cases |= {"min, compressed": {"compression": "fp16", "op": "Min"}}
     cases |= {"own, two passes": {"compression": "own", "backward_passes_per_step": 2}}
     found = real(train, cases)
@@ -142,7 +142,7 @@ def test_every_option_on_three_ranks(real):
             assert torch.equal(found[2][title][name], p), (title, name)
             assert p.isfinite().all()
     for like, titles in [
-        ("average", ("predivide", "fp16", "compressor", "bf16", "own predivide")),
+        ("average", ("predivide", "fp16", "compressor", "bf16", "fp16, predivide")),
         ("groups", ("lists of groups", "num_groups")),
     ]:
         for title in titles:

@@ -435,3 +435,26 @@ def changes_in_a_hook(backend):
 def test_hooks_of_the_program_change_gradients_before_they_are_sent(real):
     for found in real(changes_in_a_hook):
         assert found == [[-3 * 2 * mean_of_ranks(real.size)] * 2] * 2
+
+
+def groups_and_closures(backend):
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(1))
+        options = {"gradient_predivide_factor": 2.0, "groups": 1}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 0.0), [("p", p)], **options)
+        (p * 3e38).sum().backward()  # a sum of two such gradients is infinite
+        optimizer.synchronize()
+        check(hvd, ("predivide in groups", lambda: p.grad.isinf().item(), True, False))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        p.data.zero_()  # Horovod's step has made it NaN
+        loss = p.sum() + hvd.rank()
+        loss.backward()
+        check(hvd, ("loss", lambda: optimizer.step(loss.detach).item(), float(hvd.rank()), 0.5))
+
+
+@PAIR
+def test_predivide_in_groups_and_the_loss_of_a_closure(real):
+    """Differences."""
+    real(groups_and_closures)

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import require_horovod
-from tests.no_compiler import NO_COMPILER
+from tests.no_compiler import FOLDER, NO_COMPILER
 from tests.pool import ROOT
 
 BIN = Path(sys.executable).parent
 MODULE = ("python", "-m", "dualtrain.main")
 ENV = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+#: Value of PYTHONPATH for jobs that need not import torch's compiler in each of their processes.
+NO_COMPILER_PATH = f"{FOLDER}{os.pathsep}{ROOT}"
+QUICK = {**ENV, "PYTHONPATH": NO_COMPILER_PATH}
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
@@ -31,8 +34,8 @@ def alone(*arguments: str) -> list[str]:
     return [*MODULE, *arguments]
 
 
-def run(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
+def run(command: list[str], timeout: float = 240, env: dict[str, str] = ENV) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def by(*launcher: str) -> Callable[[Path, Path], subprocess.CompletedProcess[str]]:

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tests.launch.jobs import run
+from tests.launch.jobs import QUICK, run
 
 
 @pytest.mark.timeout(600)  # five starts, on a busy machine
 def test_a_job_survives_a_drill(tmp_path):
     out = tmp_path / "drill"
     flags = ["--faults", "3", "--seed", "4", "--epochs", "50", "--backend", "torch"]
-    end = run([sys.executable, "-m", "dualtrain.drill", "--json", "--out", str(out), *flags], timeout=560)
+    end = run([sys.executable, "-m", "dualtrain.drill", "--json", "--out", str(out), *flags], timeout=560, env=QUICK)
     assert end.returncode == 0, end.stdout + end.stderr
     report = json.loads(end.stdout)
     assert report["holds"]

@@ -19,7 +19,7 @@ import pytest
 
 from tests.conftest import require_horovod
 from tests.launch.hosts import CORES, ROOT, Cluster, require_hosts, two_hosts
-from tests.launch.jobs import rank_of, run, summary, torchrun
+from tests.launch.jobs import NO_COMPILER_PATH, QUICK, rank_of, run, summary, torchrun
 
 pytestmark = pytest.mark.xdist_group("machine")  # these tests list all processes of this machine
 
@@ -37,7 +37,7 @@ class Job:
         names = ",".join(host.name for host in cluster.hosts)
         given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
         # horovodrun caches facts about hosts by name below HOME for an hour.
-        env = {**os.environ, "HOME": str(folder), **given}
+        env = {**os.environ, "PYTHONPATH": NO_COMPILER_PATH, "HOME": str(folder), **given}
         command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
         self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
         self.launchers: list[subprocess.Popen[str]] = []
@@ -98,7 +98,7 @@ def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
     """Run the same job on one host, and return its folder. The native transport adds in the same order as two hosts."""
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
-    end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)])
+    end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)], env=QUICK)
     assert end.returncode == 0, end.stderr
     return folder
 

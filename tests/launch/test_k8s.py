@@ -11,13 +11,13 @@ from typing import Any
 
 from tests.commands.test_k8s import pod_command, replicas
 from tests.conftest import require_horovod
-from tests.launch.jobs import BIN
+from tests.launch.jobs import BIN, NO_COMPILER_PATH
 from tests.pool import ROOT, free_port
 
 
 def start(container: dict[str, Any], run: Path, **variables: str) -> subprocess.Popen[str]:
     """Start a container's command for two epochs, with the variables of the container and of the operator."""
-    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": NO_COMPILER_PATH}
     env |= {each["name"]: each["value"] for each in container["env"] if "value" in each}
     env |= {"RUN": str(run), "HOME": str(run.parent), "DUALTRAIN_SECRET": "0" * 64, **variables}
     # Kubernetes replaces $(NAME) in commands by the variable's value.

@@ -1,6 +1,6 @@
 """Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
 
-In each phase that both ranks have, the killed rank is not the one that tests/training/test_kills.py kills.
+In each phase that occurs on both ranks, this test kills the rank that tests/training/test_kills.py does not kill.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require_horovod
-from tests.launch.jobs import ENV, horovodrun, processes, rank_of, summary, torchrun
+from tests.launch.jobs import ENV, NO_COMPILER_PATH, QUICK, horovodrun, processes, rank_of, summary, torchrun
 from tests.pool import ROOT
 
 #: Each launcher with the rank to kill; tests/commands/ tests other combinations without a launcher.
@@ -33,7 +33,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
     command = launch("--epochs", "5000", "--run-dir", str(folder))
     log = tmp_path / "log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=ROOT, env=QUICK, stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 120
         while "epoch 2/" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
@@ -72,7 +72,8 @@ def test_the_demo_ends_with_a_table(tmp_path):
 
 def test_the_default_job_has_one_result_on_four_ranks_and_on_one(tmp_path):
     require_horovod()
-    end = script(tmp_path, "one_result.sh", "--epochs", "12", RANKS="4", WAYS="torchrun-native horovodrun-gloo")
+    ways = {"RANKS": "4", "WAYS": "torchrun-native horovodrun-gloo"}
+    end = script(tmp_path, "one_result.sh", "--epochs", "12", **ways, PYTHONPATH=NO_COMPILER_PATH)
     assert end.returncode == 0, end.stdout + end.stderr
     assert end.stdout.splitlines()[-1] == "3 runs, 1 hash"
     for name, launcher in (("torchrun-native-4", "torchrun"), ("horovodrun-gloo-4", "horovodrun --gloo")):

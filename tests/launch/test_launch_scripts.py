@@ -6,6 +6,7 @@ import json
 
 from tests.commands.test_launch_scripts import SCRIPTS, start
 from tests.conftest import require_horovod
+from tests.launch.jobs import NO_COMPILER_PATH
 
 
 def test_all_scripts_give_the_same_weights(tmp_path):
@@ -13,7 +14,8 @@ def test_all_scripts_give_the_same_weights(tmp_path):
     hashes = {}
     for name in SCRIPTS:
         run = tmp_path / name
-        end = start(name, "--max-steps", "5", "--run-dir", str(run), NPROC="1", HOSTS="localhost:2", IFACE="lo")
+        place = {"NPROC": "1", "HOSTS": "localhost:2", "IFACE": "lo", "PYTHONPATH": NO_COMPILER_PATH}
+        end = start(name, "--max-steps", "5", "--run-dir", str(run), **place)
         assert end.returncode == 0, end.stderr
         summary = json.loads((run / "summary.json").read_text())
         assert summary["world_size"] == 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run
-from tests.launch.jobs import ENV, processes, rank_of, summary
+from tests.launch.jobs import QUICK, processes, rank_of, summary
 from tests.pool import ROOT, free_port
 
 KILLS = 8  # four for each agent
@@ -23,7 +23,7 @@ FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "-
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
 #: Without this variable, the remaining agent would use the killed agent's address if the new agent gets rank 0.
-FRESH = {**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+FRESH = {**QUICK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Agent:

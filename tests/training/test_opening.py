@@ -122,7 +122,7 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
             "--schedule multistep --lr-milestones 50,900",
             "--lr-milestones 50,900: the run ends after step 100, so that the learning rate is not changed at 900",
         ),
-        ("--checkpoint-epochs 12", "--checkpoint-epochs 12 has no effect: the run has 12 epochs"),
+        ("--epochs 1 --checkpoint-epochs 2", "--checkpoint-epochs 2 has no effect: the run ends in its first epoch"),
         ("--log-every 101", "--log-every 101 has no effect: the run ends after step 100"),
         ("--schedule step --lr-step 100", "--lr-step 100 has no effect: the run ends after step 100"),
         ("--early-stop 12", "--early-stop 12 has no effect: the run has 12 epochs"),
@@ -134,6 +134,13 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
 def test_a_setting_without_effect_is_one_line(flags, line):
     (found,) = notes(*flags.split())
     assert found.startswith(line)
+
+
+def test_a_number_of_epochs_between_checkpoints_has_an_effect_unless_the_run_ends_in_its_first_epoch():
+    for number in ("2", "12", "13"):
+        assert notes("--checkpoint-epochs", number) == []
+    line = "--checkpoint-epochs 12 has no effect: the run ends in its first epoch"
+    assert notes("--checkpoint-epochs", "12", steps=8, steps_of_epochs=100) == [line]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
                 "--classes",
                 "10",
             ],
-            ["from 0 to 2, since the model has 3 outputs, and one is 3"],
+            ["from 0 to 2, since the model has 3 outputs, and one target is 3"],
         ),
         # Each sample has two targets, and the model gives a row of logits for each. The second target is wrong.
         (
@@ -211,7 +211,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
                 "--classes",
                 "10",
             ],
-            ["from 0 to 2, since the model has 3 outputs, and one is 7"],
+            ["from 0 to 2, since the model has 3 outputs, and one target is 7"],
         ),
         (["--model", "tests.training.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
         (["--model", ":build"], ["':build'", "pkg.mod:function"]),

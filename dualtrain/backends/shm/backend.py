@@ -125,7 +125,11 @@ class SharedMemoryBackend(DelegatingBackend):
             raise UnsharedError("the hosts do not have equally many ranks")
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
         across = inner.between_hosts() if several else None
-        self.memory = SharedMemory(inner, across, beside)
+        # Operations in one memory are matched by their order, and sums of gradients and other calls have separate orders.
+        self.memory = SharedMemory(inner, None if across is None else across.gradient_path, beside)
+        self.calls = SharedMemory(inner, across, beside)
+        self.memory.add_partner(self.calls)
+        self.calls.add_partner(self.memory)
         if reserved:
             self.memory.reserve(reserved)
         self._copies = False  # whether a buffer could not be shared
@@ -134,13 +138,13 @@ class SharedMemoryBackend(DelegatingBackend):
         if tensor.device.type != "cpu":
             return self.inner.start_allreduce(tensor, op, name)
         # Not in place: the tensor may lie in a shared buffer on this rank, but not on another rank.
-        return self.memory.start(tensor, op, name, in_place=False)
+        return self.calls.start(tensor, op, name, in_place=False)
 
     def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
-        if tensor.device.type != "cpu" or not self.memory.is_short(tensor):
+        if tensor.device.type != "cpu" or not self.calls.is_short(tensor):
             super().reduce_checked(call, tensor, op, name)
             return
-        self.memory.reduce_beside(tensor, op, partial(agree, self, call))
+        self.calls.reduce_beside(tensor, op, partial(agree, self, call))
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         if tensor.device.type != "cpu":
@@ -172,7 +176,7 @@ class SharedMemoryBackend(DelegatingBackend):
         return self.inner.new_buffer(numel, dtype, device)
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
-        return self.memory.exchange_short(numbers)
+        return self.calls.exchange_short(numbers)
 
     def channel(self) -> Backend:
         library = super().channel()
@@ -184,27 +188,32 @@ class SharedMemoryBackend(DelegatingBackend):
         return shared
 
     def adapt_group(self, group: Backend) -> Backend:
-        return LibraryGroup(group, self.memory)
+        return LibraryGroup(group, (self.memory, self.calls))
 
     def release(self) -> None:
         self.memory.close()
+        self.calls.close()
 
 
 class LibraryGroup(DelegatingBackend):
     """Group of a :class:`SharedMemoryBackend`; all its operations use the library.
 
-    Before the group compares calls, it finishes the operations in ``memory``: a rank that still waits for one of these
+    Before the group compares calls, it finishes the operations in ``memories``: a rank that still waits for one of these
     cannot take part in the comparison.
     """
 
-    def __init__(self, inner: Backend, memory: SharedMemory) -> None:
+    def __init__(self, inner: Backend, memories: Sequence[SharedMemory]) -> None:
         super().__init__(inner)
-        self._memory = memory
+        self._memories = memories
+
+    def _finish(self) -> None:
+        for memory in self._memories:
+            memory.finish()
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        self._memory.finish()
+        self._finish()
         return self.inner.exchange(vector)
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
-        self._memory.finish()
+        self._finish()
         return self.inner.exchange_call(numbers, data)

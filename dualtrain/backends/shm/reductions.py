@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dualtrain.backends.base import Primitives, ReduceOp, Work
+from dualtrain.backends.base import GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
 from dualtrain.backends.shm.segment import UnsharedError, map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
@@ -55,7 +55,7 @@ class SharedMemory:
 
     Args:
         library: backend over all ranks; every host has the same number of ranks.
-        across: backend over the ranks with this rank's local rank, one per host, if there are several hosts.
+        across: operations over the ranks with this rank's local rank, one per host, if there are several hosts.
         beside: shared memory of other backends; their operations progress during waits for this memory's operations. The
             collection may change later.
 
@@ -64,11 +64,12 @@ class SharedMemory:
     """
 
     def __init__(
-        self, library: Primitives, across: Primitives | None = None, beside: Collection[SharedMemory] = ()
+        self, library: Primitives, across: GradientPath | None = None, beside: Collection[SharedMemory] = ()
     ) -> None:
         self._library = library
         self._across = across
         self._beside = beside
+        self._partners: list[SharedMemory] = []
         self._host = library.hosts[library.rank]
         self.size, self.rank = library.local_size, library.local_rank
         self._exchange = library.exchange_short  # replaced below, when this memory is ready
@@ -97,8 +98,15 @@ class SharedMemory:
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
+        #: The operation that an exception such as KeyboardInterrupt has stopped in the middle, and the exception's type.
+        #: It is set without a call: before a call, the interpreter may raise the next KeyboardInterrupt.
+        self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
+
+    def add_partner(self, partner: SharedMemory) -> None:
+        """Add the memory of the same backend's other operations, which progress during waits for those of this memory."""
+        self._partners.append(partner)
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks.
@@ -160,11 +168,16 @@ class SharedMemory:
             flat = tensor.view(-1)
             region = self._regions.get(flat.data_ptr()) if in_place else None
             work = Reduction(self, flat, region, op, name, factor, tail, tree)
-            if self._failure is not None:
-                self._raise_failure(work.what)
-            if self._may_post(work):
-                self.post_ready(work)
-            self._pending.append(work)
+            what = work.what
+            self._raise_failure(what)
+            try:
+                if self._may_post(work):
+                    self.post_ready(work)
+                self._pending.append(work)
+            except BaseException as error:
+                self._interrupted = what, error.__class__
+                self._tags[self.rank][_INTERRUPTED_AT] = 1
+                raise
             self.advance()
         return work
 
@@ -210,19 +223,22 @@ class SharedMemory:
             BackendError: an operation failed; all later ones fail too.
         """
         with self._lock:
+            if self._interrupted is not None:
+                self._raise_failure(self._interrupted[0])
             while self._pending and not (until is not None and until.ended):
                 what = self._pending[0].what
                 self._sleeping = False
                 try:
                     if not self._pending[0].progress(block=until is not None):
                         return
+                    self._pending.popleft()
                 except Exception as error:
                     raise self._fail(what, error) from error
                 except BaseException as error:
                     if not self._sleeping:
-                        self._fail_interrupted(what, error)
+                        self._interrupted = what, error.__class__
+                        self._tags[self.rank][_INTERRUPTED_AT] = 1
                     raise
-                self._pending.popleft()
             if until is not None and not until.ended:
                 self._raise_failure(until.what)
 
@@ -240,29 +256,32 @@ class SharedMemory:
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
-            self.finish()
+            for memory in (self, *self._partners):
+                memory.finish()
             gathered = self._library.exchange_short(numbers)
         return gathered
 
     def _exchange_here(self, numbers: Sequence[int]) -> list[list[int]] | None:
         with self._lock:
             self._raise_failure(_COMPARING)
-            # Double buffer: a peer that has posted exchange n+1 has finished reading n, so its slot can be reused for n+2.
-            vectors = [each[self._next_vector] for each in self._vectors]
-            self._next_vector = 1 - self._next_vector
-            length, mine = len(numbers), vectors[self.rank]
-            short = length < len(mine)
-            mine[0] = length
-            if short:
-                mine[1 : 1 + length] = memoryview(array("l", numbers))
-            self._semaphores.post(_VECTOR)
             try:
+                # Double buffer: a peer that has posted exchange n+1 has finished reading n, so its slot can be reused for
+                # n+2.
+                vectors = [each[self._next_vector] for each in self._vectors]
+                self._next_vector = 1 - self._next_vector
+                length, mine = len(numbers), vectors[self.rank]
+                short = length < len(mine)
+                mine[0] = length
+                if short:
+                    mine[1 : 1 + length] = memoryview(array("l", numbers))
+                self._semaphores.post(_VECTOR)
                 for need in self._posts[_VECTOR]:
                     need(True)
             except Exception as error:
                 raise self._fail(_COMPARING, error) from error
             except BaseException as error:
-                self._fail_interrupted(_COMPARING, error)
+                self._interrupted = _COMPARING, error.__class__
+                self._tags[self.rank][_INTERRUPTED_AT] = 1
                 raise
             lengths = [vector[0] for vector in vectors]
             if len(set(lengths)) > 1:
@@ -293,7 +312,7 @@ class SharedMemory:
     @property
     def failed(self) -> bool:
         """Return whether an operation has failed, so that all later ones fail too."""
-        return self._failure is not None
+        return self._failure is not None or self._interrupted is not None
 
     # -- steps of an operation -------------------------------------------------------------------------------------
 
@@ -357,11 +376,12 @@ class SharedMemory:
             self._sleeping = True
             self._library.await_bounded(what, partial(self._wait_and_progress, kind, other))
             self._sleeping = False
-        return block
+            return self._semaphores.try_wait(kind, other, spin=False)  # ``timed_wait`` has not consumed the post
+        return False
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
         """Wait for a post; advance operations that the other rank may wait for before it posts."""
-        beside = [memory.progress() for memory in tuple(self._beside) if memory is not self]
+        beside = [memory.progress() for memory in (*self._beside, *self._partners) if memory is not self]
         unfinished = any(beside)
         if kind == _VECTOR:
             self.advance()
@@ -370,7 +390,7 @@ class SharedMemory:
             return True
         # Read the mark before the semaphore: a rank marks itself after its last post.
         interrupted = self._tags[other][_INTERRUPTED_AT]
-        if self._semaphores.try_wait(kind, other, spin=False):
+        if self._semaphores.timed_wait(kind, other, 0.0):
             return True
         if interrupted:
             raise BackendError(f"rank {self._ranks_here()[other]} was interrupted in an operation and cannot complete it")
@@ -378,14 +398,18 @@ class SharedMemory:
 
     def progress(self) -> int:
         """Advance operations without blocking. Return how many are left unfinished; 0 if another thread advances them."""
-        if not self._lock.acquire(blocking=False):
-            return 0
+        acquired: list[bool] = []
         try:
-            with suppress(BackendError):  # raised again by the wait for the operation that failed
-                self.advance()
-            return len(self._pending)
+            # A signal handler cannot run between the two halves of this call, so the lock is always released.
+            acquired.extend(map(self._lock.acquire, (False,)))
+            if True in acquired:
+                with suppress(BackendError):  # raised again by the wait for the operation that failed
+                    self.advance()
+                return len(self._pending)
+            return 0
         finally:
-            self._lock.release()
+            if True in acquired:
+                self._lock.release()
 
     def _new_region(self, nbytes: int) -> Region:
         with torch.inference_mode(False):
@@ -400,12 +424,11 @@ class SharedMemory:
         self._pending.clear()
         return self._failure
 
-    def _fail_interrupted(self, what: str, error: BaseException) -> None:
-        """Fail all operations, on the other ranks too, since an operation that was interrupted cannot continue."""
-        self._fail(what, BackendError(f"{what} was interrupted by {type(error).__name__} and cannot continue"))
-        self._tags[self.rank][_INTERRUPTED_AT] = 1
-
     def _raise_failure(self, what: str) -> None:
+        """Raise BackendError if an earlier operation has failed or was interrupted."""
+        if self._failure is None and self._interrupted is not None:
+            stopped, kind = self._interrupted
+            self._fail(stopped, BackendError(f"{stopped} was interrupted by {kind.__name__} and cannot continue"))
         if self._failure is None:
             return
         message = f"{what} cannot be done after an earlier failure: {self._failure}"

@@ -43,6 +43,8 @@ class Semaphores:
 
         self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
         self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
+        #: The results of ``timed_wait`` for each kind and rank; 0 is a post that it has received and ``try_wait`` has not.
+        self._received: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(kinds)]
         # Calls that do not block keep the GIL, which is faster; calls that block release it.
         with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)
         self._sem_post, self._sem_trywait = with_gil.sem_post, with_gil.sem_trywait
@@ -77,15 +79,30 @@ class Semaphores:
 
         With ``spin``, try for some tens of microseconds.
         """
+        received = self._received[kind][source]
+        if 0 in received:
+            received.clear()
+            return True
         at = self._from[kind][source]
         return any(self._sem_trywait(at) == 0 for _ in range(self._spins if spin else 1))
 
     def timed_wait(self, kind: int, source: int, seconds: float) -> bool:
-        """Consume a post of rank ``source`` and return True; sleep until there is one, at most for ``seconds``."""
+        """Sleep until there is a post of rank ``source``, at most for ``seconds``. Return whether there is one.
+
+        Does not consume the post, whatever exception a signal handler raises meanwhile: the next :meth:`try_wait` does.
+        """
+        received = self._received[kind][source]
+        if 0 in received:
+            return True
+        received.clear()
         at = self._from[kind][source]
+        # A signal handler runs between two steps of the interpreter. One call of ``extend`` waits and records the result.
         if self._sem_clockwait is not None:
-            return bool(self._sem_clockwait(at, time.CLOCK_MONOTONIC, _until(time.CLOCK_MONOTONIC, seconds)) == 0)
-        return bool(self._sem_timedwait(at, _until(time.CLOCK_REALTIME, seconds)) == 0)
+            clock = time.CLOCK_MONOTONIC
+            received.extend(map(self._sem_clockwait, (at,), (clock,), (_until(clock, seconds),)))
+        else:
+            received.extend(map(self._sem_timedwait, (at,), (_until(time.CLOCK_REALTIME, seconds),)))
+        return 0 in received
 
 
 def _until(clock: int, seconds: float) -> object:

@@ -13,6 +13,7 @@ import torch
 
 from dualtrain.backends.base import FOLD, ReduceOp
 from dualtrain.backends.shm.semaphores import CACHE_LINE
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import Addition, SumOrder
 
 PAGE = 4096
@@ -112,6 +113,7 @@ class Plan:
             copies = [target[start : start + step] for target in targets]
             self._pieces.append((values, values[0][: max(0, scaled - begin - start)], copies))
 
+    @keep_subnormals
     def reduce(self, op: ReduceOp, factor: float) -> None:
         """Reduce the shard, scale it by ``factor``, and write it into all results."""
         fold = FOLD[op]
@@ -123,6 +125,7 @@ class Plan:
             for copy in copies:
                 copy.copy_(values[0])
 
+    @keep_subnormals
     def reduce_on_host(self, op: ReduceOp) -> None:
         """Do the first half of :meth:`reduce`: reduce into ``shard``, without scaling."""
         fold = FOLD[op]
@@ -130,6 +133,7 @@ class Plan:
             for target, source in self._additions:
                 fold(values[target], values[source], out=values[target])
 
+    @keep_subnormals
     def copy_to_all(self, factor: float) -> None:
         """Do the second half of :meth:`reduce`: scale ``shard`` and write it into all results."""
         for values, scaled, copies in self._pieces:

@@ -13,6 +13,7 @@ from functools import partial, reduce
 import torch
 
 from dualtrain.backends.base import FOLD, ReduceOp
+from dualtrain.backends.subnormals import keep_subnormals
 
 SHORT_BYTES = 16 << 10  # size of the longest tensor that every rank reduces for itself
 _LAYOUTS = 64  # largest number of (dtype, length) pairs whose views an object caches
@@ -60,6 +61,7 @@ class ShortTensors:
         self._values.clear()
 
 
+@keep_subnormals
 def reduce_into(
     tensor: torch.Tensor, values: Sequence[torch.Tensor], op: ReduceOp, factor: float = 1.0, scaled: int = 0
 ) -> None:

@@ -28,8 +28,8 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
             )
             if found is not None:
                 message = (
-                    "several backward passes before a step raise AssertionError, on Horovod too; pass "
-                    "backward_passes_per_step to DistributedOptimizer"
+                    "several backward passes before a step raise AssertionError if they reach the same parameters, on "
+                    "Horovod too; pass backward_passes_per_step to DistributedOptimizer"
                 )
                 yield Finding(event.node.lineno, "trap", message, tuple(_with_passes(source, wraps, event, found[0])))
 

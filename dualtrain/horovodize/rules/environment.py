@@ -32,7 +32,8 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
             framework = name.split(".")[1]
             what = f"horovod.{framework}" if framework in OTHER_FRAMEWORKS else name
             message = (
-                f"there is no {what}: dualtrain covers horovod.torch only; use its public names, and start with torchrun"
+                f"dualtrain has nothing in place of {what}; use the public names of horovod.torch, and start the "
+                "script with torchrun"
             )
             yield Finding(node.lineno, "unsupported", message)
 
@@ -67,10 +68,10 @@ def horovod_run(source: Source) -> Iterator[Finding]:
             continue
         refused = [word for word in call.keywords if word.arg in RUN_UNSUPPORTED and not _is_accepted(word)]
         if refused:
-            here = "here" if isinstance(refused[0].value, ast.Constant) else "here unless it is None"
+            here = "" if isinstance(refused[0].value, ast.Constant) else ", unless its value is None"
             message = (
-                f"horovod.run({refused[0].arg}=…) is refused {here}: it supports neither other hosts nor elastic training "
-                "nor output files; start the script with torchrun"
+                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: its own run() has no other hosts, elastic "
+                "training or output files; start the script with torchrun"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
@@ -106,8 +107,12 @@ def variables(source: Source) -> Iterator[Finding]:
         for value in _set_by(source, node):
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
                 continue
-            if value.value.startswith("HOROVOD_") and value.value not in HONOURED:
+            if value.value.startswith("HOROVOD_") and value.value not in HONOURED and not _OF_LAUNCHER.match(value.value):
                 yield Finding(value.lineno, "differs", f"{value.value} has no effect on torch.distributed; remove it")
+
+
+#: Variables that give child processes their ranks. dualtrain reads them too.
+_OF_LAUNCHER = re.compile(r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))$")
 
 
 def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
@@ -123,13 +128,13 @@ def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
 
 
 def variables_of_mpi(source: Source) -> Iterator[Finding]:
-    """Variables that only mpirun sets, and from which scripts detect Horovod; one finding for all."""
+    """Variables of MPI launchers by which a script detects that it runs under Horovod; one finding for all."""
     for node in source.nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
             continue
         if re.search("environ|getenv", ast.unparse(source.statement(node))) and not _has_alternative(source, node):
             message = (
-                f"only mpirun sets {node.value}: under torchrun the script may train each rank alone; call "
+                f"torchrun does not set {node.value}, so that the script may train each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
             )
             yield Finding(node.lineno, "differs", message)
@@ -149,16 +154,20 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     for call in source.calls:
-        if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call):
+        if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call) or call.func.attr in _OF_PROCESS:
             continue
         owners = [call.func.value, *source.values.get(ast.unparse(call.func.value), ())]
         if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in owners):
             message = (
-                "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
-                f"that {call.func.attr}() combines nothing; use calls of hvd instead, or start the script with mpirun"
+                "under torchrun each rank has its own MPI.COMM_WORLD of size 1 (not so under horovodrun with MPI), so "
+                f"that {call.func.attr}() sees no other rank; use calls of hvd instead, or start the script with mpirun"
             )
             yield Finding(call.lineno, "differs", message)
             return
+
+
+#: Calls of a communicator that need no other rank.
+_OF_PROCESS = ("Abort", "Get_name", "Is_inter", "Set_errhandler")
 
 
 def runner_of_databricks(source: Source) -> Iterator[Finding]:
@@ -180,7 +189,10 @@ def elastic_ray(source: Source) -> Iterator[Finding]:
             continue
         elastic = [word.arg for word in call.keywords if word.arg in RAY_ELASTIC and not _is_accepted(word)]
         if elastic:
-            message = f"RayExecutor({elastic[0]}=…) is elastic, which is refused here unless it is None; give num_workers"
+            message = (
+                f"dualtrain refuses RayExecutor({elastic[0]}=…), which is elastic, unless its value is None; give "
+                "num_workers"
+            )
             yield Finding(call.lineno, "unsupported", message)
 
 

@@ -6,9 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Finding, Source, keyword
+from dualtrain.horovodize.rules.uses import is_read
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
-_EVALUATION = re.compile(r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(test|val)(set|data)")
+_EVALUATION = re.compile(
+    r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(?<!train)(test|val)(set|data)"
+)
 _TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)(data|set|loader|sampler|dl|ds)*($|[^a-z])")
 _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
@@ -17,11 +20,13 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
     """A DistributedSampler or ElasticSampler under a validation or test loader."""
     for call in source.calls:
         of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
-        if (of_torch or source.hvd(call.func).endswith(".ElasticSampler")) and is_for_evaluation(source, call):
+        if not of_torch and not source.hvd(call.func).endswith(".ElasticSampler"):
+            continue
+        if is_for_evaluation(source, call) and is_read(source, call):
             message = (
-                "evaluation counts some samples twice (or leaves some out) if they cannot be divided evenly among ranks, "
-                "and the average of the ranks' averages hides this; use Subset(data, range(rank, len(data), size)), and "
-                "allreduce sums and counts with op=hvd.Sum"
+                "some samples are evaluated twice (or left out) if their number is no multiple of the number of ranks, "
+                "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
+                "with op=hvd.Sum"
             )
             yield Finding(call.lineno, "trap", message)
 
@@ -54,9 +59,15 @@ def _samplers_under_eval(source: Source) -> set[str]:
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):
                 evaluating = node.func.attr == "eval" and not node.args
-            elif isinstance(node, ast.For) and evaluating:
+            elif isinstance(node, ast.For) and evaluating and not _trains(node):
                 found |= {samplers[text] for part in ast.walk(node.iter) if (text := _text(part)) in samplers}
     return found
+
+
+def _trains(loop: ast.For) -> bool:
+    """Return whether the loop calls ``backward`` or ``step``: another model is in evaluation mode then."""
+    calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
+    return any(last_name(node.func) in ("backward", "step") for node in calls)
 
 
 def _text(node: ast.AST) -> str:

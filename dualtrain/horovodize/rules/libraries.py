@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.source import Finding, Source
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _STARTS_GROUP = "torch.distributed.init_process_group"
 _LAUNCHER_READERS = r"(accelerate\.Accelerator|transformers\.(Trainer|TrainingArguments|Seq2SeqTrainer))$"
@@ -53,12 +53,36 @@ def launcher_readers(source: Source) -> Iterator[Finding]:
 def averaged_twice(source: Source) -> Iterator[Finding]:
     """A model in DistributedDataParallel whose optimizer is wrapped too."""
     guards = Guards(source)
-    certain = [wrap for _, wrap in source.wraps if not guards.is_conditional(wrap)]
+    certain = {source.scope(wrap) for _, wrap in source.wraps if not guards.is_conditional(wrap)}
     for call in source.calls if certain else ():
-        if source.name(call.func) == "torch.nn.parallel.DistributedDataParallel" and not guards.is_conditional(call):
+        if source.name(call.func) not in _DDP or guards.is_conditional(call) or source.scope(call) not in certain:
+            continue
+        message = (
+            "DistributedDataParallel and hvd.DistributedOptimizer both average the gradients, and the first needs a "
+            "process group that Horovod does not create; use one of them"
+        )
+        yield Finding(call.lineno, "trap", message)
+
+
+_DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+_DP = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel.DataParallel")
+
+
+def data_parallel(source: Source) -> Iterator[Finding]:
+    """A model in DataParallel, by which one rank uses the GPUs of all."""
+    guards = Guards(source)
+    scopes = {source.scope(wrap) for _, wrap in source.wraps}
+    if any(re.search("visible_devices", file.text, re.IGNORECASE) for file in (source, *source.program)):
+        return  # each rank may see one GPU
+    for call in source.calls:
+        if source.name(call.func) not in _DP or source.scope(call) not in scopes or keyword(call, "device_ids") is not None:
+            continue
+        tests = [ast.unparse(above.test) for above in source.above(call) if isinstance(above, ast.If)]
+        counted = all(re.search(r"device_count|is_available|__name__", test) for test in tests)
+        if counted and len(call.args) == 1 and not guards.is_without_horovod(call):
             message = (
-                "DistributedDataParallel and hvd.DistributedOptimizer both average the gradients, and the first needs a "
-                "process group that Horovod does not create; use one of them"
+                "DataParallel makes each rank use all GPUs that it sees, and not one GPU per rank; remove it, because "
+                "Horovod averages the gradients of the ranks"
             )
             yield Finding(call.lineno, "trap", message)
 
@@ -70,9 +94,14 @@ def _first_call(source: Source, pattern: str) -> ast.Call | None:
 
 def _combines_metrics(source: Source) -> bool:
     """Return whether the script itself combines the ranks' metrics."""
+    combining = {
+        name
+        for name, function in source.functions.items()
+        if any(isinstance(node, ast.Call) and source.hvd(node.func) in COLLECTIVES for node in ast.walk(function))
+    }
     computed = {target for target, value, _ in source.assignments if ".compute()" in ast.unparse(value)}
     for call in source.calls:
-        if source.hvd(call.func) in COLLECTIVES:
+        if source.hvd(call.func) in COLLECTIVES or last_name(call.func) in combining:
             given = {ast.unparse(node) for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr)}
             if given & computed or any(".compute()" in text for text in given):
                 return True

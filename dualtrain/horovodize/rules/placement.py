@@ -1,4 +1,4 @@
-"""Rules on the choice of GPUs, on files that ranks write, and on calls after shutdown()."""
+"""Rules on the choice of GPUs, and on calls after shutdown()."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.order import calls_of, nodes_after, runs_on_driver
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.order import nodes_after, runs_on_driver
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
-_CUDA = re.compile(r"(cuda|gpu):?(\{\}|%[ds])?$")
-_CHECKPOINT_WRITERS = ("torch.save",)
-_RANK_IN_PATH = re.compile(r"rank|size\(|getpid|uuid|hostname|worker|temp", re.IGNORECASE)
+_CUDA = re.compile(r"cuda:?(\{\}|%[ds])?")
+_LOGS = re.compile(r"print|log|info|debug|warning|write|set_description|add_text", re.IGNORECASE)
 _NEEDS_INIT = (COLLECTIVES | RANK_NAMES) - {"shutdown"}
 
 
@@ -23,7 +21,7 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
     """A GPU chosen by rank() in place of local_rank()."""
     guards = Guards(source)
     for used in _gpu_numbers(source):
-        if guards.rank(used) != "rank":
+        if guards.rank(used) != "rank" or _is_logged(source, used):
             continue
         call = used if isinstance(used, ast.Call) else None
         spelled = f"{ast.unparse(call.func)[: -len('rank')]}local_rank" if call else source.spell("local_rank", used)
@@ -34,26 +32,59 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
         yield Finding(used.lineno, "trap", message, edits)
 
 
+def _is_logged(source: Source, node: ast.AST) -> bool:
+    calls = (above for above in source.above(node) if isinstance(above, ast.Call))
+    return any(_LOGS.search(last_name(call.func)) for call in calls)
+
+
 def same_gpu(source: Source) -> Iterator[Finding]:
-    """Ranks that all use the default GPU; one finding."""
-    starts = source.wraps and any(True for _ in source.hvd_calls("init"))
-    if not starts or any(_PLACED.search(file.code) for file in (source, *source.program)):
+    """Ranks that all use the default GPU, or the first one; one finding."""
+    if not source.wraps or not any(True for _ in source.hvd_calls("init")):
         return
     guards = Guards(source)
+    placed = any(_PLACED.search(file.code) for file in (source, *source.program))
+    shown = any(_VISIBLE.search(file.code) for file in (source, *source.program))
     for call in source.calls:
-        if _uses_default_gpu(source, call) and not (guards.is_without_horovod(call) or runs_on_driver(source, call)):
-            message = (
-                "all ranks of a host use the same GPU, unless the launcher shows each rank another one; call "
-                "torch.cuda.set_device(hvd.local_rank()) after hvd.init()"
-            )
-            yield Finding(call.lineno, "trap", message)
-            return
+        if guards.is_without_horovod(call) or runs_on_driver(source, call):
+            continue
+        if not placed and _uses_default_gpu(source, call):
+            what, cure = "use the same GPU", "call torch.cuda.set_device(hvd.local_rank()) after hvd.init()"
+        elif placed and not shown and _uses_first_gpu(source, guards, call):
+            what, cure = "use cuda:0", 'use torch.device("cuda", hvd.local_rank())'
+        else:
+            continue
+        message = f"all ranks of a host {what}, unless the launcher shows each rank another one; {cure}"
+        yield Finding(call.lineno, "trap", message)
+        return
+
+
+_VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
+
+
+def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
+    """Return whether ``call`` certainly moves something to ``cuda:0``, or makes the only value of a device."""
+    name = source.name(call.func)
+    if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
+        return False
+    words = [node.value for value in call.args[:1] for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    if "cuda:0" not in words or guards.looks_like_one_rank(call) or _is_chosen(source, call):
+        return False
+    target = next((target for target, value, _ in source.assignments if value is call), "")
+    return name != "torch.device" or (bool(target) and len(source.values[target]) == 1)
+
+
+def _is_chosen(source: Source, call: ast.Call) -> bool:
+    """Return whether a condition decides on ``call``, other than whether there is a GPU."""
+    tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
+    tests += [node.test for node in ast.walk(call) if isinstance(node, ast.IfExp)]
+    texts = [ast.unparse(test) for test in tests if "__name__" not in ast.unparse(test)]
+    return not all(re.fullmatch(r"[\w.]*(is_available\(\)|cuda)", text) for text in texts)
 
 
 #: Words of scripts that may give each rank a GPU, also in functions of other files.
 _PLACED = re.compile(
     r"local_?rank|local_?id|visible_devices|device_?(count|ids?|num|index|map)|gpu_?(id|num|index|rank|list)|[._]gpus?\b|"
-    r"(set|setup|init|get|select|pin|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"
+    r"(set|setup|init|get|select|pin|bind|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"
     r"current_device",
     re.IGNORECASE,
 )
@@ -95,7 +126,7 @@ def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
 
 
 def _is_cuda(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_CUDA.search(node.value))
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_CUDA.fullmatch(node.value))
 
 
 def _without_str(value: ast.expr) -> ast.expr:
@@ -107,82 +138,6 @@ def _without_str(value: ast.expr) -> ast.expr:
     if isinstance(value, ast.JoinedStr) and len(value.values) == 1 and isinstance(value.values[0], ast.FormattedValue):
         return value.values[0].value
     return value
-
-
-def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
-    """A checkpoint that every rank writes to the same file."""
-    if not (source.wraps or any(True for _ in source.hvd_calls("init"))):
-        return
-    guards = Guards(source)
-    for call in source.calls:
-        if source.name(call.func) not in _CHECKPOINT_WRITERS or runs_on_driver(source, call):
-            continue
-        file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
-        if file is None or _depends_on_process(source, file) or _is_for_some(source, guards, call):
-            continue
-        message = "all ranks write this file at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
-        yield Finding(call.lineno, "trap", message, tuple(_save_on_rank_zero(source, call, file)))
-
-
-def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[Edit]:
-    statement, rank = source.statement(call), source.spell("rank", call)
-    alone = isinstance(statement, ast.Expr) and statement.value is call
-    gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(call))
-    if not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
-        return []
-    if _is_read_by_all(source, file):
-        return []  # without a common file system, each host needs the file
-    return source.layout.wrap(statement, f"if {rank}() == 0:")
-
-
-def _is_read_by_all(source: Source, file: ast.expr) -> bool:
-    """Return whether every rank may read the file later."""
-    guards = Guards(source)
-    loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
-    everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
-    return any(_words(call.args[0]) & _words(file) for call in everywhere)
-
-
-def _words(path: ast.expr) -> set[str]:
-    """Return the variables, attributes and string constants in the expression of a path."""
-    nodes = list(ast.walk(path))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return texts | {last_name(node) for node in nodes if last_name(node)} - {"args", "os", "path", "join", "format", "self"}
-
-
-def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
-    """Return whether each process has its own file: a path with the rank, a temporary path, or a memory buffer."""
-    if _RANK_IN_PATH.search(ast.unparse(file)):
-        return True
-    names = {ast.unparse(node) for node in ast.walk(file) if isinstance(node, ast.Name | ast.Attribute)}
-    values = [value for name in names for value in source.values.get(name, ())]
-    if any(isinstance(value, ast.Call) and source.name(value.func) == "io.BytesIO" for value in (file, *values)):
-        return True
-    return depth < 3 and any(_depends_on_process(source, value, depth + 1) for value in values)
-
-
-def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether only some ranks may run ``node``, or no call of its function is found."""
-    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node):
-        return True
-    scope = source.scope(node)
-    if not isinstance(scope, Function):
-        return False
-    if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
-        return True
-    calls = list(calls_of(source, scope))
-    if scope.name in ("main", "train", "run", "train_fn", "main_worker") and not calls:
-        return False  # passed to a launcher, which calls it on all ranks
-    return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
-
-
-def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a ``with`` of Ray Tune's context, which gives all ranks but one a temporary folder."""
-    items = [item for above in source.above(node) if isinstance(above, ast.With) for item in above.items]
-    return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
-
-
-_RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
 
 
 def use_after_shutdown(source: Source) -> Iterator[Finding]:

@@ -24,10 +24,11 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     look = _Collectives(source)
     unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
     for found in unmatched:
-        scope, (holds, what) = found.where
+        _, (holds, what) = found.where
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
-        pairs = [other for other in unmatched if other.name == found.name and other.where == (scope, (not holds, what))]
-        if not pairs:
+        pairs = [other for other in unmatched if other.name == found.name and other.where[1] == (not holds, what)]
+        joined = found.name != "join" and look.joins(found)
+        if not pairs and not joined:
             message = f"only some ranks call {found.name}() and wait for the other ranks; call it outside the condition"
             yield Finding(found.call.lineno, "trap", message)
 
@@ -43,7 +44,8 @@ class _Collectives:
         self.guards = Guards(source)
         self.own: set[str] = set()
         for _ in range(4):  # nested calls, four levels deep
-            self.own |= {name for name, function in source.functions.items() if self._contains(function)}
+            found = {name for name, function in source.functions.items() if self._contains(function)}
+            self.own |= {name for name in found if not source.is_ambiguous(name)}
 
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
         """Yield the collective calls that only one branch of the condition ``branch`` makes."""
@@ -62,6 +64,11 @@ class _Collectives:
                 if name not in matched:
                     yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
 
+    def joins(self, found: _Unmatched) -> bool:
+        """Return whether the ranks that do not make the call may call ``join`` in the same function."""
+        joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is found.where[0])
+        return any(not self.guards.depends_on_rank_as(call, found.call) for call in joins)
+
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
         """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""
         for node in nodes:
@@ -78,7 +85,7 @@ class _Collectives:
 
     def _collective(self, call: ast.Call) -> str:
         name, called = self.source.hvd(call.func), last_name(call.func)
-        if name in COLLECTIVES:
+        if name in COLLECTIVES - {"shutdown"}:  # one rank's shutdown ends Horovod on all, and waits for no call
             return name if keyword(call, "process_set") is None else ""
         if isinstance(call.func, ast.Name) and called in self.own:
             return called
@@ -86,4 +93,5 @@ class _Collectives:
         return called if stepping and called in ("step", "synchronize") else ""
 
     def _contains(self, function: Function) -> bool:
-        return any(True for _ in self._inside(function.body))
+        """Return whether ``function`` certainly makes such a call."""
+        return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))

@@ -26,11 +26,13 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
     names = {last_name(node) for value in used for node in ast.walk(value)}
     for target, value, statement in source.assignments:
         name = re.sub(r"^.*[\['.\"]([\w-]+)['\"\]]*$", r"\1", target)
-        if name in names or not _RATE.search(name) or _NO_RATE.search(name) or any(value is one for one in used):
+        no_rate = _NO_RATE.search(name) and name not in ("scaled_lr", "lr_scaled", "scaled_learning_rate")
+        if name in names or not _RATE.search(name) or no_rate or any(value is one for one in used):
             continue
         times = isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult)
-        itself = any(ast.unparse(node) == target for node in ast.walk(value))
-        if (times or itself) and powers.of(value) > 0:
+        given = (last_name(node) for node in ast.walk(value))  # the rate itself, or another one
+        of_rate = any(_RATE.search(one) and not _NO_RATE.search(one) for one in given)
+        if (times or of_rate or ast.unparse(value).startswith(target)) and powers.of(value) > 0:
             names.add(name)
             yield Finding(statement.lineno, "trap", _MESSAGE)  # type: ignore[attr-defined]
 

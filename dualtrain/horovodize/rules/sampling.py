@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import runs_on_driver
+from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
+from dualtrain.horovodize.rules.uses import is_read, leaves_program
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
@@ -19,11 +20,15 @@ _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|t
 
 def sampler_without_ranks(source: Source) -> Iterator[Finding]:
     """A DistributedSampler without num_replicas or rank, which therefore reads them from torch.distributed."""
-    if any(source.name(call.func).startswith("torch.distributed.init_process_group") for call in source.calls):
+    started = (last_name(call.func) for file in (source, *source.program) for call in file.calls)
+    if any(_STARTS_GROUP.match(name) for name in started):
         return
-    for call in distributed_samplers(source):
+    samplers = list(distributed_samplers(source))
+    for call in samplers:
         if any(word.arg is None for word in call.keywords) or len(call.args) > 2:
             continue
+        if any(source.exclusive(call, other) and keyword(other, "rank") is not None for other in samplers):
+            continue  # the other branch is the one with Horovod
         missing = {"num_replicas": "size", "rank": "rank"}
         if len(call.args) > 1:
             del missing["num_replicas"]
@@ -37,6 +42,9 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
             )
             edits = source.layout.add_keywords(call, keywords) if all(spelled.values()) else []
             yield Finding(call.lineno, "trap", message, tuple(edits))
+
+
+_STARTS_GROUP = re.compile(r"init_(process_group|distributed|dist|ddp)")
 
 
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
@@ -59,7 +67,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     """A shuffling DistributedSampler without set_epoch."""
-    called = any(getattr(node, "attr", "") == "set_epoch" for file in (source, *source.program) for node in file.nodes)
+    called = any(_sets_epoch(node) for file in (source, *source.program) for node in file.nodes)
     if called or _has_trainer(source):
         return
     loops = _epoch_loops(source)
@@ -68,8 +76,18 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
         shuffles = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
         if not shuffles or is_for_evaluation(source, call) or source.uses_elastic:
             continue
+        if not is_read(source, call) or leaves_program(source, call):
+            continue
         message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler as each epoch starts"
         yield Finding(call.lineno, "trap", message, tuple(_set_epoch_of(source, call)))
+
+
+def _sets_epoch(node: ast.AST) -> bool:
+    """Return whether ``node`` is ``sampler.set_epoch``, or assigns ``sampler.epoch``."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    stored = node.attr == "epoch" and isinstance(node.ctx, ast.Store) and "sampler" in last_name(node.value).lower()
+    return node.attr == "set_epoch" or stored
 
 
 def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
@@ -102,24 +120,48 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     """A loader of training data without a sampler, in a script with a wrapped optimizer."""
     if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
         return
+    guards = Guards(source)
     for call in source.calls:
-        if source.name(call.func) not in _LOADERS or runs_on_driver(source, call):
-            continue
-        shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
-        shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
-        if not shuffles and (shuffle is not None or not _has_whole_training_set(source, call)):
+        if source.name(call.func) not in _LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
             continue
         others = {word.arg for word in call.keywords} & {"sampler", "batch_sampler", None}
         data = call.args[0] if call.args else keyword(call, "dataset")
         if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
-        if _is_replaced(source, call, data):
+        if _is_replaced(source, call, data) or not is_read(source, call) or guards.looks_like_one_rank(call):
             continue
-        message = (
-            "every rank reads all samples, so that an epoch has as many steps as on one rank; pass "
-            "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
-        )
-        yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
+        if not _is_alternative(source, call):
+            certain = "" if _is_of_torchvision(source, data) else " (unless the data set itself has a part for each rank)"
+            message = (
+                f"every rank reads all samples{certain}, so that an epoch has as many steps as on one rank; pass "
+                "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
+            )
+            yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
+
+
+def _shuffles_training(source: Source, call: ast.Call) -> bool:
+    shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
+    shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
+    return shuffles or (shuffle is None and _has_whole_training_set(source, call))
+
+
+def _is_alternative(source: Source, call: ast.Call) -> bool:
+    """Return whether another branch makes a loader with a sampler, or nothing in the program calls this function."""
+    for other in source.calls:
+        samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
+        if (samples or last_name(other.func) == "DistributedSampler") and source.exclusive(call, other):
+            return True
+    scope = source.scope(call)
+    if not isinstance(scope, Function) or not any(True for _ in distributed_samplers(source)):
+        return False
+    return scope.name not in ENTRY_POINTS and not any(any(True for _ in calls_of(file, scope)) for file in source.program)
+
+
+def _is_of_torchvision(source: Source, data: ast.expr) -> bool:
+    values = source.values.get(ast.unparse(data), [data])
+    return all(
+        isinstance(value, ast.Call) and source.name(value.func).startswith("torchvision.datasets.") for value in values
+    )
 
 
 def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
@@ -177,8 +219,12 @@ def distributed_samplers(source: Source) -> Iterator[ast.Call]:
             yield call
 
 
+_COUNTS = ("range", "trange", "tqdm", "count", "master_bar", "xrange")
+
+
 def _epoch_loops(source: Source) -> list[ast.For]:
     loops = [node for node in source.nodes if isinstance(node, ast.For) and isinstance(node.iter, ast.Call)]
+    loops = [loop for loop in loops if last_name(loop.iter.func) in _COUNTS]  # type: ignore[attr-defined]
     named = [loop for loop in loops if isinstance(loop.target, ast.Name) and _EPOCH.search(loop.target.id)]
     return [loop for loop in named if not _runs_once(source, loop)]
 

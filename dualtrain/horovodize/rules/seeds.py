@@ -31,19 +31,27 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     drawn = _drawn_for_samples(source)
+    own = [call for call in source.calls if source.name(call.func) in _SEEDS and call.args]
+    drawn -= {_SEEDS[source.name(call.func)] for call in own if _depends_on_rank(source, guards, call.args[0])}
+    if "worker_init_fn" in source.code:
+        return
     for call in source.calls:
         if _SEEDS.get(source.name(call.func)) not in drawn or len(call.args) != 1:
             continue
         if runs_on_driver(source, call) or _depends_on_rank(source, guards, call.args[0]):
             continue
         message = (
-            "every rank draws the same random numbers, so that the samples of all ranks are augmented alike; add "
+            "all ranks start with the same random numbers, so that the samples of different ranks are augmented alike; add "
             "hvd.rank() to the seed, after hvd.init()"
         )
         yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
 
 
 _BY_NAME = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
+#: Names of functions that seed generators, such as set_random_seed and init_seeds.
+_SEEDING = re.compile(
+    r"(set|setup|init|fix|make|apply|configure|manual|seed)_?\w*seed|^seed_\w+|^seed$|(make|set)_\w*determinis|reproduc"
+)
 
 
 def seeds_torch(source: Source) -> bool:
@@ -66,7 +74,15 @@ def seeds_random(source: Source) -> bool:
 
 def _seeds_by_name(source: Source) -> bool:
     """Return whether the script uses a function whose name says that it seeds all generators."""
-    return any(_BY_NAME.search(last_name(node)) for node in source.nodes)
+    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+        return True
+    named = (call for call in source.calls if _SEEDING.search(last_name(call.func)))
+    return any(not source.name(call.func).startswith(("torch.", "numpy.", "random.")) and _is_own(call) for call in named)
+
+
+def _is_own(call: ast.Call) -> bool:
+    """Return whether ``call`` may seed everything: not ``generator.manual_seed(1)`` and ``env.seed(1)``."""
+    return isinstance(call.func, ast.Name) or last_name(call.func) not in ("seed", "manual_seed", "initial_seed")
 
 
 def _calls(source: Source, name: str) -> bool:

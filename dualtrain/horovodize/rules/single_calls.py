@@ -3,29 +3,85 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
-from dualtrain.horovodize.source import Finding, Source, keyword
+from dualtrain.horovodize.source import Finding, Function, Source, keyword
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = ("exceptions", "util")
-_NEW_TENSORS = ("empty", "ones", "tensor", "zeros")
+_NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
+_NEW_TENSORS |= {f"torch.{name}Tensor" for name in ("Byte", "Float", "Int", "Long")} | {"torch.Tensor"}
+#: Collectives without an argument between the tensor and the name.
+_NAME_SECOND = ("allgather", "grouped_allgather", "reducescatter", "grouped_reducescatter", "sparse_allreduce")
 
 
 def discarded_result(source: Source) -> Iterator[Finding]:
     """A collective whose result or handle is discarded."""
     for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC, *OBJECTS):
-        if not isinstance(source.parents[call], ast.Expr) or _is_barrier(source, call):
+        alone = isinstance(source.parents[call], ast.Expr)
+        if not (alone or _is_unused(source, call)) or _is_barrier(source, call) or _expects_error(source, call):
             continue
         name = source.hvd(call.func)
         if name in ASYNC:
             message = f"the handle of {name}() is lost, so nothing waits for the result; pass it to hvd.synchronize()"
         else:
             cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
+            cure = cure if alone else cure.replace("assign", "use")
             message = f"the result of {name}() is lost, and its input is not changed; {cure}"
-        yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)))
+        yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)) if alone else ())
+    yield from _discarded_from_functions(source)
+
+
+def _expects_error(source: Source, call: ast.Call) -> bool:
+    """Return whether the call tests for an error: in ``with raises(…)``, or in a short ``try`` of its own."""
+    statement = source.statement(call)
+    above = source.parents[statement]
+    if isinstance(above, ast.With):
+        return "raises" in ast.unparse(above.items[0]).lower()
+    return isinstance(above, ast.Try) and len(above.body) < 3 and statement in above.body
+
+
+def _is_unused(source: Source, call: ast.Call) -> bool:
+    """Return whether the result is in a list that is discarded, or in a local variable that nothing reads."""
+    parent = source.parents[call]
+    if isinstance(parent, ast.ListComp):
+        return parent.elt is call and isinstance(source.parents[parent], ast.Expr)
+    if not isinstance(parent, ast.Assign) or not isinstance(source.scope(call), Function):
+        return False
+    if re.search(r"bench|perf|test|time|warm", getattr(source.scope(call), "name", ""), re.IGNORECASE):
+        return False
+    names = {target.id for target in parent.targets if isinstance(target, ast.Name)}
+    read = (node.id for node in source.nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store))
+    other = any(isinstance(node, ast.Global | ast.Nonlocal) and names & set(node.names) for node in source.nodes)
+    return len(names) == len(parent.targets) and not other and names.isdisjoint(read)
+
+
+def _discarded_from_functions(source: Source) -> Iterator[Finding]:
+    """Yield calls of the script's own functions that only return the result of a collective, if it is discarded."""
+    for call in source.calls:
+        function = source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        if function is None or not isinstance(source.parents[call], ast.Expr) or source.is_ambiguous(function.name):
+            continue
+        inner = _returned_collective(source, function)
+        if inner and not _BARRIER.search(function.name) and not _is_new(source, call.args[0] if call.args else None):
+            message = f"the result of {function.name}(), which calls {inner}(), is lost; assign the result"
+            yield Finding(call.lineno, "trap", message)
+
+
+def _returned_collective(source: Source, function: Function) -> str:
+    """Return the name of the collective whose result ``function`` returns; "" if it may do anything else."""
+    body = [part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    simple = all(
+        isinstance(part, ast.Return) or (isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name))
+        for part in body
+    )
+    inside = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    names = [source.hvd(node.func) for node in inside if source.hvd(node.func)]
+    own = [name for name in names if name in OUT_OF_PLACE]
+    return own[0] if simple and own and len(own) == len(set(names) - RANK_NAMES) and function.args.args else ""
 
 
 def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
@@ -44,12 +100,28 @@ def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
 
 
 def _is_barrier(source: Source, call: ast.Call) -> bool:
-    """Return whether the call can only serve as a barrier: by its name, or because its input is a new value."""
-    value = call.args[0] if call.args else keyword(call, "obj")
-    name = keyword(call, "name")
-    if isinstance(value, ast.Constant) or (name is not None and "barrier" in ast.unparse(name).lower()):
+    """Return whether the call may only serve as a barrier: by a name, or because its input is a new value."""
+    value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
+    names = [keyword(call, "name"), *call.args[1:]]
+    if any(_BARRIER.search(ast.unparse(name)) for name in names if name is not None):
         return True
-    return isinstance(value, ast.Call) and source.name(value.func) in {f"torch.{name}" for name in _NEW_TENSORS}
+    scope = source.scope(call)
+    return _BARRIER.search(getattr(scope, "name", "")) is not None or _is_new(source, value)
+
+
+_BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
+
+
+def _is_new(source: Source, value: ast.expr | None, *, follow: bool = True) -> bool:
+    """Return whether ``value`` is a constant or a new tensor, or a variable with such values only."""
+    if isinstance(value, ast.Name) and follow:
+        values = source.values.get(value.id, ())
+        return bool(values) and all(_is_new(source, one, follow=False) for one in values)
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call):
+        value = value.func.value  # torch.zeros(1).cuda()
+    if isinstance(value, ast.Call):
+        return source.name(value.func) in _NEW_TENSORS
+    return isinstance(value, ast.Constant)
 
 
 def unknown_name(source: Source) -> Iterator[Finding]:
@@ -103,7 +175,7 @@ def unknown_argument(source: Source) -> Iterator[Finding]:
 
 def unnamed_calls(source: Source) -> Iterator[Finding]:
     """Calls without a name; one finding for all of them."""
-    unnamed = [call for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC) if not _named(call)]
+    unnamed = [call for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC) if not _named(source, call)]
     if unnamed:
         others = f" (and {len(unnamed) - 1} more)" if len(unnamed) > 1 else ""
         message = (
@@ -113,8 +185,9 @@ def unnamed_calls(source: Source) -> Iterator[Finding]:
         yield Finding(unnamed[0].lineno, "differs", message)
 
 
-def _named(call: ast.Call) -> bool:
-    return any(word.arg in ("name", None) for word in call.keywords) or len(call.args) > 2
+def _named(source: Source, call: ast.Call) -> bool:
+    second = source.hvd(call.func).removesuffix("_async") in _NAME_SECOND
+    return any(word.arg in ("name", None) for word in call.keywords) or len(call.args) > (1 if second else 2)
 
 
 def join_with_other_operations(source: Source) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from dualtrain.horovodize.source import Finding, Source, keyword
 
 def different_splits(source: Source) -> Iterator[Finding]:
     """A split of the data that gives a different result on each rank: random_split, or train_test_split of sklearn."""
+    guards = Guards(source)
     for call in source.calls if source.wraps else ():
         name = source.name(call.func)
         if name == "torch.utils.data.random_split":
@@ -28,11 +29,20 @@ def different_splits(source: Source) -> Iterator[Finding]:
             continue
         if seeded or runs_on_driver(source, call) or any(word.arg is None for word in call.keywords):
             continue
+        if guards.looks_like_one_rank(call) or (call.args and _is_part_of_rank(source, call.args[0])):
+            continue
         message = (
-            f"each rank splits the data differently, so that ranks evaluate samples that others train on; pass {given}"
+            "each rank splits the data differently, so that samples that one rank holds out are in the other part on "
+            f"another rank; pass {given}"
         )
         known = source.imports_torch(call) or "torch" not in given
         yield Finding(call.lineno, "trap", message, tuple(source.layout.add_keywords(call, [given]) if known else ()))
+
+
+def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
+    """Return whether ``data`` has a name or a value with a word such as rank or shard; parameters count as whole data."""
+    parameter = isinstance(data, ast.Name) and data.id in source.parameters(data)
+    return not parameter and is_sharded(source, data)
 
 
 def shuffled_shards(source: Source) -> Iterator[Finding]:

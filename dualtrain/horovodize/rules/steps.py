@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before
-from dualtrain.horovodize.source import Finding, Source
+from dualtrain.horovodize.source import Finding, Source, keyword
 
 _CURE = "call optimizer.synchronize() after backward, and step inside `with optimizer.skip_synchronize():`"
 
@@ -43,8 +43,8 @@ def second_reduction(source: Source) -> Iterator[Finding]:
     """After synchronize(), a step outside skip_synchronize() reduces the gradients again."""
     for events in steps(source):
         for number, event in enumerate(events):
-            if event.kind not in STEPS or skips(source, event):
-                continue
+            if event.kind not in STEPS or skips(source, event) or keyword(event.node, "synchronize") is not None:
+                continue  # step(synchronize=False) is the form of old versions of Horovod
             before = since_backward(source, events, number)
             if has(before, "synchronize", event.optimizer) and not _is_alternative(source, events, event):
                 message = "this step reduces the gradients again; with op=Sum this multiplies them by the number of ranks"

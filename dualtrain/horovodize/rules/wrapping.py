@@ -11,7 +11,9 @@ from dualtrain.horovodize.order import nodes_after
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
-_START_ALIKE = re.compile(r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(")
+_START_ALIKE = re.compile(
+    r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(|load_?(model|weights|checkpoint|ckpt|state)|restore|resume"
+)
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:
@@ -39,7 +41,7 @@ def group_after_wrapping(source: Source) -> Iterator[Finding]:
     for call in _on_wrapped(source, "add_param_group"):
         made = [node for node in ast.walk(source.scope(call)) if isinstance(node, ast.Attribute) and _stored(node)]
         if any(node.attr == "param_groups" for node in made):
-            continue  # the groups are replaced, which may have the same parameters
+            continue  # param_groups is replaced; the new groups may have the same parameters
         wraps = [wrap for _, wrap in source.wraps if source.scope(wrap) is source.scope(call)]
         if not wraps or call.lineno > wraps[0].lineno:
             message = "gradients of an added group are averaged here, but not on Horovod; nothing to do"
@@ -91,9 +93,9 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
 
 
 def _is_unchanged(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
-    """Return whether a step with gradients of zeros certainly changes neither the weights nor the state of ``optimizer``.
+    """Return whether a step with gradients of zeros certainly has no effect on the training with ``optimizer``.
 
-    That is so for Adagrad, which Horovod does not step as it has a state from the start, and for SGD without weight decay.
+    True for SGD without weight decay, and for Adagrad: it has a state from the start, so Horovod does not step it.
     """
     if not isinstance(optimizer, ast.Call):
         text = ast.unparse(optimizer)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+#: Programs with this folder in PYTHONPATH import no compiler.
+FOLDER = Path(__file__).resolve().parent
 #: Optimizers import torch._dynamo to exclude their functions from compilation, and torch.use_deterministic_algorithms
 #: imports torch._inductor to set an option. A program that compiles a model fails after these statements.
-NO_COMPILER = """
-import sys
-from types import SimpleNamespace
-
-config = SimpleNamespace()
-unused = SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None, config=config)
-sys.modules |= {"torch._dynamo": unused, "torch._inductor": unused, "torch._inductor.config": config}
-"""
+NO_COMPILER = (FOLDER / "sitecustomize.py").read_text()

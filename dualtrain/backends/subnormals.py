@@ -1,0 +1,34 @@
+"""Arithmetic that does not depend on ``torch.set_flush_denormal``.
+
+Each rank may compute the same result for itself, such as the sum of a few values. The flag belongs to a thread, and
+replaces subnormal numbers by zero. If one rank has set it and another has not, their results would differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SUBNORMAL = 5e-324  # a processor that flushes subnormal numbers compares it as zero
+
+
+def keep_subnormals(function: Callable[P, T]) -> Callable[P, T]:
+    """Make ``function`` compute with subnormal numbers, whatever the calling thread has set."""
+
+    @wraps(function)
+    def keeping(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _SUBNORMAL:
+            return function(*args, **kwargs)
+        torch.set_flush_denormal(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_flush_denormal(True)
+
+    return keeping

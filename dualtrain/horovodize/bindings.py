@@ -1,0 +1,93 @@
+"""Which imported name a variable of a script refers to, by Python's scopes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_SCOPE = ast.Module | _FUNCTION
+#: Yields (name in the script, full name) for each name that an import statement binds.
+_ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
+
+#: Modules that scripts pass to functions; a parameter with the name of such a module most likely is the module.
+_PASSED = ("horovod.torch", "dualtrain.hvd")
+
+
+class Bindings:
+    """Imports and other bindings of names, by scope.
+
+    A parameter or a local variable hides an import of the same name in an outer scope. ``hvd = None``, as after a failed
+    import, hides nothing.
+
+    Args:
+        nodes: all nodes of the script in source order.
+        parents: parent of each node.
+        imports_of: returns the names that an import statement binds.
+    """
+
+    def __init__(self, nodes: Iterable[ast.AST], parents: Mapping[ast.AST, ast.AST], imports_of: _ImportsOf) -> None:
+        self._parents = parents
+        self._imports: dict[ast.AST, dict[str, str]] = {}
+        self._others: dict[ast.AST, set[str]] = {}
+        #: Full name of each imported name; the last import counts.
+        self.imported: dict[str, str] = {}
+        everything = list(nodes)
+        for node in everything:
+            bound = dict(imports_of(node))
+            if bound:
+                self.imported |= bound
+                self._imports.setdefault(self._scope(node), {}).update(bound)
+        for node in everything:
+            for name in self._bound_by(node) if self.imported else ():
+                if name in self.imported:
+                    self._others.setdefault(node if isinstance(node, _FUNCTION) else self._scope(node), set()).add(name)
+        declared = [node for node in everything if isinstance(node, ast.Global | ast.Nonlocal)]
+        for node in declared:
+            self._others.get(self._scope(node), set()).difference_update(node.names)
+
+    def full_name(self, node: ast.Name) -> str:
+        """Return the full name of the import that ``node`` refers to, or an empty string."""
+        if node.id not in self.imported:
+            return ""
+        for scope in self._scopes(node):
+            if node.id in self._others.get(scope, ()):
+                return ""
+            if node.id in self._imports.get(scope, ()):
+                return self._imports[scope][node.id]
+        return self.imported[node.id]  # another function imports it, most likely as a global name
+
+    def _bound_by(self, node: ast.AST) -> Iterator[str]:
+        """Yield the names that ``node`` binds in another way than by an import, except to a constant."""
+        if isinstance(node, _FUNCTION):
+            given = node.args
+            every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+            names = (word.arg for word in every if word is not None)
+            yield from (name for name in names if self.imported.get(name) not in _PASSED)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
+            yield node.id
+
+    def _is_fallback(self, node: ast.Name) -> bool:
+        """Return whether ``node`` gets a constant, or a value in the handler of an exception or in an ``else``."""
+        statement = next((above for above in self._above(node) if isinstance(above, ast.stmt)), None)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
+            return True
+        below: ast.AST = node
+        for above in self._above(node):
+            if isinstance(above, ast.ExceptHandler) or (isinstance(above, ast.If) and below in above.orelse):
+                return True
+            if isinstance(above, _SCOPE):
+                return False
+            below = above
+        return False
+
+    def _scope(self, node: ast.AST) -> ast.AST:
+        return next((above for above in self._above(node) if isinstance(above, _SCOPE)), node)
+
+    def _scopes(self, node: ast.AST) -> Iterator[ast.AST]:
+        return (above for above in self._above(node) if isinstance(above, _SCOPE))
+
+    def _above(self, node: ast.AST) -> Iterator[ast.AST]:
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent

@@ -1,0 +1,57 @@
+"""Python files of a folder that use Horovod, for ``--check FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dualtrain.errors import UserError
+from dualtrain.horovodize.script_file import parse_scripts
+from dualtrain.horovodize.source import Source
+
+_IMPORTS = re.compile(rb"^[ \t]*(import|from)[ \t]+(horovod|dualtrain\.hvd)\b", re.MULTILINE)
+_LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
+
+
+class Found(NamedTuple):
+    """Sources of all files to check by name; the number of files without Horovod, and names of files that are not read."""
+
+    sources: dict[str, Source]
+    without: int
+    unreadable: list[str]
+
+
+def find_sources(names: Sequence[str]) -> Found:
+    """Parse the named files as one program, and each file of the named folders by itself.
+
+    Raises:
+        UserError: a named file cannot be read, or is not valid Python.
+    """
+    folders = [name for name in names if os.path.isdir(name)]
+    files = [name for name in names if name not in folders]
+    sources = {name: source for name, (_, source) in parse_scripts(files).items()}
+    without, unreadable = 0, []
+    for name in (name for folder in folders for name in _python_files(folder)):
+        if name in sources:
+            continue
+        try:
+            with open(name, "rb") as file:
+                uses = _IMPORTS.search(file.read())
+            if uses:
+                sources[name] = parse_scripts([name])[name][1]
+            else:
+                without += 1
+        except (OSError, UserError):
+            unreadable.append(name)
+    return Found(sources, without, unreadable)
+
+
+def _python_files(folder: str) -> Iterator[str]:
+    """Yield the Python files below ``folder`` in order, except in hidden folders and virtual environments."""
+    for path, folders, files in os.walk(folder):
+        kept = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
+        folders[:] = sorted(name for name in kept if not os.path.exists(os.path.join(path, name, "pyvenv.cfg")))
+        regular = (os.path.join(path, name) for name in sorted(files) if name.endswith(".py"))
+        yield from (name for name in regular if os.path.isfile(name))

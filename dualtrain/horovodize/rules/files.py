@@ -1,0 +1,229 @@
+"""Rules on files that several ranks write at the same time."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.names import COLLECTIVES
+from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, nodes_after, runs_on_driver
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+
+#: Functions that write a file, each with the position and the name of the argument with its path.
+_WRITERS = {
+    "torch.save": (1, "f"),
+    "numpy.save": (0, "file"),
+    "numpy.savez": (0, "file"),
+    "numpy.savez_compressed": (0, "file"),
+    "numpy.savetxt": (0, "fname"),
+    "matplotlib.pyplot.savefig": (0, "fname"),
+}
+_RANK_IN_PATH = re.compile(
+    r"rank|size\(|getpid|uuid|host|node|worker|temp|time|\bnow|wandb|trial|procid|task_?id|random|gpu|device|devnull|/dev/",
+    re.IGNORECASE,
+)
+_BUFFERS = ("io.BytesIO", "io.StringIO")
+
+
+def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
+    """A file that every rank writes."""
+    if not (source.wraps or any(True for _ in source.hvd_calls("init"))):
+        return
+    guards = Guards(source)
+    for call in source.calls:
+        file = _written(source, call)
+        if file is None or runs_on_driver(source, call):
+            continue
+        if source.name(call.func) != "torch.save" and not runs_after_init(source, call):
+            continue
+        if _depends_on_process(source, file) or _is_for_some(source, guards, call):
+            continue
+        edits = _save_on_rank_zero(source, call, file) if source.name(call.func) == "torch.save" else []
+        message = "all ranks write this file at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
+        yield Finding(call.lineno, "trap", message, tuple(edits))
+
+
+def _written(source: Source, call: ast.Call) -> ast.expr | None:
+    """Return the path of the file that ``call`` writes; None if it writes none, or appends."""
+    name = source.name(call.func)
+    if isinstance(call.func, ast.Name) and call.func.id == "open" and not name:
+        mode = call.args[1] if len(call.args) > 1 else keyword(call, "mode")
+        writes = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value
+        return call.args[0] if writes and call.args else None
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "to_csv" and not name:
+        return call.args[0] if call.args and _has_text(call.args[0]) else None
+    if name not in _WRITERS:
+        return None
+    position, argument = _WRITERS[name]
+    file = call.args[position] if len(call.args) > position else keyword(call, argument)
+    return file if name == "torch.save" or (file is not None and _is_path(source, file)) else None
+
+
+def _is_path(source: Source, file: ast.expr) -> bool:
+    """Return whether ``file`` is a path, and not a file that is already open."""
+    opened = (item for above in source.above(file) if isinstance(above, ast.With) for item in above.items)
+    if ast.unparse(file) in [ast.unparse(item.optional_vars) for item in opened if item.optional_vars is not None]:
+        return False
+    return any(_has_text(value) for value in (file, *_origins(source, file)))
+
+
+def _has_text(value: ast.expr) -> bool:
+    return any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in ast.walk(value))
+
+
+def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[Edit]:
+    statement, rank = source.statement(call), source.spell("rank", call)
+    alone = isinstance(statement, ast.Expr) and statement.value is call
+    gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(call))
+    if not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
+        return []
+    if _is_read_by_all(source, file):
+        return []  # without a common file system, each host needs the file
+    return source.layout.wrap(statement, f"if {rank}() == 0:")
+
+
+def _is_read_by_all(source: Source, file: ast.expr) -> bool:
+    """Return whether every rank may read the file later."""
+    guards = Guards(source)
+    loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
+    everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
+    return any(_words(call.args[0]) & _words(file) for call in everywhere)
+
+
+def _words(path: ast.expr) -> set[str]:
+    """Return the variables, attributes and string constants in the expression of a path."""
+    nodes = list(ast.walk(path))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {last_name(node) for node in nodes if last_name(node)} - {"args", "os", "path", "join", "format", "self"}
+
+
+def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
+    """Return whether each process may have its own file: a path with the rank or the time, or a memory buffer."""
+    if _RANK_IN_PATH.search(ast.unparse(file)) or depth > 5:
+        return True
+    values = [value for node in ast.walk(file) for value in _origins(source, node)]
+    if any(isinstance(value, ast.Call) and source.name(value.func) in _BUFFERS for value in (file, *values)):
+        return True
+    own = (source.functions.get(last_name(node.func)) for node in ast.walk(file) if isinstance(node, ast.Call))
+    if any(_RANK_IN_PATH.search(ast.unparse(function)) for function in own if function is not None):
+        return True
+    return any(_depends_on_process(source, value, depth + 1) for value in values)
+
+
+def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions that ``node``, a variable or a parameter, may have as its value."""
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return
+    text = ast.unparse(node)
+    yield from source.values.get(text, ())
+    for above in source.above(node):
+        if isinstance(above, ast.With):
+            opened = (item for item in above.items if item.optional_vars is not None)
+            yield from (item.context_expr for item in opened if ast.unparse(item.optional_vars or node) == text)
+    scope = source.scope(node)
+    if isinstance(node, ast.Name) and isinstance(scope, Function) and text in source.parameters(node):
+        names = next((names for name, names in source.definitions if name == _called_as(source, scope)), [])
+        for call in calls_of(source, scope):
+            yield from (value for name, value in zip(names, call.args, strict=False) if name == text)
+            yield from (word.value for word in call.keywords if word.arg == text)
+
+
+def _called_as(source: Source, function: Function) -> str:
+    """Return the name under which ``function`` is called: the name of the class for ``__init__``."""
+    parent = source.parents[function]
+    return parent.name if isinstance(parent, ast.ClassDef) and function.name == "__init__" else function.name
+
+
+def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
+    """Return whether only some ranks may run ``node``, or no call of its function is found."""
+    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node):
+        return True
+    scope = source.scope(node)
+    if not isinstance(scope, Function):
+        return False
+    if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
+        return True
+    calls = list(calls_of(source, scope))
+    if scope.name in ENTRY_POINTS and not calls:
+        return False  # passed to a launcher, which calls it on all ranks
+    return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
+
+
+def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is in a ``with`` of Ray Tune's context, which gives all ranks but one a temporary folder."""
+    items = [item for above in source.above(node) if isinstance(above, ast.With) for item in above.items]
+    return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
+
+
+_RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
+
+
+def runs_after_init(source: Source, node: ast.AST) -> bool:
+    """Return whether the source shows that ``node`` runs after ``hvd.init()``."""
+    return node in _nodes_after_init(source)
+
+
+@lru_cache(maxsize=1)
+def _nodes_after_init(source: Source) -> frozenset[ast.AST]:
+    return frozenset(later for init in source.hvd_calls("init") for later in nodes_after(source, init))
+
+
+def events_of_all_ranks(source: Source) -> Iterator[Finding]:
+    """A SummaryWriter of every rank, which writes values for the same folder."""
+    guards = Guards(source)
+    for target, call, _ in source.assignments:
+        if not isinstance(call, ast.Call) or not _SUMMARY.match(source.name(call.func)) or not source.wraps:
+            continue
+        folder = [*call.args[:1], *(word.value for word in call.keywords)]
+        if any(_depends_on_process(source, value) for value in folder) or _is_for_some(source, guards, call):
+            continue
+        added = [other for other in source.calls if _adds_to(other, target)]
+        everywhere = [other for other in added if not _is_for_some(source, guards, other)]
+        if everywhere and len(source.values[target]) == 1 and runs_after_init(source, call):
+            message = (
+                "every rank writes its own values to this folder, and TensorBoard shows them as one run; create the "
+                "SummaryWriter and add values on rank 0 only"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+_SUMMARY = re.compile(r"(torch\.utils\.tensorboard|tensorboardX)\.(\w+\.)*SummaryWriter$")
+
+
+def _adds_to(call: ast.Call, writer: str) -> bool:
+    func = call.func
+    return isinstance(func, ast.Attribute) and func.attr.startswith("add_") and ast.unparse(func.value) == writer
+
+
+def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
+    """A data set of torchvision that all ranks download to the same folder; one finding."""
+    guards = Guards(source)
+    downloads = [call for call in source.calls if _downloads(source, call)]
+    if any(guards.looks_like_one_rank(call) for call in downloads):
+        return  # the others find the files of the first
+    for call in downloads:
+        folder = call.args[0] if call.args else keyword(call, "root")
+        if folder is None or _depends_on_process(source, folder) or _is_locked(source, call) or not source.wraps:
+            continue
+        if runs_after_init(source, call) and not runs_on_driver(source, call) and not _is_for_some(source, guards, call):
+            message = (
+                "all ranks download to the same folder at the same time if the files are missing; download on local rank "
+                "0 first, and call hvd.barrier() on all ranks"
+            )
+            yield Finding(call.lineno, "trap", message)
+            return
+
+
+def _downloads(source: Source, call: ast.Call) -> bool:
+    download = keyword(call, "download")
+    given = isinstance(download, ast.Constant) and download.value is True
+    return given and source.name(call.func).startswith("torchvision.datasets.")
+
+
+def _is_locked(source: Source, call: ast.Call) -> bool:
+    items = [item for above in source.above(call) if isinstance(above, ast.With) for item in above.items]
+    return any(re.search(r"lock|first|rank|main|once", ast.unparse(item), re.IGNORECASE) for item in items)

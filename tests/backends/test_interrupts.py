@@ -1,0 +1,213 @@
+"""Exceptions such as KeyboardInterrupt in the middle of a call: all ranks go on with right results, or all get an error."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from unittest import mock
+
+import pytest
+import torch
+
+from dualtrain import BackendError, DistributedOptimizer, PeerFailedError
+from dualtrain.backends import base
+from dualtrain.backends.shm import SharedMemoryBackend
+from dualtrain.backends.sum_order import SumOrder
+from dualtrain.gradients import Transfer
+from tests.threads import run_threads
+
+
+def before(owner, name, times=1):
+    """Replace a method of ``owner`` by one that raises KeyboardInterrupt ``times`` times before it does its work."""
+    original, left = getattr(owner, name), [None] * times
+
+    def interrupted(*args, **kwargs):
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    return mock.patch.object(owner, name, interrupted)
+
+
+def after(owner, name, when=lambda result: True):
+    """Replace a method of ``owner`` by one that raises KeyboardInterrupt once after its work, if ``when(result)``."""
+    original, left = getattr(owner, name), [None]
+
+    def interrupted(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if left and when(result):
+            left.pop()
+            raise KeyboardInterrupt
+        return result
+
+    return mock.patch.object(owner, name, interrupted)
+
+
+def after_the_wait_for_a_post(backend, count):
+    backend = SharedMemoryBackend(backend)
+    backend.timeout = 5.0
+    memory = backend.memory
+    for number in range(3):
+        tensor = torch.full((count,), backend.rank + 1.0)
+        if backend.rank == 0:
+            semaphores = memory._semaphores
+            # No look finds a post, so that this rank waits.
+            with (
+                mock.patch.object(semaphores, "try_wait", return_value=False),
+                after(memory, "_wait_and_progress", bool),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                backend.start_sum(tensor, f"sum {number}").wait()
+            memory.finish()
+        else:
+            backend.start_sum(tensor, f"sum {number}").wait()
+        assert tensor.unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("count", [3, 30000])
+def test_a_post_is_not_lost_if_the_wait_for_it_is_interrupted(count):
+    run_threads(2, after_the_wait_for_a_post, count)
+
+
+def at_the_start(backend):
+    backend = SharedMemoryBackend(backend)
+    backend.timeout = 5.0
+    tensor = torch.ones(3)
+    if backend.rank == 0:
+        with after(backend.memory, "post_ready"), pytest.raises(KeyboardInterrupt):
+            backend.start_sum(tensor, "first")
+        reason = "sum of 'first' was interrupted by KeyboardInterrupt and cannot continue"
+    else:
+        backend.start_sum(tensor, "first").wait()  # a short sum needs nothing of rank 0 but its values
+        reason = "rank 0 was interrupted in an operation and cannot complete it"
+    with pytest.raises(BackendError, match=reason):
+        backend.start_sum(tensor, "later").wait()
+
+
+def test_a_sum_that_is_interrupted_at_its_start_is_an_error_on_every_rank():
+    run_threads(2, at_the_start)
+
+
+def call_is_interrupted(backend):
+    tensor = torch.ones(3)
+    if backend.rank == 0:
+        with after(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
+            backend.allreduce(tensor, "sum")
+        for _ in range(2):
+            with pytest.raises(BackendError, match="a collective call on rank 0 was interrupted by KeyboardInterrupt"):
+                backend.barrier()
+    else:
+        # Rank 0 takes part in the comparison of the call, and not in the sum.
+        with pytest.raises(PeerFailedError, match="rank 0 stopped: a collective call on rank 0 was interrupted"):
+            backend.allreduce(tensor, "sum")
+
+
+def test_the_call_after_an_interrupted_call_is_an_error_on_every_rank():
+    run_threads(2, call_is_interrupted)
+
+
+def call_of_one_rank_is_interrupted(backend):
+    with before(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
+        backend.barrier()
+    backend.barrier()
+
+
+def test_a_world_of_one_rank_goes_on_after_an_interrupt():
+    run_threads(1, call_of_one_rank_is_interrupted)
+
+
+def scaling_is_interrupted(backend, tree):
+    tensor = torch.ones(3)
+    order = SumOrder(backend.size, backend.size)
+    work = backend.start_tree_sum(tensor, [], order, "x", 0.5) if tree else backend.start_sum(tensor, "x", 0.5)
+    owner, name = (work, "_sum") if tree else (base, "_scale")
+    if backend.rank == 0:
+        with after(owner, name), pytest.raises(KeyboardInterrupt):
+            work.wait()
+        with pytest.raises(BackendError, match="was interrupted"):
+            work.wait()
+        backend.abort("ends")
+    elif tree:
+        work.wait()
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_sum_that_was_interrupted_after_its_wait_is_not_scaled_twice(tree):
+    run_threads(3, scaling_is_interrupted, tree)
+
+
+def _optimizer(backend):
+    params = [torch.nn.Parameter(torch.ones(50)) for _ in range(3)]
+    plain = torch.optim.SGD(params, lr=0.5)
+    return params, DistributedOptimizer(plain, backend=backend, transfer=Transfer(bucket_bytes=200))
+
+
+def waits_of_a_step_are_interrupted(backend):
+    params, optimizer = _optimizer(backend)
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            sum((p * (backend.rank + 1.0)).sum() for p in params).backward()
+        optimizer.synchronize()
+        optimizer.reducer.renew()
+        interrupted = 0
+        buckets = optimizer.reducer.buckets
+        assert len(buckets) == 3
+        for bucket in buckets[backend.rank :]:
+            finish = bucket.finish
+
+            def wait(bucket=bucket, finish=finish):
+                bucket.finish = finish
+                raise KeyboardInterrupt
+
+            bucket.finish = wait
+        while True:
+            try:
+                optimizer.step()
+                break
+            except KeyboardInterrupt:
+                interrupted += 1
+        assert interrupted == 3 - backend.rank
+        assert [p.unique().tolist() for p in params] == [[1 - 0.75 * (step + 1)]] * 3
+
+
+def test_a_step_whose_waits_are_interrupted_may_be_repeated():
+    run_threads(2, waits_of_a_step_are_interrupted)
+
+
+def wrapped_step_is_interrupted(backend):
+    params, optimizer = _optimizer(backend)
+    state = optimizer.state_dict()
+    sum(p.sum() for p in params).backward()
+    with after(optimizer.optimizer, "step"), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    message = f"step of the optimizer was interrupted on rank {backend.rank}, whose parameters may differ"
+    if backend.size > 1:
+        with pytest.raises(BackendError, match=message):
+            optimizer.step()
+        optimizer.load_state_dict(state)
+    optimizer.step()
+    assert params[0].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_may_have_changed_parameters_is_not_repeated_with_several_ranks(size):
+    run_threads(size, wrapped_step_is_interrupted)
+
+
+def end_of_backward_is_interrupted(backend):
+    params, optimizer = _optimizer(backend)
+    for number in range(2):
+        with before(optimizer.reducer._exchange, "wait", times=number), suppress(KeyboardInterrupt):
+            sum(p.sum() for p in params).backward()
+        if number == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(BackendError, match=r"an earlier backward pass failed on rank \d, after some .* call synchronize"):
+        sum(p.sum() for p in params).backward()
+    optimizer.synchronize()
+    assert params[0].grad.unique().tolist() == [1.0]
+
+
+def test_a_backward_pass_after_an_interrupted_one_is_refused_with_the_cure():
+    run_threads(2, end_of_backward_is_interrupted)

@@ -1,0 +1,165 @@
+"""launch/test.sh: the checks beside the tests, its exit status, and its end by Ctrl-C. All programs are fakes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.commands.setups import SECONDS, until
+from tests.pool import ROOT
+
+# Fake of all programs of the environment. It prints its arguments, and then runs the shell code that a test has written.
+PROGRAM = """#!/bin/bash
+here={folder}
+name=${{0##*/}}
+case "$*" in
+  *"-m pytest"*) name=pytest ;;
+  "-c "*) exit 1 ;;
+esac
+echo "$name $*"
+if [ -e "$here/$name" ]; then . "$here/$name"; fi
+"""
+BESIDE = 'touch "$here/{own}-began"; until [ -e "$here/{other}-began" ]; do sleep 0.02; done; echo "{own} ends"'
+
+
+class Script:
+    """Runs of the script in a tree of its own, with a stub of setup.sh."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self._started: list[subprocess.Popen[str]] = []
+        for name in ("launch", "tests/gradients", "tests/launch", "bin", "tmp"):
+            (folder / name).mkdir(parents=True)
+        shutil.copy(ROOT / "launch" / "test.sh", folder / "launch")
+        (folder / "launch" / "setup.sh").touch()
+        for name in ("python", "ruff", "mypy", "coverage", "docker"):
+            (folder / "bin" / name).write_text(PROGRAM.format(folder=folder))
+            (folder / "bin" / name).chmod(0o755)
+        (folder / "bin" / "activate").write_text(f'PATH="{folder / "bin"}:$PATH"\n')
+
+    def set(self, **programs: str) -> None:
+        for name, script in programs.items():
+            (self.folder / name).write_text(script)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = ["bash", str(self.folder / "launch" / "test.sh"), *arguments]
+        env = {**os.environ, "DUALTRAIN_VENV": str(self.folder), "TMPDIR": str(self.temporary)}
+        # A shell ignores SIGINT in background jobs, and so would the script if the tests ran in one.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = subprocess.Popen(
+                command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str) -> tuple[int, list[str]]:
+        """Run the script; return its exit status and the lines that it printed. Assert that no temporary files remain."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert list(self.temporary.iterdir()) == []
+        return process.returncode, output.splitlines()
+
+    def end(self) -> None:
+        """Kill the processes that a failed test has left."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=SECONDS)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    script = Script(tmp_path)
+    yield script
+    script.end()
+
+
+def names(lines: list[str]) -> list[str]:
+    """Return the first word of each line, without the tests that this machine cannot run."""
+    return [line.split()[0] for line in lines if not line.startswith("skipped: tests of ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tests", "last"),
+    [
+        ([], ["pytest", "pytest"], ["not", "not"]),
+        (["--all"], ["coverage", "pytest", "pytest", "coverage", "coverage"], ["not"]),
+    ],
+    ids=["default", "all"],
+)
+def test_the_types_are_checked_while_the_tests_run_and_printed_after_them(arguments, tests, last, script):
+    script.set(mypy=BESIDE.format(own="mypy", other="pytest"), pytest=BESIDE.format(own="pytest", other="mypy"))
+    status, lines = script.run(*arguments)
+    assert status == 0, lines
+    assert names(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
+
+
+def test_the_default_command_runs_the_smoke_launches_and_no_others(script):
+    (script.folder / "tests" / "test_files.py").touch()
+    (command,) = (line for line in script.run()[1] if line.startswith("pytest "))
+    assert command.split()[-3:] == ["tests/gradients", "tests/test_files.py", "tests/launch/test_smoke.py"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all"]], ids=["default", "all"])
+@pytest.mark.parametrize(
+    ("failed", "status"),
+    [
+        ({"mypy": "echo 'x.py:1: error: no'; exit 3"}, 3),
+        ({"pytest": "exit 4"}, 4),
+        ({"mypy": "exit 3", "pytest": "exit 4"}, 4),
+    ],
+    ids=["types", "tests", "both"],
+)
+def test_a_failure_is_the_exit_status_and_failed_types_are_named_after_the_tests(failed, status, arguments, script):
+    script.set(**failed)
+    ended, lines = script.run(*arguments)
+    assert ended == status
+    said = names(lines)
+    assert ("test.sh:" in said) == ("mypy" in failed)
+    if "mypy" in failed:
+        assert "test.sh: error: mypy failed with exit status 3; its output is above" in lines
+        assert said.index("pytest") < said.index("mypy") < said.index("test.sh:") < said.index("not")
+
+
+def test_a_failure_of_ruff_ends_the_script_before_the_tests(script):
+    script.set(ruff='[ "$1" = format ] || exit 5')
+    status, lines = script.run()
+    assert (status, names(lines)) == (5, ["python", "ruff", "ruff"])
+
+
+def test_selected_tests_run_without_the_checks(script):
+    script.set(pytest="exit 6")
+    assert script.run("tests/gradients", "-k", "sparse")[0] == 6
+    script.set(pytest="")
+    status, lines = script.run("tests/gradients", "-k", "sparse")
+    assert (status, names(lines)) == (0, ["python", "pytest"])
+    assert lines[-1].endswith(" tests/gradients -k sparse")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all"]], ids=["default", "all"])
+def test_ctrl_c_ends_the_tests_and_the_checks(arguments, script):
+    script.set(
+        mypy='echo $$ >"$here/pid"; exec sleep 600',
+        pytest="""trap 'echo "2 passed"; exit 2' INT; touch "$here/began"; while :; do sleep 0.02; done""",
+    )
+    process = script.start(*arguments)
+    until((script.folder / "began").exists)
+    until(lambda: (script.folder / "pid").exists() and (script.folder / "pid").read_text() != "")
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert output.splitlines()[-1] == "2 passed"
+    state = Path("/proc") / (script.folder / "pid").read_text().strip() / "stat"
+    until(lambda: not state.exists() or ") Z " in state.read_text())
+    assert list(script.temporary.iterdir()) == []
