@@ -44,9 +44,19 @@ class CallChannel:
         self._unfinished: deque[Generator[None, None, None]] = deque()
         for one in self._sockets:
             one.settimeout(_SLICE_SECONDS)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                # A message that is longer than the buffers waits until the other rank makes its call. The system must not
+                # count this as the end of the connection; the watch detects a host that is cut off.
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def exchange(
-        self, message: memoryview, rows: Sequence[memoryview], reply: memoryview, answer: Callable[[], memoryview]
+        self,
+        message: memoryview,
+        rows: Sequence[memoryview],
+        reply: memoryview,
+        answer: Callable[[], memoryview],
+        *,
+        exact: bool = False,
     ) -> None:
         """Gather every rank's frame ``message`` on rank 0, then copy rank 0's answer to all other ranks. Blocks.
 
@@ -57,8 +67,9 @@ class CallChannel:
             rows: on rank 0, a buffer for the frame of each other rank, in rank order.
             reply: on other ranks, a buffer for the answer.
             answer: called on rank 0 when ``rows`` have arrived; returns the frame to send to the other ranks.
+            exact: whether an answer that is shorter than ``reply`` is an error, as one to another kind of exchange.
         """
-        self._unfinished.append(self._steps(message, rows, reply, answer))
+        self._unfinished.append(self._steps(message, rows, reply, answer, exact))
         self._await(self._finish())
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -73,7 +84,7 @@ class CallChannel:
             reply[:] = _frame(b"".join([data, *(row[HEADER:] for row in rows)]))
             return reply
 
-        self.exchange(memoryview(_frame(data)), rows, reply, answer)
+        self.exchange(memoryview(_frame(data)), rows, reply, answer, exact=True)
         gathered = bytes(reply[HEADER:])
         return [gathered[length * rank : length * (rank + 1)] for rank in range(self._size)]
 
@@ -88,13 +99,20 @@ class CallChannel:
         while self._unfinished:
             if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
                 self.close()  # so that the other ranks don't wait for this one
+                while len(self._unfinished) > 1:
+                    self._unfinished.pop()  # it holds buffers
                 raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")
             for _ in self._unfinished[0]:  # not ``yield from``, which would close the generator if the wait times out
                 yield
             self._unfinished.popleft()
 
     def _steps(
-        self, message: memoryview, rows: Sequence[memoryview], reply: memoryview, answer: Callable[[], memoryview]
+        self,
+        message: memoryview,
+        rows: Sequence[memoryview],
+        reply: memoryview,
+        answer: Callable[[], memoryview],
+        exact: bool,
     ) -> Generator[None, None, None]:
         if self._rank == 0:
             for one, row in zip(self._sockets, rows, strict=True):
@@ -105,6 +123,8 @@ class CallChannel:
         else:
             yield from _send(self._sockets[0], message)
             yield from _receive(self._sockets[0], reply)
+            if exact and HEADER + _length(reply) != len(reply):
+                raise ValueError("rank 0 has answered another kind of exchange")
 
 
 def _send(to: socket.socket, frame: memoryview) -> Iterator[None]:

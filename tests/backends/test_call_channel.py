@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dualtrain.backends.base import Broadcast, Gather, ReduceOp, Reduction
-from dualtrain.backends.call_channel import CallChannel
+from dualtrain.backends.call_channel import HEADER, CallChannel
 from dualtrain.backends.short_calls import CallBuffers, longest
 
 
@@ -29,6 +29,8 @@ def channels():
             for rank in range(1, size):
                 theirs = socket.create_connection(server.getsockname())
                 ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
+                for end in (theirs, ours[-1].socket):  # a connection of a job has 9 s
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
                 made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
         made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
         return made
@@ -65,7 +67,7 @@ def test_a_message_that_is_longer_than_the_sockets_buffers_waits_for_a_late_rank
     data = bytes(1 << 24)
 
     def late():
-        time.sleep(0.6)
+        time.sleep(1.5)
         return root.gather(data)
 
     assert on_all_ranks([late, partial(other.gather, data)]) == [[data, data]] * 2
@@ -116,6 +118,27 @@ def test_messages_of_different_lengths_are_an_error(channels):
             root.gather(bytes(16))
         with pytest.raises(ConnectionError):
             waiting.result(timeout=60)
+
+
+def test_a_reply_to_another_kind_of_exchange_is_an_error(channels):
+    root, other = channels(2)
+
+    def exchange():
+        reply = memoryview(bytearray(HEADER + 8))
+        reply[0] = 8
+        root.exchange(reply, [memoryview(bytearray(HEADER + 100))], reply, lambda: reply)
+
+    with pytest.raises(ValueError, match="another kind of exchange"):
+        on_all_ranks([exchange, partial(other.gather, bytes(32))])
+
+
+def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
+    root, other = channels(2)
+    root.close()
+    for error in (ConnectionError, *[ConnectionAbortedError] * 3):
+        with pytest.raises(error):
+            other.gather(bytes(8))
+    assert len(other._unfinished) == 1
 
 
 def answered(messages):
