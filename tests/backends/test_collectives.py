@@ -422,6 +422,9 @@ def allgather_layouts(backend):
     for kind, mine in layouts(backend.rank).items():
         expected = torch.cat([each[kind].reshape(1) if each[kind].dim() == 0 else each[kind] for each in everyone])
         check(backend.allgather(mine), expected.contiguous(), **EXACT)
+    assert backend.allgather(torch.ones(4, dtype=torch.int64)[: 2 * backend.rank : 2]).tolist() == [1] * sum(
+        min(rank, 2) for rank in range(backend.size)
+    )
 
 
 def test_allgather_of_any_layout_and_of_scalars(spmd):
@@ -727,6 +730,7 @@ def calls_in_any_mode(backend, inference_tensor, mode):
             assert backend.reducescatter(mine, "sum").tolist() == [size**2] * (count // size)
             assert backend.broadcast(sent, size - 1).tolist() == [[size - 1] * 2] * count
             assert backend.broadcast_async_(sent).wait().tolist() == sent.tolist() == [[0, 0]] * count
+            assert backend.broadcast_(mine).tolist() == total
             assert backend.allgather(mine).tolist() == backend.allgather_async(mine).wait().tolist() == total * size
             assert backend.alltoall(mine).tolist() == total
             assert [each.tolist() for each in backend.allgather_object(mine)] == [total] * size
