@@ -28,12 +28,12 @@ _MOST_VIEWS = 64
 
 
 def longest(size: int, one_host: bool) -> int:
-    """Return the largest number of bytes of short data with ``size`` ranks, on one host or on several.
+    """Return the largest number of bytes of short data with ``size`` ranks, on one host or on several; a multiple of 8.
 
     Rank 0 receives and sends the data of all ranks. So this number falls with ``size``, and is smaller if the data crosses
     a network, where a ring would use the links of all hosts.
     """
-    return max(1 << 12, (1 << (20 if one_host else 18)) // size)
+    return max(1 << 12, (1 << (20 if one_host else 18)) // size // _WORD * _WORD)
 
 
 class _Views(NamedTuple):

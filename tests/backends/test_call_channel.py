@@ -15,7 +15,7 @@ import torch
 
 from dualtrain.backends.base import Broadcast, Gather, ReduceOp, Reduction
 from dualtrain.backends.call_channel import HEADER, CallChannel
-from dualtrain.backends.short_calls import CallBuffers, longest
+from dualtrain.backends.short_calls import CallBuffers, longest, travels
 
 
 @pytest.fixture
@@ -142,13 +142,33 @@ def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
 
 
 def answered(messages):
-    """Return what rank 0 and rank 1 read from the reply to their messages, each a pair of numbers and data."""
-    root, other = (CallBuffers(rank, 2, longest(2, one_host=True)) for rank in range(2))
+    """Return what each rank reads from the reply to the ranks' messages, each a pair of numbers and data."""
+    size = len(messages)
+    root, *others = (CallBuffers(rank, size, longest(size, one_host=True)) for rank in range(size))
     root.message(*messages[0])
-    root.rows[0][: len(frame)] = (frame := other.message(*messages[1]))
+    for row, other, message in zip(root.rows, others, messages[1:], strict=True):
+        row[: len(frame)] = (frame := other.message(*message))
     reply = root.answer(messages[0][1])
-    other.reply[: len(reply)] = reply
-    return root.read(messages[0][1]), other.read(messages[1][1])
+    for other in others:
+        other.reply[: len(reply)] = reply
+    return tuple(end.read(data) for end, (_, data) in zip((root, *others), messages, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+def test_the_longest_data_travels_with_any_number_of_ranks(size):
+    most = longest(size, one_host=True)
+    for dtype in (torch.float32, torch.int64):
+        data = torch.ones(most // dtype.itemsize, dtype=dtype)
+        reductions = [Reduction(data, ReduceOp.SUM) for _ in range(size)]
+        assert travels(reductions[0], size, most)
+        answered([([5, 0], one) for one in reductions])
+        assert [one.result.unique().tolist() for one in reductions] == [[size]] * size
+    parts = [Gather(torch.ones(most // size, dtype=torch.uint8), unit=1) for _ in range(size)]
+    answered([([5, most // size], one) for one in parts])
+    assert [one.result.numel() for one in parts] == [most // size * size] * size
+    copies = [Broadcast(0, torch.ones(most, dtype=torch.uint8) if rank == 0 else None) for rank in range(size)]
+    answered([([5, 0], one) for one in copies])
+    assert [one.result.numel() for one in copies] == [most] * size
 
 
 def test_the_reply_has_a_result_only_if_the_calls_agree():
