@@ -239,7 +239,10 @@ class TorchBackend(Backend):
         except RuntimeError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
         self._hold(self._sums, self._calls)
-        connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
+        try:
+            connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
+        except dist.DistStoreError as error:
+            raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
         self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
 
     def _hold(self, *groups: Any) -> None:
