@@ -27,6 +27,7 @@ _DESCRIPTION_BYTES = 512
 #: different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
 _OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint of a call in a second thread of its rank
+_IN_SECOND_THREAD = " in a second thread, which needs a channel()"
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -97,7 +98,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
         return list(extents)
     text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
     if backend.in_second_thread:
-        text += " in a second thread, which needs a channel()"
+        text += _IN_SECOND_THREAD
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 
@@ -115,7 +116,10 @@ def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
 def _differences(backend: Primitives, mine: str) -> str:
     """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
-    for rank, description in enumerate(exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)):
+    descriptions = exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)
+    if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the threads are not the difference
+        descriptions = [each.removesuffix(_IN_SECOND_THREAD) for each in descriptions]
+    for rank, description in enumerate(descriptions):
         ranks_of.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in ranks_of.items())
 
