@@ -4,8 +4,8 @@ If calls do not match, Horovod reports an error; Gloo may hang, abort the proces
 float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a fingerprint of the call, and an
 extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal, the call gets
 the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise the same error.
-The backend stays usable. Data is sent after the comparison, except for the values of short reductions, which may travel
-with it, and are used only if the fingerprints are equal.
+The backend stays usable. Data is sent after the comparison, except for short data, which may travel with it, and is used
+only if the fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from dualtrain.backends.base import Primitives, Reduction
+from dualtrain.backends.base import Primitives, Short
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
@@ -77,10 +77,10 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction | None = None) -> list[int]:
+def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    The backend may reduce a short tensor in the same messages; ``reduction`` then has a result when this function returns.
+    The backend may send short ``data`` in the same messages, which then has a result when this function returns.
     Also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any rank's flag is set.
 
     Raises:
@@ -89,7 +89,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
     numbers = [~mine if backend.flag else mine, extent]
-    rows = backend.whole_call(partial(backend.exchange_call, numbers, reduction))
+    rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
     fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
     if backend.any_flag:
