@@ -255,15 +255,15 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 def same_bits_everywhere(backend):
     """Short tensors are reduced by the comparison of their calls, with the bits of the library's all-reduce."""
-    mine = torch.randn(1025, generator=torch.Generator().manual_seed(backend.rank))
+    mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
     mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
-    for length in (0, 1, backend.size, 2 * backend.size + 1, 1000, 1024, 1025):
+    for length in (0, 1, backend.size, 2 * backend.size + 1, 1025, 20_000, 140_000):
         for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
             raw = mine[:length].clone()
             result = backend.allreduce(raw, op)
             backend.start_allreduce(raw, op, "raw").wait()
-            assert bits(result).tolist() == bits(raw).tolist(), (length, op)
+            assert torch.equal(bits(result), bits(raw)), (length, op)
             everyone = backend.allgather(bits(result)[None])
             assert bool((everyone == everyone[0]).all())
 
@@ -424,6 +424,9 @@ def allgather_layouts(backend):
     for kind, mine in layouts(backend.rank).items():
         expected = torch.cat([each[kind].reshape(1) if each[kind].dim() == 0 else each[kind] for each in everyone])
         check(backend.allgather(mine), expected.contiguous(), **EXACT)
+    assert backend.allgather(torch.ones(4, dtype=torch.int64)[: 2 * backend.rank : 2]).tolist() == [1] * sum(
+        min(rank, 2) for rank in range(backend.size)
+    )
 
 
 def test_allgather_of_any_layout_and_of_scalars(spmd):
@@ -729,6 +732,7 @@ def calls_in_any_mode(backend, inference_tensor, mode):
             assert backend.reducescatter(mine, "sum").tolist() == [size**2] * (count // size)
             assert backend.broadcast(sent, size - 1).tolist() == [[size - 1] * 2] * count
             assert backend.broadcast_async_(sent).wait().tolist() == sent.tolist() == [[0, 0]] * count
+            assert backend.broadcast_(mine).tolist() == total
             assert backend.allgather(mine).tolist() == backend.allgather_async(mine).wait().tolist() == total * size
             assert backend.alltoall(mine).tolist() == total
             assert [each.tolist() for each in backend.allgather_object(mine)] == [total] * size
