@@ -84,7 +84,8 @@ class Backend(Primitives):
         self.is_group = False
         self._groups_made: list[Backend] = []
         self._queue = SerialQueue()
-        self._thread = threading.get_ident()
+        self._of_thread = threading.local()  # not a thread's number, which a later thread may get again
+        self._of_thread.made_this = True
         self._open = True
 
     # -- reductions ---------------------------------------------------------------------------------------------
@@ -410,16 +411,20 @@ class Backend(Primitives):
     def _now(self, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return self.whole_call(partial(self._in_thread, call, threading.get_ident()))
+        return self.whole_call(partial(self._in_thread, call, self._is_second_thread()))
 
     def _later(self, call: Callable[[], T]) -> Work[T]:
         self._check_open()
-        call = partial(self._in_thread, call, threading.get_ident())
+        call = partial(self._in_thread, call, self._is_second_thread())
         return self._queue.submit(partial(self.whole_call, call))
 
-    def _in_thread(self, call: Callable[[], T], thread: int) -> T:
-        """Return the result of ``call``, which ``thread`` has made."""
-        before, self.in_second_thread = self.in_second_thread, thread != self._thread
+    def _is_second_thread(self) -> bool:
+        """Return whether another thread than the calling one has made this backend."""
+        return not hasattr(self._of_thread, "made_this")
+
+    def _in_thread(self, call: Callable[[], T], second: bool) -> T:
+        """Return the result of ``call``, which a second thread has made if ``second``."""
+        before, self.in_second_thread = self.in_second_thread, second
         try:
             return call()
         finally:

@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from functools import partial, reduce
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.sum_order import sum_order
+from dualtrain.backends.wire import average_
 from dualtrain.gradients import GradientReducer
 from tests.threads import run_threads
 
@@ -760,6 +762,21 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
     assert ordinary(tensor) is tensor
 
 
+def average_in_torchs_threads():
+    """Average subnormal numbers. Torch's own threads start in this call, and replace them by zero as this thread does."""
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    average = average_(torch.full((200_000,), 4, dtype=torch.int32).view(torch.float32), 2).view(torch.int32)
+    return average.unique().tolist(), torch.get_num_threads()
+
+
+def test_torchs_own_threads_keep_subnormal_numbers_too():
+    # In a new thread, which has no helper threads of torch yet.
+    thread, found = in_thread(average_in_torchs_threads)
+    thread.join()
+    assert found == [([2], 2)]
+
+
 # -- several threads ----------------------------------------------------------------------------------------------
 
 
@@ -808,6 +825,26 @@ def call_of_a_thread_on_rank_0(backend):
 
 def test_equal_calls_of_different_threads_are_not_matched(processes):
     processes(call_of_a_thread_on_rank_0)
+
+
+def test_a_thread_that_gets_the_number_of_an_ended_thread_is_another_thread():
+    made, found = [], []
+    first = threading.Thread(target=lambda: made.append(connect("local")))
+    first.start()
+    first.join()
+    with made[0] as backend:
+        compare = backend.exchange_call
+
+        def exchange_call(*args):
+            found.append(backend.in_second_thread)
+            return compare(*args)
+
+        with (
+            mock.patch.object(backend, "exchange_call", exchange_call),
+            mock.patch("threading.get_ident", return_value=first.ident),
+        ):
+            backend.barrier()
+    assert found == [True]
 
 
 def thread_with_a_channel(backend):
