@@ -190,7 +190,7 @@ def refuse_on_all(error: UserError, world: World) -> int:
     """
     if world.rank != 0:
         time.sleep(3.0)
-    # Only torchrun may start the same command line again.
+    # Only torchrun might start the same command line again; its user reads that a restart would not help.
     print_error(error, world.rank, world.size, final=world.launcher == "torchrun")
     return 2
 

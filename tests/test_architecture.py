@@ -52,7 +52,7 @@ LAYERS = {
     "backends": [
         {"watch", "objects", "inference", "subnormals"},
         {"base"},
-        {"wire", "serial", "agreement", "sum_order", "ring_order", "shm.semaphores", "shm.short"},
+        {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
         {"shm.operation"},
         {"shm.reductions"},

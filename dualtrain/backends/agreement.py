@@ -4,8 +4,8 @@ If calls do not match, Horovod reports an error; Gloo may hang, abort the proces
 float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a fingerprint of the call, and an
 extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal, the call gets
 the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise the same error.
-The backend stays usable. Data is sent after the comparison, except for the values of short reductions, which may travel
-with it, and are used only if the fingerprints are equal.
+The backend stays usable. Data is sent after the comparison, except for short data, which may travel with it, and is used
+only if the fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from dualtrain.backends.base import Primitives, Reduction
+from dualtrain.backends.base import Primitives, Short
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
@@ -27,6 +27,7 @@ _DESCRIPTION_BYTES = 512
 #: different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
 _OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint of a call in a second thread of its rank
+_IN_SECOND_THREAD = " in a second thread, which needs a channel()"
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -76,10 +77,10 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction | None = None) -> list[int]:
+def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    The backend may reduce a short tensor in the same messages; ``reduction`` then has a result when this function returns.
+    The backend may send short ``data`` in the same messages, which then has a result when this function returns.
     Also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any rank's flag is set.
 
     Raises:
@@ -88,7 +89,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
     numbers = [~mine if backend.flag else mine, extent]
-    rows = backend.whole_call(partial(backend.exchange_call, numbers, reduction))
+    rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
     fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
     if backend.any_flag:
@@ -97,7 +98,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, reduction: Reduction
         return list(extents)
     text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
     if backend.in_second_thread:
-        text += " in a second thread, which needs a channel()"
+        text += _IN_SECOND_THREAD
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 
@@ -115,7 +116,10 @@ def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
 def _differences(backend: Primitives, mine: str) -> str:
     """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
-    for rank, description in enumerate(exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)):
+    descriptions = exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)
+    if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the threads are not the difference
+        descriptions = [each.removesuffix(_IN_SECOND_THREAD) for each in descriptions]
+    for rank, description in enumerate(descriptions):
         ranks_of.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in ranks_of.items())
 

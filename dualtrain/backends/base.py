@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -106,6 +106,40 @@ class Reduction:
     tensor: torch.Tensor
     op: ReduceOp
     result: torch.Tensor | None = None
+
+
+@dataclass
+class Broadcast:
+    """Broadcast of a rank's bytes to all ranks.
+
+    Attributes:
+        root: the rank.
+        data: the root's bytes (contiguous uint8); ``None`` on other ranks.
+        result: the root's bytes (CPU), once they are known. The backend's next call overwrites them.
+    """
+
+    root: int
+    data: torch.Tensor | None
+    result: torch.Tensor | None = None
+
+
+@dataclass
+class Gather:
+    """Gathering of every rank's bytes, in rank order.
+
+    Attributes:
+        data: this rank's bytes (contiguous uint8).
+        unit: number of bytes per unit of the extents that the ranks exchange.
+        result: the bytes of all ranks (CPU), once they are known. The backend's next call overwrites them.
+    """
+
+    data: torch.Tensor
+    unit: int
+    result: torch.Tensor | None = None
+
+
+#: Short data that may travel with the comparison of a call.
+Short: TypeAlias = Reduction | Broadcast | Gather
 
 
 class GradientPath(Protocol):
@@ -260,11 +294,11 @@ class Primitives(ABC):
         gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
         return gathered
 
-    def exchange_call(self, numbers: Sequence[int], reduction: Reduction | None = None) -> list[list[int]]:
+    def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
         """Gather two numbers from every rank as :meth:`exchange_short` does, to compare the ranks' calls. Blocks.
 
-        A backend may reduce a short tensor in the same messages, and then sets the result of ``reduction``. If the calls
-        differ, other ranks may have passed another reduction or none, and the result is meaningless.
+        If the first numbers are equal (or one another's complement), a backend may send short data in the
+        same messages. It then sets the result of ``data``, on every rank. Otherwise there is no result on any rank.
         """
         return self.exchange_short(numbers)
 

@@ -20,7 +20,7 @@ import torch
 
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
-from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Reduction, Scaled, Work
+from dualtrain.backends.base import FOLD, Broadcast, Gather, Primitives, ReduceOp, Reduction, Scaled, Work
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.backends.sum_order import SumOrder
@@ -84,7 +84,8 @@ class Backend(Primitives):
         self.is_group = False
         self._groups_made: list[Backend] = []
         self._queue = SerialQueue()
-        self._thread = threading.get_ident()
+        self._of_thread = threading.local()  # not a thread's number, which a later thread may get again
+        self._of_thread.made_this = True
         self._open = True
 
     # -- reductions ---------------------------------------------------------------------------------------------
@@ -410,16 +411,20 @@ class Backend(Primitives):
     def _now(self, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return self.whole_call(partial(self._in_thread, call, threading.get_ident()))
+        return self.whole_call(partial(self._in_thread, call, self._is_second_thread()))
 
     def _later(self, call: Callable[[], T]) -> Work[T]:
         self._check_open()
-        call = partial(self._in_thread, call, threading.get_ident())
+        call = partial(self._in_thread, call, self._is_second_thread())
         return self._queue.submit(partial(self.whole_call, call))
 
-    def _in_thread(self, call: Callable[[], T], thread: int) -> T:
-        """Return the result of ``call``, which ``thread`` has made."""
-        before, self.in_second_thread = self.in_second_thread, thread != self._thread
+    def _is_second_thread(self) -> bool:
+        """Return whether another thread than the calling one has made this backend."""
+        return not hasattr(self._of_thread, "made_this")
+
+    def _in_thread(self, call: Callable[[], T], second: bool) -> T:
+        """Return the result of ``call``, which a second thread has made if ``second``."""
+        before, self.in_second_thread = self.in_second_thread, second
         try:
             return call()
         finally:
@@ -453,11 +458,15 @@ class Backend(Primitives):
             BackendError: on every rank, if the calls differ; as :meth:`allreduce`.
         """
         reduction = Reduction(tensor, op)
-        agree(self, call, reduction=reduction)
+        agree(self, call, data=reduction)
         if reduction.result is None:
             self.start_allreduce(tensor, op, name).wait()
         else:
             tensor.copy_(reduction.result)
+
+    def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        """:meth:`start_allreduce` for a call that every rank is known to make next; may block for a short tensor."""
+        return self.start_allreduce(tensor, op, name)
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
         """Return the primitives' operation for ``op`` on ``tensor``; if there is none, raise on every rank."""
@@ -507,9 +516,12 @@ class Backend(Primitives):
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
         root = self._checked_root("broadcast", root)
-        agree(self, Call.on("broadcast", tensor, name, root=root))
         data = wire.as_bytes(tensor)
-        if data.numel():
+        short = Broadcast(root, data if self.rank == root else None)
+        agree(self, Call.on("broadcast", tensor, name, root=root), data=short)
+        if short.result is not None:
+            ordinary(data).copy_(short.result)
+        elif data.numel():
             self.start_broadcast(data, root, name or "broadcast").wait()
         if data.data_ptr() != tensor.data_ptr():
             ordinary(tensor).copy_(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
@@ -518,7 +530,10 @@ class Backend(Primitives):
     @torch.no_grad()
     def _allgather(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-        rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0])
+        short = Gather(wire.as_bytes(tensor), tensor.shape[1:].numel() * tensor.element_size())
+        rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0], short)
+        if short.result is not None:
+            return wire.from_bytes(short.result.clone(), tensor.dtype, (sum(rows), *tensor.shape[1:]))
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
@@ -566,17 +581,22 @@ class Backend(Primitives):
         root = self._checked_root("broadcast_object", root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = -1 if problem else 0 if data is None else len(data)
-        length = agree(self, Call("broadcast_object", name, root=root), length)[root]
+        short = Broadcast(root, data)
+        length = agree(self, Call("broadcast_object", name, root=root), length, short)[root]
         self._refuse_if_unsent({root: length}, problem)
-        buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
-        self.start_broadcast(buffer, root, name or "broadcast_object").wait()
+        if (buffer := short.result) is None:
+            buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
+            self.start_broadcast(buffer, root, name or "broadcast_object").wait()
         return obj if data is not None else objects.decode(buffer)
 
     def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
         data, problem = _encoded(obj)
-        lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data))
+        short = None if data is None else Gather(data, unit=1)
+        lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data), short)
         self._refuse_if_unsent(dict(enumerate(lengths)), problem)
         assert data is not None
+        if short is not None and short.result is not None:
+            return [objects.decode(part) for part in short.result.split(lengths)]
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:

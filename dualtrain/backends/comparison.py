@@ -94,7 +94,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
             different calls, a rank failed, or the call timed out.
     """
     backend.drain()
-    # Like every checked call, exchange a fingerprint and an extent: Gloo aborts the process if the lengths differ.
+    # First compare hashes of fixed length: Gloo aborts the process if ranks exchange data of different lengths.
     hashes = agree(backend, Call(kind, what), fingerprint(repr(mine)))
     if len(set(hashes)) == 1:
         return

@@ -157,7 +157,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
     if found is not None and not world.name:
         _refuse_other_world(name, found, world)
     store, placed = over_torch.meet(world, timeout)
-    return over_torch.TorchBackend(world, device, timeout, store, over_torch.chosen_interface(placed))
+    return over_torch.TorchBackend(world, device, timeout, store, placed)
 
 
 def _refuse_to_train_alone() -> None:

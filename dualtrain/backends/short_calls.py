@@ -1,33 +1,43 @@
-"""Messages of a comparison of calls in which the values of a short reduction travel, so that it needs no other message.
+"""Frames of a comparison of calls, in which the data of a short call travels, so that it needs no other message.
 
-Every rank sends a message of fixed length, whatever its call: libraries may abort the process if lengths differ. Rank 0
-reduces the values and replies with all ranks' numbers and with the result, which is discarded if the calls differ. Two
-ranks need no reply: both get both messages.
+Rank 0 reduces or gathers the data, and replies with all ranks' numbers and with the result. If the calls of the ranks
+differ, or a rank's data is missing, the reply has no result.
 
-| message | int64 |
+| frame | int64 |
 |---|---|
-| of each rank | its 2 numbers, 512 of values |
-| rank 0's reply | 2 numbers per rank, 512 of the result |
+| of each rank | its length, its 2 numbers, its data |
+| rank 0's reply | its length, 2 numbers per rank, the result |
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from dualtrain.backends.base import REDUCIBLE, Reduction
+from dualtrain.backends.base import REDUCIBLE, Broadcast, Gather, Reduction, Short
+from dualtrain.backends.call_channel import HEADER
 from dualtrain.backends.ring_order import reduce_in_ring_order
 
-LONGEST = 4096  # bytes of a short reduction
 _NUMBERS = 2
+_WORD = 8
+_OWN_BYTES = _WORD * _NUMBERS  # of a rank's frame without data
 _MOST_VIEWS = 64
 
 
+def longest(size: int, one_host: bool) -> int:
+    """Return the largest number of bytes of short data with ``size`` ranks, on one host or on several; a multiple of 8.
+
+    Rank 0 receives and sends the data of all ranks. So this number falls with ``size``, and is smaller if the data crosses
+    a network, where a ring would use the links of all hosts.
+    """
+    return max(1 << 12, (1 << (20 if one_host else 18)) // size // _WORD * _WORD)
+
+
 class _Views(NamedTuple):
-    """Views of the messages, of the dtype of a reduction: this rank's values, those of all ranks, and the result.
+    """Views of the frames, of the dtype of a reduction: this rank's values, those of all ranks, and the result.
 
     ``mine`` and ``result`` have the shape of the reduced tensor.
     """
@@ -39,49 +49,95 @@ class _Views(NamedTuple):
 
 
 class CallBuffers:
-    """Messages of one rank, for one comparison at a time.
+    """Frames of one rank, for one comparison at a time.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        most: the largest number of bytes of data in a frame, a multiple of 8.
 
     Attributes:
-        message: this rank's message.
-        rows: where to gather all ranks' messages: on rank 0, and on both of two ranks.
-        reply: rank 0's reply.
+        rows: on rank 0, buffers for the frames of the other ranks.
+        reply: buffer for rank 0's reply.
     """
 
     # Tensors and views that are made in inference mode could not be written outside of it.
 
     @torch.inference_mode(False)
-    def __init__(self, rank: int, size: int) -> None:
-        # Arrays and tensors share their memory: Python reads and writes single numbers faster through an array.
-        self._numbers, self.message = _shared(_NUMBERS + LONGEST // 8)
-        self._answers, self.reply = _shared(_NUMBERS * size + LONGEST // 8)
-        self._gathered = torch.zeros(
-            size if rank == 0 or size == 2 else 0, len(self.message), dtype=torch.int64, device="cpu"
-        )
-        self.rows = list(self._gathered)
-        self._end = _NUMBERS * size
-        self._numbers_in, self._numbers_out = self._gathered[:, :_NUMBERS], self.reply[: self._end].view(size, _NUMBERS)
+    def __init__(self, rank: int, size: int, most: int) -> None:
+        self._size = size
+        self._stride = 1 + _NUMBERS + most // _WORD  # of a rank's frame
+        self._end = 1 + _NUMBERS * size  # of the numbers in the reply
+        # Arrays and tensors share their memory: Python reads and writes single numbers faster through an array. Rank 0's
+        # own frame is the first row.
+        self._own, gathered = _shared(self._stride * (size if rank == 0 else 1))
+        self._answer, self._reply = _shared(self._end + most // _WORD)
+        self._gathered = gathered.view(-1, self._stride)
+        memory, end = memoryview(self._own).cast("B"), self._stride * _WORD
+        self._frame = memory[:end]
+        self.rows = [memory[begin : begin + end] for begin in range(end, len(memory), end)]
+        self.reply = memoryview(self._answer).cast("B")
+        self._numbers_in, self._numbers_out = self._gathered[:, 1 : 1 + _NUMBERS], self._reply[1 : self._end]
+        self._data_bytes = self._gathered[:, 1 + _NUMBERS :].view(torch.uint8)
+        self._result_bytes = self._reply[self._end :].view(torch.uint8)
         # A program repeats the same few calls, and to make a view takes as long as to reduce a few values.
         self._views: dict[tuple[torch.dtype, torch.Size], _Views] = {}
 
-    def write(self, numbers: Sequence[int], reduction: Reduction | None) -> None:
-        """Write this rank's message."""
-        self._numbers[0], self._numbers[1] = numbers
-        if reduction is not None:
-            self._views_of(reduction.tensor).mine.copy_(reduction.tensor)
+    def message(self, numbers: Sequence[int], data: Short | None) -> memoryview:
+        """Write this rank's frame, and return it."""
+        length, own = _OWN_BYTES, _own_values(data)
+        if own is not None:
+            self._views_of(own).mine.copy_(own)
+            length += own.nbytes
+        self._own[0] = length
+        self._own[1], self._own[2] = numbers
+        return self._frame[: HEADER + length]
 
-    def answer(self, reduction: Reduction | None) -> None:
-        """Write rank 0's reply, from the messages of all ranks. If their calls differ, its result is meaningless."""
-        self._numbers_out.copy_(self._numbers_in)
-        if reduction is not None:
-            views = self._views_of(reduction.tensor)
-            reduce_in_ring_order(views.rows, reduction.op, views.flat_result)
+    def answer(self, data: Short | None) -> memoryview:
+        """Write rank 0's reply, from the frames of all ranks, and return it."""
+        self._numbers_out.view(self._size, _NUMBERS).copy_(self._numbers_in)
+        length = _OWN_BYTES * self._size
+        if data is not None and self._agreed():
+            lengths = [number - _OWN_BYTES for number in self._own[:: self._stride]]
+            if isinstance(data, Reduction):
+                length += self._reduce(data, lengths)
+            elif isinstance(data, Broadcast):
+                length += self._concatenate({data.root: lengths[data.root]})
+            elif lengths == [rows * data.unit for rows in self._own[2 :: self._stride]]:
+                length += self._concatenate(dict(enumerate(lengths)))
+        self._answer[0] = length
+        return self.reply[: HEADER + length]
 
-    def read(self, reduction: Reduction | None) -> list[list[int]]:
-        """Return all ranks' numbers from the reply, and set the result of ``reduction``."""
-        if reduction is not None:
-            reduction.result = self._views_of(reduction.tensor).result
-        numbers = self._answers[: self._end]
+    def read(self, data: Short | None) -> list[list[int]]:
+        """Return all ranks' numbers from the reply, and set the result of ``data`` if the reply has one."""
+        length = self._answer[0] - _OWN_BYTES * self._size
+        if data is not None and length > 0:
+            if isinstance(data, Reduction):
+                data.result = self._views_of(data.tensor).result
+            else:
+                data.result = self._result_bytes[:length]
+        numbers = self._answer[1 : self._end]
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
+
+    def _agreed(self) -> bool:
+        """Return whether the first numbers of all ranks are the same, or one another's complement."""
+        return len({max(number, ~number) for number in self._answer[1 : self._end : _NUMBERS]}) == 1
+
+    def _reduce(self, reduction: Reduction, lengths: Sequence[int]) -> int:
+        """Write the result, if all ranks have sent their values, and return its length in bytes, or 0."""
+        if any(length != lengths[0] for length in lengths):
+            return 0
+        views = self._views_of(reduction.tensor)
+        reduce_in_ring_order(views.rows, reduction.op, views.flat_result)
+        return reduction.tensor.nbytes
+
+    def _concatenate(self, lengths: Mapping[int, int]) -> int:
+        """Write the data of these ranks, so many bytes of each, and return the number of all bytes."""
+        end = 0
+        for rank, length in lengths.items():
+            self._result_bytes[end : end + length] = self._data_bytes[rank, :length]
+            end += length
+        return end
 
     def _views_of(self, tensor: torch.Tensor) -> _Views:
         key = tensor.dtype, tensor.shape
@@ -93,16 +149,24 @@ class CallBuffers:
 
     @torch.inference_mode(False)
     def _new_views(self, tensor: torch.Tensor) -> _Views:
-        fields = self.message[_NUMBERS:], self._gathered[:, _NUMBERS:], self.reply[self._end :]
+        fields = self._gathered[0, 1 + _NUMBERS :], self._gathered[:, 1 + _NUMBERS :], self._reply[self._end :]
         mine, rows, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
         return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
 
 
-def travels(reduction: Reduction | None) -> bool:
-    """Return whether the values of ``reduction`` travel with the comparison of its call."""
-    if reduction is None or not reduction.tensor.is_cpu:
+def travels(data: Short | None, size: int, most: int) -> bool:
+    """Return whether ``data`` may travel with the comparison of its call, in a frame of at most ``most`` bytes of data."""
+    own = _own_values(data)
+    if own is None:
+        return data is not None  # a broadcast from another rank
+    if isinstance(data, Reduction) and own.dtype not in REDUCIBLE:
         return False
-    return reduction.tensor.dtype in REDUCIBLE and reduction.tensor.nbytes <= LONGEST
+    return own.is_cpu and own.nbytes <= (most // size if isinstance(data, Gather) else most)
+
+
+def _own_values(data: Short | None) -> torch.Tensor | None:
+    """Return what this rank sends of ``data``, if anything."""
+    return None if data is None else data.tensor if isinstance(data, Reduction) else data.data
 
 
 def _shared(length: int) -> tuple[array[int], torch.Tensor]:

@@ -25,10 +25,13 @@ def keep_subnormals(function: Callable[P, T]) -> Callable[P, T]:
     def keeping(*args: P.args, **kwargs: P.kwargs) -> T:
         if _SUBNORMAL:
             return function(*args, **kwargs)
+        threads = torch.get_num_threads()
         torch.set_flush_denormal(False)
+        torch.set_num_threads(1)  # torch's own threads have a flag of their own, that of the thread which started them
         try:
             return function(*args, **kwargs)
         finally:
+            torch.set_num_threads(threads)
             torch.set_flush_denormal(True)
 
     return keeping

@@ -2,7 +2,8 @@
 
 Outside of the bench, the only module that imports torch.distributed. The process groups are dualtrain's own, and
 torch.distributed's default group stays as it is, so that libraries which check ``is_initialized()`` behave as they
-would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on.
+would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on. The ranks compare their
+calls on connections of their own (``call_channel.py``).
 
 Operations of a group are matched by their order. Buckets of gradients are sent while backward makes other calls, in an
 order that may differ between ranks. So one Gloo group is for sums of gradients, and the other one is for all other calls,
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import os
 import secrets
 import threading
 import time
 import weakref
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -34,13 +37,15 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from dualtrain.backends.agreement import exchange_text
-from dualtrain.backends.base import GradientPath, ReduceOp, Reduction, Work
+from dualtrain.backends.agreement import Call, exchange_text
+from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
+from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.short_calls import CallBuffers, travels
+from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, new_job
+from dualtrain.rendezvous.connection import open_control_channel
 from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
 from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
@@ -103,8 +108,6 @@ _OPTIONS = {
     ReduceOp.PRODUCT: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.PRODUCT),
 }
 _GATHER = _asynchronous(c10d.AllgatherOptions)
-_TO_RANK_0 = _asynchronous(c10d.GatherOptions, rootRank=0)
-_FROM_RANK_0 = _asynchronous(c10d.BroadcastOptions, rootRank=0, rootTensor=0)
 _ALL_TO_ALL = _asynchronous(c10d.AllToAllOptions)
 
 
@@ -201,7 +204,7 @@ class TorchBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         store: the job's store, without keys of earlier worlds.
-        interface: network interface for Gloo; ``None`` for torch's own choice.
+        placed: the same place; local and cross ranks follow from the hosts of all ranks.
 
     Raises:
         UserError: the processes cannot connect to each other.
@@ -210,9 +213,7 @@ class TorchBackend(Backend):
     name = "torch"
     transports: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
 
-    def __init__(
-        self, world: World, device: torch.device, timeout: float, store: dist.Store, interface: str | None
-    ) -> None:
+    def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
         super().__init__(world, device, timeout)
         self.transport = self.transports[device.type]
         self._groups: list[Any] = []
@@ -221,20 +222,28 @@ class TorchBackend(Backend):
         self._native: dist.Store | None = None
         self._nccl: Any = None
         self._nccl_sums = 0
-        self._open_groups(store, interface)
+        self._interface, self._address = _chosen_interface(placed), listening_address(placed)
+        self._one_host = placed.single_host
+        self._open_groups(store)
 
-    def _open_groups(self, store: dist.Store, interface: str | None) -> None:
+    def _open_groups(self, store: dist.Store) -> None:
         """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
-        self._store, self._interface = store, interface
+        self._store = store
         self._buffers: CallBuffers | None = None
+        self._most = longest(self.size, self._one_host)
         try:
             self._sums, self._calls = (
-                _gloo_group(dist.PrefixStore(name, store), self.world, interface, self.timeout)
+                _gloo_group(dist.PrefixStore(name, store), self.world, self._interface, self.timeout)
                 for name in ("sums", "calls")
             )
         except RuntimeError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
         self._hold(self._sums, self._calls)
+        try:
+            connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
+        except dist.DistStoreError as error:
+            raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
+        self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
 
     def _hold(self, *groups: Any) -> None:
         self._groups += groups
@@ -258,37 +267,29 @@ class TorchBackend(Backend):
         return _Operations(self, self._group_of).start_alltoall(output, tensor, received, sent, name)
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        gathered = vector.new_empty(self.size, vector.numel())
-        self._compare(vector, list(gathered), gathered, lambda: None)
-        return gathered
+        return torch.tensor(self.exchange_short(vector.tolist()), dtype=torch.int64, device="cpu").view(self.size, -1)
 
-    def exchange_call(self, numbers: Sequence[int], reduction: Reduction | None = None) -> list[list[int]]:
-        short = reduction if travels(reduction) else None
-        # After a failed exchange, Gloo may still use its buffers: keep only those of an exchange that has ended.
-        buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size), None
-        buffers.write(numbers, short)
-        self._compare(buffers.message, buffers.rows, buffers.reply, partial(buffers.answer, short))
+    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
+
+    def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
+        # An exchange that has timed out still uses its buffers: keep only those of an exchange that has ended.
+        buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._most), None
+        short = data if travels(data, self.size, self._most) else None
+        message = buffers.message(numbers, short)
+        self._channel.exchange(message, buffers.rows, buffers.reply, partial(buffers.answer, short))
         self._buffers = buffers
         return buffers.read(short)
 
-    def _compare(
-        self, message: torch.Tensor, rows: list[torch.Tensor], reply: torch.Tensor, answer: Callable[[], None]
-    ) -> None:
-        """Gather every rank's ``message`` into ``rows`` on rank 0, call ``answer`` there, then broadcast ``reply``. Blocks.
+    def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        if not travels(Reduction(tensor, op), self.size, self._most):
+            return self.start_allreduce(tensor, op, name)
+        self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name)
+        return Done()
 
-        These are 2 * (size - 1) messages. Gloo's allgather sends about size² or more, and each message costs a switch of
-        processes if ranks outnumber cores. Two ranks gather all messages, and both call ``answer``: this is one operation.
-        """
-        if self.size == 2:
-            self.start(_COMPARING, partial(self._calls.allgather, [rows], [message], _GATHER), message, *rows).wait()
-            answer()
-            return
-        received = [rows] if self.rank == 0 else []
-        gathering = self.start(_COMPARING, partial(self._calls.gather, received, [message], _TO_RANK_0), message, *rows)
-        if self.rank == 0:
-            gathering.wait()
-            answer()
-        self.start(_COMPARING, partial(self._calls.broadcast, [reply], _FROM_RANK_0), reply).wait()
+    def _await_exchange(self, steps: Iterator[None]) -> None:
+        ended = object()
+        self.await_bounded(_COMPARING, lambda _: next(steps, ended) is ended)
 
     @property
     def gradient_path(self) -> GradientPath:
@@ -361,7 +362,8 @@ class TorchBackend(Backend):
         prefix = f"group/{self._subsets}"
         group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
         group._nccl_sums = 0
-        group._open_groups(dist.PrefixStore(prefix, self._store), self._interface)
+        group._interface, group._address, group._one_host = self._interface, self._address, self._one_host
+        group._open_groups(dist.PrefixStore(prefix, self._store))
         return group
 
     def make_default_group(self) -> None:
@@ -388,6 +390,7 @@ class TorchBackend(Backend):
     def disconnect(self) -> None:
         if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
             return  # a forked child must not end its parent's groups
+        self._channel.close()
         # The program may have destroyed this backend's default group, and made another one.
         if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
@@ -404,6 +407,21 @@ class TorchBackend(Backend):
         """Drop this backend's references to its groups."""
         self._groups.clear()
         self._sums = self._calls = self._nccl = None
+
+
+class _RanksOfStore:
+    """The ranks of ``backend``, for which a store broadcasts objects: no group of the backend is needed."""
+
+    def __init__(self, backend: TorchBackend, store: dist.Store) -> None:
+        self.rank, self.size, self.timeout = backend.rank, backend.size, backend.timeout
+        self._store = store
+
+    def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
+        """Return rank ``root``'s ``obj``, which consists of JSON's types. Called once per name."""
+        if self.rank == root:
+            self._store.set(f"object/{name}", json.dumps(obj))
+            return obj
+        return json.loads(bytes(self._store.get(f"object/{name}")))
 
 
 class _Operations:
@@ -447,7 +465,7 @@ def _limit(timeout: float) -> timedelta:
     return timedelta(seconds=timeout + 10)
 
 
-def chosen_interface(world: World) -> str | None:
+def _chosen_interface(world: World) -> str | None:
     """Return Gloo's interface: loopback if all ranks are on one host, else the one that reaches the other hosts.
 
     ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to. This may be

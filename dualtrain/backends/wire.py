@@ -100,9 +100,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 1:
-        # A tensor of one element is contiguous with any stride, but a view of it as bytes needs stride 1.
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() <= 1:
+        # A tensor of one element, or of none, is contiguous with any stride, but a view of it as bytes needs stride 1.
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 

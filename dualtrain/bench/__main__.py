@@ -10,7 +10,7 @@ move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers. The exit status is then 1 if a target is not met, not judged
 (after fewer than 7 rounds) or not measured. Targets of optional contenders that are not installed do not count.
---scale shows instead how costs grow with the number of ranks on this host (about 20 minutes; --ranks 2,4,8 takes 3).
+--scale shows instead how costs grow with the number of ranks on this host (about 8 minutes; --ranks 2,4 takes 3).
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--pairs",
         type=whole(1, 10_000),
         metavar="N",
-        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS}; with --scale 1)",
+        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS}; with --scale "
+        "fewer with more ranks)",
     )
     parser.add_argument(
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if not all are judged and met"
@@ -201,7 +202,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.scale:
         from dualtrain.bench.scale import run_scale
 
-        return run_scale(ranks_of(given.ranks), _folder(given.out), given.device, given.pairs or 1)
+        return run_scale(ranks_of(given.ranks), _folder(given.out), given.device, given.pairs)
     jobs = _chosen("--jobs", _without_groups(given.jobs), JOBS, QUICK if given.quick else DEFAULT)
     default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)

@@ -11,12 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dualtrain.bench.forked_ranks import fork_server, run_forked
 from dualtrain.bench.host_facts import host_facts, load, now
 from dualtrain.bench.plan import CURES
-from dualtrain.bench.scale_page import page, picture, plain, text
-from dualtrain.bench.scale_plan import CONTENDERS, JOBS, Growth, step_fraction, timeout_of, times_of
-from dualtrain.bench.start_contender import LaunchError, LaunchSpec, run_entry
+from dualtrain.bench.scale_page import page, picture, plain, plain_ratios, text
+from dualtrain.bench.scale_plan import (
+    CONTENDERS,
+    JOBS,
+    Growth,
+    expected_seconds,
+    rounds_with,
+    step_fraction,
+    timeout_of,
+    times_of,
+)
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec
 from dualtrain.console import show
+from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 
@@ -30,33 +41,42 @@ def missing_contenders() -> dict[str, str]:
     }
 
 
-def measure_growth(growth: Growth, names: Sequence[str], rounds: int, spec: LaunchSpec, log: Callable[[str], None]) -> None:
+def measure_growth(
+    growth: Growth, names: Sequence[str], rounds: int | None, spec: LaunchSpec, log: Callable[[str], None]
+) -> None:
     """Add the times of the contenders ``names`` with each number of ranks to ``growth``; ``log`` gets a line per start.
 
-    A start that fails or exceeds its time limit is recorded, and the next one follows. Rounds alternate in order.
+    A start that fails or exceeds its time limit is recorded, and the next one follows. Rounds alternate in order. With
+    ``None``, the number of rounds depends on the number of ranks.
     """
+    counts = {count: rounds or rounds_with(count) for count in growth.ranks}
+    cores = usable_cores()
+    seconds = sum(expected_seconds(count, len(names), number, cores) for count, number in counts.items())
+    log(f"this will take roughly {max(1, round(seconds / 60))} minutes on {cores} core{'s' * (cores > 1)}")
+    context = fork_server(tuple(CONTENDERS[name].module for name in names), spec.threads)
     for count in growth.ranks:
-        for number in range(rounds):
+        for number in range(counts[count]):
             for name in names if number % 2 == 0 else reversed(names):
                 began = time.monotonic()
-                title = f"{count} ranks, round {number + 1} of {rounds}: {CONTENDERS[name].title}"
+                title = f"{count} ranks, round {number + 1} of {counts[count]}: {CONTENDERS[name].title}"
                 try:
                     bounded = replace(spec, ranks=count, timeout=timeout_of(count))
-                    found = run_entry(CONTENDERS[name], JOBS, bounded, step_fraction(count))
+                    found = run_forked(context, CONTENDERS[name], JOBS, bounded, step_fraction(count))
                     if not found:
                         raise LaunchError("its ranks printed no results")
                 except LaunchError as error:
                     growth.failures[count, name] = str(error)
                     log(f"{title}: failed: {error}")
                 else:
-                    growth.rounds.setdefault((count, name), []).append(times_of(found))
+                    growth.rounds.setdefault((count, name), {})[number] = times_of(found)
                     log(f"{title}, {time.monotonic() - began:.1f} s")
 
 
-def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int) -> int:
+def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int | None) -> int:
     """Measure, write the results to ``folder`` and print them. Return the exit status: 1 if nothing could be measured.
 
-    After Ctrl-C or SIGTERM, the results so far are written and printed.
+    Without ``rounds``, there are fewer rounds with more ranks. After Ctrl-C or SIGTERM, the results so far are written and
+    printed.
 
     Raises:
         UserError: the results cannot be written; they are printed nevertheless.
@@ -88,7 +108,7 @@ def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
 
 def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield names and contents of the files. The JSON file is first, so that it is not lost if the chart fails."""
-    values = {"machine": machine, "milliseconds": plain(growth), "missing": growth.missing}
+    values = {"machine": machine, "milliseconds": plain(growth), "ratios": plain_ratios(growth), "missing": growth.missing}
     yield "bench.json", json.dumps(values, indent=1)
     yield "bench.html", page(growth, machine)
     if growth.rounds:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 
-from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth
+from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth, is_shown
+from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.bench.table import milliseconds
 from dualtrain.report.document import asset, document, facts, table
 from dualtrain.report.document import text as escaped
@@ -14,8 +16,9 @@ from dualtrain.report.document import text as escaped
 WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # of the chart, in pixels: its width, its panels per row, the height of a panel
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
 EXPLANATION = (
-    "times are medians, of the slowest rank; connecting is the time of the rank that was started last. Ratios are times: "
-    "below 1, the first contender is faster. With more ranks than cores, times are an upper bound"
+    "times are medians, of the slowest rank; all ranks are forked from a process that has imported the libraries. Ratios "
+    "are times: below 1, the first contender is faster. Behind a ratio is its interval; if the interval contains 1 and is "
+    "wide, the ratio is not shown. With more ranks than cores, times are an upper bound"
 )
 
 Rows = list[list[str]]  # the first row is the heading; a row of one cell is the heading of the rows below it
@@ -29,13 +32,33 @@ def rows_of(growth: Growth) -> Rows:
         for name, entry in CONTENDERS.items():
             times = [growth.seconds(measure, name, count) for count in growth.ranks]
             if any(times):
-                rows.append([entry.title, *("–" if one is None else milliseconds(one) for one in times)])
+                rows.append([entry.title, *("–" if one is None else milliseconds(one.value) for one in times)])
         for one, other in COMPARED:
             ratios = [growth.ratio(measure, one, other, count) for count in growth.ranks]
             if any(ratios):
                 named = f"{CONTENDERS[one].title} / {CONTENDERS[other].title}"
-                rows.append([named, *("–" if ratio is None else f"× {ratio:.2f}" for ratio in ratios)])
+                rows.append([named, *map(_ratio, ratios)])
     return rows
+
+
+def _ratio(ratio: Estimate | None) -> str:
+    if ratio is None or ratio.pairs == 1:
+        return "–" if ratio is None else f"× {ratio.value:.2f}"
+    interval = f"({ratio.low:.2f}–{ratio.high:.2f})"
+    return f"× {ratio.value:.2f} {interval}" if is_shown(ratio) else f"not shown {interval}"
+
+
+def plain_ratios(growth: Growth) -> dict[str, dict[str, dict[int, dict[str, object]]]]:
+    """Return the ratios by measure, compared contenders and number of ranks, each with its interval."""
+    found: dict[str, dict[str, dict[int, dict[str, object]]]] = {}
+    for measure in MEASURES:
+        for one, other in COMPARED:
+            for count in growth.ranks:
+                ratio = growth.ratio(measure, one, other, count)
+                if ratio is not None:
+                    values = {**asdict(ratio), "shown": is_shown(ratio)}
+                    found.setdefault(measure, {}).setdefault(f"{one} / {other}", {})[count] = values
+    return found
 
 
 def plain(growth: Growth) -> dict[str, dict[str, dict[int, float | str]]]:
@@ -44,7 +67,7 @@ def plain(growth: Growth) -> dict[str, dict[str, dict[int, float | str]]]:
     for measure in MEASURES:
         for count, name in [*growth.rounds, *growth.failures]:
             seconds = growth.seconds(measure, name, count)
-            value = growth.failures.get((count, name), "") if seconds is None else 1e3 * seconds
+            value = growth.failures.get((count, name), "") if seconds is None else 1e3 * seconds.value
             found.setdefault(measure, {}).setdefault(name, {})[count] = value
     return found
 
@@ -52,6 +75,12 @@ def plain(growth: Growth) -> dict[str, dict[str, dict[int, float | str]]]:
 def remarks(growth: Growth) -> Iterator[str]:
     """Yield the remarks below the table: the method, contenders that were left out, and failures."""
     yield EXPLANATION
+    levels = {len(times): estimate(range(len(times))).level for times in growth.rounds.values() if len(times) > 1}
+    if levels:
+        likely = ", ".join(
+            f"{100 * level:.1f} % ({rounds_of(count)})" for count, level in sorted(levels.items(), reverse=True)
+        )
+        yield f"intervals contain the true median with a probability of {likely}"
     yield from (f"{CONTENDERS[name].title}: not measured: {reason}" for name, reason in growth.missing.items())
     for (count, name), reason in growth.failures.items():
         yield f"{CONTENDERS[name].title} with {count} ranks: failed: {reason}"
@@ -64,7 +93,7 @@ def text(growth: Growth, machine: Mapping[str, str]) -> str:
     lines = [f"{name}: {value}" for name, value in machine.items()] + [""]
     for row in rows:
         title, *cells = row
-        lines.append(f"{'  ' if cells else ''}{title}".ljust(first) + "".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{'  ' if cells else ''}{title}".ljust(first) + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join([*(line.rstrip() for line in lines), "", *remarks(growth)])
 
 
@@ -114,10 +143,10 @@ def _style(name: str) -> str:
 def _panel(growth: Growth, measure: str, names: Sequence[str], corner: tuple[float, float]) -> Iterator[str]:
     """Yield the lines of one measure, in the panel whose upper left corner is ``corner``."""
     lines = {
-        name: [(count, 1e3 * seconds) for count in growth.ranks if (seconds := growth.seconds(measure, name, count))]
+        name: [(count, seconds) for count in growth.ranks if (seconds := growth.seconds(measure, name, count))]
         for name in names
     }
-    values = [value for points in lines.values() for _, value in points]
+    values = [1e3 * value for points in lines.values() for _, one in points for value in (one.low, one.high)]
     if not values:
         return
     left, top = corner[0] + LEFT, corner[1] + TOP
@@ -134,17 +163,25 @@ def _panel(growth: Growth, measure: str, names: Sequence[str], corner: tuple[flo
         yield f'<text class="number" x="{across(count):.1f}" y="{bottom + 18:g}">{count}</text>'
     yield f'<text class="unit" x="{left - 40:g}" y="{bottom + 18:g}">ranks</text>'
     for name, points in lines.items():
-        yield from _line(name, [(across(count), up(value), f"{count} ranks: {value:.3g} ms") for count, value in points])
+        yield f'<g class="{_style(name)}">'
+        for count, one in points:
+            x, bottom_end, top_end = across(count), up(1e3 * one.low), up(1e3 * one.high)
+            yield f'<line x1="{x:.1f}" y1="{bottom_end:.1f}" x2="{x:.1f}" y2="{top_end:.1f}"/>'
+        yield from _line(name, [(across(count), up(1e3 * one.value), _tip(count, one)) for count, one in points])
+        yield "</g>"
+
+
+def _tip(count: int, seconds: Estimate) -> str:
+    value, low, high = (f"{1e3 * each:.3g}" for each in (seconds.value, seconds.low, seconds.high))
+    return f"{count} ranks: {value} ms" + (f" ({low}–{high})" if seconds.pairs > 1 else "")
 
 
 def _line(name: str, points: Sequence[tuple[float, float, str]]) -> Iterator[str]:
-    yield f'<g class="{_style(name)}">'
     for (x1, y1, _), (x2, y2, _) in pairwise(points):
         yield f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
     for x, y, tip in points:
         title = escaped(f"{CONTENDERS[name].title}, {tip}")
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{title}</title></circle>'
-    yield "</g>"
 
 
 class _Axis:

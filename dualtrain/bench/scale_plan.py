@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dualtrain.bench.plan import GLOO, OURS, Entry
+from dualtrain.bench.statistics import Estimate, estimate
 from dualtrain.errors import UserError
 
 RANKS = (2, 4, 8, 16, 32)
@@ -15,8 +15,7 @@ SHORT_BYTES = 4096
 JOBS = ("scale", "layers20")
 #: What is measured, by the worker's name of it.
 MEASURES = {
-    "start": "launch to connected",
-    "connect": "connecting",
+    "start": "start to connected, without imports",
     "barrier": "barrier",
     "allreduce": "all-reduce of 4 KB",
     "layers20": "step of 20 small layers",
@@ -33,6 +32,10 @@ CONTENDERS = {
 #: Pairs of contenders: the time of the first is divided by the time of the second.
 COMPARED = (("native", RAW), ("shm", RAW), ("hvd", HOROVOD), ("hvd", RAW), (HOROVOD, RAW))
 
+MOST_ROUNDS = 7
+_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # of a start, and in addition per rank of a core
+_ALIKE = 1.5  # width of an interval that contains 1 and still is a result
+
 Times = dict[str, float]  # seconds by name of the measure
 
 
@@ -42,25 +45,31 @@ class Growth:
 
     Attributes:
         ranks: the numbers of ranks, ascending.
-        rounds: for each number of ranks and contender, its times in each round that it completed.
+        rounds: for each number of ranks and contender, its times by the round's number, of the rounds that it completed.
         failures: for each number of ranks and contender, the reason of its last failed start.
         missing: for each contender that was left out, the reason.
     """
 
     ranks: Sequence[int]
-    rounds: dict[tuple[int, str], list[Times]] = field(default_factory=dict)
+    rounds: dict[tuple[int, str], dict[int, Times]] = field(default_factory=dict)
     failures: dict[tuple[int, str], str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def seconds(self, measure: str, name: str, ranks: int) -> float | None:
-        """Return the median seconds over the rounds; ``None`` if the contender completed no round."""
-        found = [times[measure] for times in self.rounds.get((ranks, name), ()) if measure in times]
-        return statistics.median(found) if found else None
+    def seconds(self, measure: str, name: str, ranks: int) -> Estimate | None:
+        """Return the seconds over the rounds; ``None`` if the contender completed no round."""
+        found = [times[measure] for times in self.rounds.get((ranks, name), {}).values() if measure in times]
+        return estimate(found) if found else None
 
-    def ratio(self, measure: str, one: str, other: str, ranks: int) -> float | None:
-        """Return the time of ``one`` divided by that of ``other``; ``None`` if one of them was not measured."""
-        times = self.seconds(measure, one, ranks), self.seconds(measure, other, ranks)
-        return None if times[0] is None or not times[1] else times[0] / times[1]
+    def ratio(self, measure: str, one: str, other: str, ranks: int) -> Estimate | None:
+        """Return the time of ``one`` divided by that of ``other`` over the rounds that both completed, if there are any."""
+        ours, theirs = self.rounds.get((ranks, one), {}), self.rounds.get((ranks, other), {})
+        both = [number for number in ours if measure in ours[number] and theirs.get(number, {}).get(measure)]
+        return estimate([ours[number][measure] / theirs[number][measure] for number in both]) if both else None
+
+
+def is_shown(ratio: Estimate) -> bool:
+    """Return whether a ratio shows which contender is faster, or that they differ by less than ``_ALIKE``."""
+    return not ratio.low < 1 < ratio.high or ratio.high < _ALIKE * ratio.low
 
 
 def ranks_of(text: str | None) -> tuple[int, ...]:
@@ -82,6 +91,17 @@ def ranks_of(text: str | None) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def rounds_with(ranks: int) -> int:
+    """Return the default number of rounds: fewer with many ranks, whose starts and calls take longer."""
+    return max(1, min(MOST_ROUNDS, 48 // ranks))
+
+
+def expected_seconds(ranks: int, contenders: int, rounds: int, cores: int) -> float:
+    """Return a rough estimate of the time of all starts with ``ranks`` ranks. Ranks that share a core take turns."""
+    turns = max(1.0, ranks / cores)
+    return rounds * contenders * (_START_SECONDS + _RANK_SECONDS * turns)
+
+
 def repetitions(ranks: int) -> int:
     """Return how often each call is timed: fewer times with many ranks, whose calls are slower."""
     return max(5, 80 // ranks)
@@ -98,11 +118,9 @@ def timeout_of(ranks: int) -> float:
 
 
 def times_of(found: Sequence[Mapping[str, object]]) -> Times:
-    """Merge the results of all ranks: the slowest rank's times, but the shortest time to connect.
-
-    The rank that is started last connects in the shortest time: it waits for no rank that is still starting.
-    """
-    values: dict[str, list[float]] = {}
+    """Merge the results of all ranks: the slowest rank's times."""
+    times: Times = {}
     for one in found:
-        values.setdefault(str(one["job"]), []).append(float(str(one["seconds"])))
-    return {measure: min(times) if measure == "connect" else max(times) for measure, times in values.items()}
+        measure, seconds = str(one["job"]), float(str(one["seconds"]))
+        times[measure] = max(seconds, times.get(measure, seconds))
+    return times

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -82,17 +82,36 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
     if spec.prefix:
         flags = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
         return _watched([([*spec.prefix, *program, *flags], {})], spec)
-    if starter == GLOO:
-        return _by_gloo(program, spec)
     if starter == MPI and _open_mpi():
         return _watched([([_program_path("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
-    if starter != "ranks":
+    if starter not in ("ranks", GLOO):
         command, *flags = starter.split()
         return _watched([([_program_path(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
-    shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": 0}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
-    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(spec.ranks)]
-    return _watched([(program, one) for one in ranks], spec)
+    with rank_environments(starter, spec) as ranks:
+        return _watched([(program, one) for one in ranks], spec)
+
+
+@contextmanager
+def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str, str]]]:
+    """Inside the block, ranks with these variables can meet: those of torchrun, or with ``GLOO`` those of horovodrun."""
+    worlds = [World(rank, spec.ranks, rank, spec.ranks) for rank in range(spec.ranks)]
+    if starter != GLOO:
+        shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": 0}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
+        yield [_as_text({**shared, "RANK": world.rank, "LOCAL_RANK": world.rank}) for world in worlds]
+        return
+    from dualtrain.backends.horovod import description
+    from dualtrain.rendezvous.hosts import loopback
+    from dualtrain.rendezvous.http_store import HttpStore
+
+    with closing(HttpStore("127.0.0.1")) as store:
+        shared = {"NCCL_SOCKET_IFNAME": loopback()}
+        shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
+        yield [_as_text({**description(world), **shared}) for world in worlds]
+
+
+def _as_text(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
 
 
 @cache
@@ -107,36 +126,22 @@ def _open_mpi() -> bool:
     return "Open MPI" in done.stdout
 
 
-def _by_gloo(program: Sequence[str], spec: LaunchSpec) -> str:
-    """Run ``program`` on ranks with the variables that horovodrun sets on one host."""
-    from dualtrain.backends.horovod import description
-    from dualtrain.rendezvous.hosts import loopback
-    from dualtrain.rendezvous.http_store import HttpStore
-
-    worlds = [World(rank, spec.ranks, rank, spec.ranks) for rank in range(spec.ranks)]
-    shared: dict[str, object] = {"NCCL_SOCKET_IFNAME": loopback()}
-    with closing(HttpStore("127.0.0.1")) as store:
-        shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
-        return _watched([(program, {**description(world), **shared}) for world in worlds], spec)
-
-
 def found_in(text: str) -> list[dict[str, Any]]:
     """Return the results in a launcher's output, which may prefix the lines of its ranks."""
     return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
 
 
-def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spec: LaunchSpec) -> str:
+def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: LaunchSpec) -> str:
     """Run the commands at the same time until all have ended or one fails. Return their output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
-    starts = [(command, {name: str(value) for name, value in more.items()}) for command, more in commands]
     # Let Python write bytecode for this package, so that a checkout starts as fast as an installed package.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with ExitStack() as stack:
         log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for command, more in starts:
+            for command, more in commands:
                 env = {**kept, **quiet, **more}
                 processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
             deadline = time.monotonic() + spec.timeout
@@ -145,7 +150,7 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spe
                     raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
                 time.sleep(0.02)
         except OSError as error:
-            raise LaunchError(f"{starts[0][0][0]} cannot be started ({error.strerror or error})") from error
+            raise LaunchError(f"{commands[0][0][0]} cannot be started ({error.strerror or error})") from error
         finally:
             for process in processes:
                 _end(process)
@@ -153,7 +158,7 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spe
         text = log.read()
     failed = [process.returncode for process in processes if process.returncode]
     if failed:
-        raise LaunchError(_reason(text) or f"it ended with status {failed[0]}")
+        raise LaunchError(reason_in(text) or f"it ended with status {failed[0]}")
     return text
 
 
@@ -169,7 +174,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(0.02)
 
 
-def _reason(text: str) -> str:
+def reason_in(text: str) -> str:
     """Return the first line that looks like an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MARK = "@dualtrain.bench "
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the jobs on this rank, and print their results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--meet", help="name of the rendezvous file, to which rank 0 writes its address")
     parser.add_argument("--launched", type=float, default=0.0, help="time.time() when the ranks were launched")
     parser.add_argument("--step-fraction", type=float, default=1.0, help="fraction of each workload's steps to run")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.meet:
         from dualtrain.bench.meet import meet
 
@@ -63,9 +63,8 @@ def _loaded(given: Any) -> Contender:
     """Start the contender, which joins the world, and import a module that its first step needs."""
     with loading():
         module, device = import_module(f"dualtrain.bench.contenders.{given.module}"), _device(given.device)
-        began = time.perf_counter()
         contender: Contender = module.start(given.option, device)
-        given.connected = {"start": time.time() - given.launched, "connect": time.perf_counter() - began}
+        given.start = time.time() - given.launched
         import torch._dynamo  # noqa: F401  # private in torch 2.5 to 2.15; optimizers import it in their first step
 
     return contender
@@ -158,7 +157,7 @@ def _scale(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
         "allreduce": lambda: contender.allreduce(tensor.fill_(1)),
         "metric": lambda: contender.metric(value),
     }
-    found = dict(given.connected)
+    found = {"start": given.start}
     for name, call in calls.items():
         times = []
         for _ in range(2 + repetitions(contender.size)):

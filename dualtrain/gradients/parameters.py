@@ -27,11 +27,11 @@ def check_supported(name: str, p: torch.Tensor) -> None:
     if is_lazy(p):
         reason = "is not initialized: run one batch through the model first"
     elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
-        reason = "is a DTensor (FSDP2 or tensor parallel): each rank has another shard, and shards have no average"
-    # Private in torch 2.5 to 2.15: FSDP has no public mark of its parameters. Its flat parameters have both of these, and
-    # the user's own (use_orig_params=True) have the latter.
+        reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a different shard, and shards have no average"
+    # Private in torch 2.5 to 2.15: FSDP has no public mark of its parameters. Its flat parameters have both attributes; the
+    # user's own parameters (use_orig_params=True) have only the second.
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-        reason = "belongs to FullyShardedDataParallel: each rank has another shard, and shards have no average"
+        reason = "belongs to FullyShardedDataParallel: each rank has a different shard, and shards have no average"
     elif grad_dtype(p) is None:
         reason = (
             "has grad_dtype=None (any dtype), but the ranks must know the gradient's dtype in advance: set grad_dtype to it"
@@ -63,7 +63,9 @@ class Forms:
         self._numels = [p.numel() for p in self._params]
 
     def difference(self) -> str | None:
-        """Describe, for an error message, the first parameter whose form has changed; ``None`` if there is none."""
+        """Describe, for an error message, the first trained parameter whose form has changed; ``None`` if there is none.
+
+        A new shape with the same number of elements is not found here, but when its gradient is packed."""
         # This runs in every step, so it compares whole lists, in C.
         params = self._params
         if (

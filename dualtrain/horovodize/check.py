@@ -48,7 +48,7 @@ def _skipped(without: int, unreadable: Sequence[str]) -> str:
     """Return a line with the number of the folders' files that were not read."""
     parts = [f"{without} without an import of horovod"] if without else []
     if unreadable:
-        parts.append(f"{len(unreadable)} that cannot be read as Python 3 ({', '.join(unreadable)})")
+        parts.append(f"{len(unreadable)} that cannot be read ({', '.join(unreadable)})")
     total = without + len(unreadable)
     return f"{total} file{'s' * (total != 1)} skipped: {' and '.join(parts)}"
 

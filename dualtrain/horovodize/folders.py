@@ -27,13 +27,14 @@ def find_sources(names: Sequence[str]) -> Found:
     """Parse the named files as one program, and each file of the named folders by itself.
 
     Raises:
-        UserError: a named file cannot be read, or is not valid Python.
+        UserError: a named file cannot be read, or is not valid Python; a named folder has no readable Python file.
     """
     folders = [name for name in names if os.path.isdir(name)]
     files = [name for name in names if name not in folders]
     sources = {name: source for name, (_, source) in parse_scripts(files).items()}
-    without, unreadable = 0, []
-    for name in (name for folder in folders for name in _python_files(folder)):
+    without = 0
+    unreadable: list[str] = []
+    for name in (name for folder in folders for name in _python_files(folder, unreadable)):
         if name in sources:
             continue
         try:
@@ -48,10 +49,18 @@ def find_sources(names: Sequence[str]) -> Found:
     return Found(sources, without, unreadable)
 
 
-def _python_files(folder: str) -> Iterator[str]:
-    """Yield the Python files below ``folder`` in order, except in hidden folders and virtual environments."""
-    for path, folders, files in os.walk(folder):
+def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
+    """Yield the Python files below ``folder`` in order, except in hidden folders and virtual environments.
+
+    Folders that cannot be read are added to ``unreadable``.
+    """
+    found = False
+    for path, folders, files in os.walk(folder, onerror=lambda error: unreadable.append(str(error.filename))):
         kept = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
         folders[:] = sorted(name for name in kept if not os.path.exists(os.path.join(path, name, "pyvenv.cfg")))
         regular = (os.path.join(path, name) for name in sorted(files) if name.endswith(".py"))
-        yield from (name for name in regular if os.path.isfile(name))
+        for name in filter(os.path.isfile, regular):
+            found = True
+            yield name
+    if not found:
+        raise UserError(f"the folder {folder!r} has no readable Python file: name a script, or the folder of your scripts")

@@ -26,6 +26,7 @@ PLAIN = {
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = 1 << 63
 _SMALLEST_NORM = sys.float_info.min**0.5
+_SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch sums more elements than these in as many parts as it has threads
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -105,7 +106,13 @@ def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    dot, norm_a, norm_b = float((a * b).sum()), float((a * a).sum()), float((b * b).sum())
+    dot, norm_a, norm_b = _sum_of(a * b), _sum_of(a * a), _sum_of(b * b)
     share_a = 1 - dot / norm_a / 2 if norm_a >= _SMALLEST_NORM else 1.0
     share_b = 1 - dot / norm_b / 2 if norm_b >= _SMALLEST_NORM else 1.0
     return share_a * a + share_b * b
+
+
+def _sum_of(values: torch.Tensor) -> float:
+    """Return the sum of ``values``, with the same bits whatever number of threads torch uses on this rank."""
+    parts = values.reshape(-1).split(_SUMMED_BY_ONE_THREAD) if values.is_cpu else (values,)
+    return float(torch.stack([part.sum() for part in parts]).sum())

@@ -30,11 +30,11 @@ from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0
 _PROGRESS_SECONDS = 1.0  # a longer wait makes the other ranks' engines advance operations in shared memory
-_LOOKS: float = 20  # how often in a row the engine looks at these operations although none has ended
+_LOOKS: float = 20  # how often in a row the engine checks operations in shared memory if none of them ends
 
 
 class Engine:
-    """Matches calls by name over the ranks of a backend, which nothing else may use from now on. Collective.
+    """Matches calls by name over the ranks of a backend. From now on, nothing else may use that backend. Collective.
 
     Args:
         backend: the world.
@@ -154,7 +154,9 @@ class Engine:
         buffers: list[int],
         then: Callable[[Backend, list[list[int]]], None] | None = None,
     ) -> Pending:
-        """Request a backend over the ranks of a process set for one caller alone. Collective by name; do not block.
+        """Request a backend, over the ranks of a process set, for one caller alone. Does not block.
+
+        Collective: every rank of the process set requests the same name, in any order.
 
         Args:
             name: the channel's name.
@@ -274,7 +276,7 @@ class Engine:
     def _do_progress(self, message: Message) -> None:
         """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
-        Operations end one after another, each by a signal of the waiting rank: look again as long as some end.
+        Operations end one after another, each when the waiting rank has signalled: check again while some of them end.
         """
         left, looks = self.channels.progress(), _LOOKS
         while left and looks > 0:

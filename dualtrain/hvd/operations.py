@@ -65,7 +65,7 @@ def _reduced(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     for (_, _, op), members in groups.items():
         # Concatenate the tensors: one call sends all of them, and the caller's tensors are not overwritten.
         flat = torch.cat([packed[i].reshape(-1) for i in members])
-        flats.append((flat, task.channel.start_allreduce(flat, op, task.name), members))
+        flats.append((flat, task.channel.start_matched(flat, op, task.name), members))
     for flat, work, members in flats:
         work.wait()
         for i, part in zip(members, flat.split([packed[i].numel() for i in members]), strict=True):

@@ -60,7 +60,7 @@ class Connection:
         secret: str,
         admit: Callable[[int, Mapping[str, Any]], str | None] = lambda rank, hello: None,
     ) -> Connection:
-        """Authenticate a peer that has connected. Blocks for 5 s at most per message.
+        """Authenticate a peer that has connected. Blocks for 5 s at most per message, however slowly its bytes arrive.
 
         Args:
             accepted: the socket; the caller closes it on an error.
@@ -75,7 +75,8 @@ class Connection:
         nonce = secrets.token_hex(16)
         connection.send({"nonce": nonce})
         try:
-            hello = connection.receive_one()
+            hello = connection.receive_one(time.monotonic() + _SECONDS)
+            accepted.settimeout(_SECONDS)
             connection.rank = int(hello["rank"])
             facts = connection.rank, nonce, str(hello["nonce"]), int(accepted.getsockname()[1])
             genuine = hmac.compare_digest(str(hello["proof"]), _proof(secret, "client", *facts))
@@ -149,9 +150,12 @@ class Connection:
         *lines, self._unread = self._unread.split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def receive_one(self) -> Any:
-        """Return the next message. Blocks and raises as :meth:`receive`."""
-        self._read_line()
+    def receive_one(self, deadline: float | None = None) -> Any:
+        """Return the next message. Blocks, at most until ``time.monotonic()`` is ``deadline``; raises as :meth:`receive`.
+
+        A deadline leaves the socket with another timeout.
+        """
+        self._read_line(deadline)
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
@@ -159,8 +163,10 @@ class Connection:
         """Return messages that arrived together with the handshake: a selector does not report these. Does not block."""
         return self.receive() if b"\n" in self._unread else []
 
-    def _read_line(self) -> None:
+    def _read_line(self, deadline: float | None = None) -> None:
         while b"\n" not in self._unread:
+            if deadline is not None:
+                self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             data = self.socket.recv(1 << 16)
             if not data:
                 raise ConnectionResetError("the peer has closed the connection")
@@ -225,8 +231,11 @@ def _accept_all(ranks: Ranks, address: str, name: str) -> list[Connection]:
         deadline = time.monotonic() + ranks.timeout
         ranks.broadcast_object({"at": server.getsockname()[:2], "secret": secret}, name=name)
         while len(connections) < ranks.size - 1:
+            left = deadline - time.monotonic()
             try:
-                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                if left <= 0:
+                    raise TimeoutError  # even if unauthenticated peers still connect
+                server.settimeout(left)
                 accepted, _ = server.accept()
             except TimeoutError:
                 missing = sorted(set(range(1, ranks.size)) - set(connections))

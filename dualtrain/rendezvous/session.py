@@ -5,7 +5,7 @@ cannot identify an attempt, since each agent counts its own restarts. So the ran
 their keys with it:
 
 1. Each rank but rank 0 writes a random number.
-2. Rank 0 draws the name, and answers every number that it reads with the name.
+2. Rank 0 draws the name, and writes it as the answer to every number that it reads.
 3. A rank that reads the answer to its own number confirms the name.
 4. When all ranks have confirmed the name, rank 0 marks it as complete.
 

@@ -20,7 +20,7 @@ from dualtrain.console import encodable, printable, show
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # blocks separated by a shorter pause print their lines as one block does
+_PAUSE_SECONDS = 5.0  # blocks separated by a shorter pause have one schedule for their lines
 
 
 class Ticker:
@@ -125,7 +125,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str, batches: int = 0) -> None:
-        """Begin the phase ``what``, which lines name while no step ends; :meth:`counted` will yield ``batches`` batches."""
+        """Begin the phase ``what``. Lines show it while no step ends. :meth:`counted` will yield ``batches`` batches."""
         self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
@@ -145,7 +145,7 @@ class Progress:
             self._bar.set_postfix_str(words, refresh=False)
 
     def _line(self) -> str:
-        """Format the run's position, and its speed since the last line; if no step ended, its phase."""
+        """Format the run's position and its speed since the last line, or its phase if no step ended or it has batches."""
         now = time.monotonic()
         steps, samples, seconds = self._step - self._line_step, self._samples - self._line_samples, now - self._line_time
         self._line_step, self._line_samples, self._line_time = self._step, self._samples, now

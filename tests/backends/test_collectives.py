@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from functools import partial, reduce
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.sum_order import sum_order
+from dualtrain.backends.wire import average_
 from dualtrain.gradients import GradientReducer
 from tests.threads import run_threads
 
@@ -253,15 +255,15 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 def same_bits_everywhere(backend):
     """Short tensors are reduced by the comparison of their calls, with the bits of the library's all-reduce."""
-    mine = torch.randn(1025, generator=torch.Generator().manual_seed(backend.rank))
+    mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
     mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
-    for length in (0, 1, backend.size, 2 * backend.size + 1, 1000, 1024, 1025):
+    for length in (0, 1, backend.size, 2 * backend.size + 1, 1025, 20_000, 140_000):
         for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
             raw = mine[:length].clone()
             result = backend.allreduce(raw, op)
             backend.start_allreduce(raw, op, "raw").wait()
-            assert bits(result).tolist() == bits(raw).tolist(), (length, op)
+            assert torch.equal(bits(result), bits(raw)), (length, op)
             everyone = backend.allgather(bits(result)[None])
             assert bool((everyone == everyone[0]).all())
 
@@ -422,6 +424,9 @@ def allgather_layouts(backend):
     for kind, mine in layouts(backend.rank).items():
         expected = torch.cat([each[kind].reshape(1) if each[kind].dim() == 0 else each[kind] for each in everyone])
         check(backend.allgather(mine), expected.contiguous(), **EXACT)
+    assert backend.allgather(torch.ones(4, dtype=torch.int64)[: 2 * backend.rank : 2]).tolist() == [1] * sum(
+        min(rank, 2) for rank in range(backend.size)
+    )
 
 
 def test_allgather_of_any_layout_and_of_scalars(spmd):
@@ -727,6 +732,7 @@ def calls_in_any_mode(backend, inference_tensor, mode):
             assert backend.reducescatter(mine, "sum").tolist() == [size**2] * (count // size)
             assert backend.broadcast(sent, size - 1).tolist() == [[size - 1] * 2] * count
             assert backend.broadcast_async_(sent).wait().tolist() == sent.tolist() == [[0, 0]] * count
+            assert backend.broadcast_(mine).tolist() == total
             assert backend.allgather(mine).tolist() == backend.allgather_async(mine).wait().tolist() == total * size
             assert backend.alltoall(mine).tolist() == total
             assert [each.tolist() for each in backend.allgather_object(mine)] == [total] * size
@@ -754,6 +760,21 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
         assert found.cfloat().tolist() == tensor.cfloat().tolist()
     tensor = torch.ones(3)
     assert ordinary(tensor) is tensor
+
+
+def average_in_torchs_threads():
+    """Average subnormal numbers. Torch's own threads start in this call, and replace them by zero as this thread does."""
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    average = average_(torch.full((200_000,), 4, dtype=torch.int32).view(torch.float32), 2).view(torch.int32)
+    return average.unique().tolist(), torch.get_num_threads()
+
+
+def test_torchs_own_threads_keep_subnormal_numbers_too():
+    # In a new thread, which has no helper threads of torch yet.
+    thread, found = in_thread(average_in_torchs_threads)
+    thread.join()
+    assert found == [([2], 2)]
 
 
 # -- several threads ----------------------------------------------------------------------------------------------
@@ -804,6 +825,26 @@ def call_of_a_thread_on_rank_0(backend):
 
 def test_equal_calls_of_different_threads_are_not_matched(processes):
     processes(call_of_a_thread_on_rank_0)
+
+
+def test_a_thread_that_gets_the_number_of_an_ended_thread_is_another_thread():
+    made, found = [], []
+    first = threading.Thread(target=lambda: made.append(connect("local")))
+    first.start()
+    first.join()
+    with made[0] as backend:
+        compare = backend.exchange_call
+
+        def exchange_call(*args):
+            found.append(backend.in_second_thread)
+            return compare(*args)
+
+        with (
+            mock.patch.object(backend, "exchange_call", exchange_call),
+            mock.patch("threading.get_ident", return_value=first.ident),
+        ):
+            backend.barrier()
+    assert found == [True]
 
 
 def thread_with_a_channel(backend):

@@ -560,3 +560,12 @@ def own_place(backend):
 
 def test_the_world_keeps_the_launchers_name_and_variables(real):
     assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size
+
+
+def test_a_rank_0_that_ends_while_the_ranks_connect_is_reported(monkeypatch):
+    def ended(*arguments):
+        raise torch.distributed.DistStoreError("no process has set 'x' within 1 s")
+
+    monkeypatch.setattr("dualtrain.backends.torch.open_control_channel", ended)
+    with pytest.raises(UserError, match="the 1 processes could not connect to each other: no process has set 'x'"):
+        connect("torch", world=ALONE)

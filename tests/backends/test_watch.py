@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -413,6 +414,54 @@ def intrude(backend):
 def test_unauthenticated_peers_are_disconnected_and_the_listening_socket_is_closed_afterwards():
     _, messages = run_threads(2, intrude)
     assert messages == [{"rank": 0, "reason": "stopped: the end", "quiet": False}]
+
+
+def intrude_slowly(backend):
+    if backend.rank == 0:
+        Watch(backend, "127.0.0.1").leave()
+        return
+    where = backend.broadcast_object(name="watch")
+    with socket.create_connection(where["at"], timeout=20) as intruder:
+
+        def send_slowly():
+            for _ in range(100):
+                intruder.sendall(b"[")
+                time.sleep(0.05)
+
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+            send_slowly()
+    Connection.dial(tuple(where["at"]), backend.rank, where["secret"], 20.0).socket.close()
+    return
+
+
+def test_a_peer_that_sends_its_first_message_slowly_does_not_delay_ranks(monkeypatch):
+    monkeypatch.setattr("dualtrain.rendezvous.connection._SECONDS", 0.5)
+    run_threads(2, intrude_slowly)
+
+
+def intrude_until_the_end(backend):
+    if backend.rank == 0:
+        backend.timeout = 0.5
+        with pytest.raises(BackendError, match=r"ranks \[1\] did not connect to rank 0 within 0.5 s"):
+            Watch(backend, "127.0.0.1")
+        return
+    where = backend.broadcast_object(name="watch")
+
+    def intrude_again_and_again():
+        for _ in range(20):
+            with socket.create_connection(where["at"], timeout=20) as intruder, suppress(ConnectionResetError):
+                while intruder.recv(100):
+                    pass
+
+    with ThreadPoolExecutor(3) as pool:
+        for one in [pool.submit(intrude_again_and_again) for _ in range(3)]:
+            with pytest.raises(ConnectionError):
+                one.result(timeout=60)
+
+
+def test_unauthenticated_peers_do_not_prolong_the_wait_for_ranks(monkeypatch):
+    monkeypatch.setattr("dualtrain.rendezvous.connection._SECONDS", 0.1)
+    run_threads(2, intrude_until_the_end)
 
 
 class Recorder:

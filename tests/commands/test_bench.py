@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import multiprocessing
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
 from dualtrain.bench.contenders import alone, dualtrain_hvd, ours, trainers
+from dualtrain.bench.forked_ranks import run_forked
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
@@ -43,7 +46,7 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import MET, NOT_MET, NOT_SHOWN, rows_of, sweep_of
-from dualtrain.bench.scale_plan import CONTENDERS, MEASURES, RANKS, ranks_of, times_of
+from dualtrain.bench.scale_plan import CONTENDERS, MEASURES, RANKS, expected_seconds, ranks_of, rounds_with, times_of
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
@@ -531,7 +534,7 @@ def test_the_trainer_runs_the_steps_of_a_task(option):
 @pytest.mark.parametrize("module", [ours, dualtrain_hvd])
 def test_calls_and_steps_of_the_scale_are_timed_on_each_rank(module):
     contender = module.start("local/native", CPU)
-    found = worker._scale(contender, "scale", SimpleNamespace(connected={"start": 2.0, "connect": 1.0}))
+    found = worker._scale(contender, "scale", SimpleNamespace(start=2.0))
     contender.train(Task("tiny", CPU, 0.5))
     assert contender.metric(torch.tensor(2.5)).item() == 2.5
     contender.close()
@@ -547,14 +550,15 @@ def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
     """Measure with simulated contenders: a time is the number of ranks in ms, Horovod's twice; one contender fails."""
     specs = []
 
-    def run_entry(entry, jobs, spec, step_fraction):
+    def run_forked(context, entry, jobs, spec, step_fraction):
         specs.append(spec)
         if entry is CONTENDERS["shm"] and spec.ranks == 4:
             raise LaunchError("no <memory>")
         seconds = spec.ranks * (2e-3 if entry is CONTENDERS["horovod"] else 1e-3)
         return [{"job": name, "seconds": seconds * (1 + rank)} for name in MEASURES for rank in range(2)]
 
-    monkeypatch.setattr(scale, "run_entry", run_entry)
+    monkeypatch.setattr(scale, "run_forked", run_forked)
+    monkeypatch.setattr(scale, "fork_server", lambda modules, threads: None)
     said: list[str] = []
     growth = scale.Growth(ranks)
     scale.measure_growth(growth, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
@@ -566,11 +570,11 @@ def test_a_number_of_ranks_that_fails_is_reported_and_the_others_are_measured(mo
     assert [spec.ranks for spec in specs] == [2] * 10 + [4] * 10
     assert all(0 < spec.timeout < 1000 for spec in specs)
     assert growth.failures == {(4, "shm"): "no <memory>"}
-    assert growth.seconds("barrier", "native", 4) == 8e-3  # of the slowest rank
-    assert growth.seconds("connect", "native", 4) == 4e-3  # of the rank that was started last
-    assert growth.ratio("metric", "hvd", "horovod", 2) == 0.5
+    assert growth.seconds("barrier", "native", 4).value == 8e-3  # of the slowest rank
+    assert growth.ratio("metric", "hvd", "horovod", 2).value == 0.5
     assert growth.ratio("metric", "shm", "torch", 4) is None
     assert scale_page.plain(growth)["barrier"]["shm"] == {2: 4.0, 4: "no <memory>"}
+    assert said[0].startswith("this will take roughly 1 minutes on ")
     assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
     assert len([line for line in said if "failed: no <memory>" in line]) == 2
 
@@ -598,13 +602,47 @@ def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkey
     assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
 
 
+def test_a_ratio_has_an_interval_and_a_wide_one_around_1_is_not_shown():
+    times = {"native": (1.0, 2.0, 3.0), "torch": (2.0, 2.0, 2.0), "hvd": (0.1, 0.2, 0.3), "horovod": (1.0, 1.0)}
+    growth = scale.Growth((2,))
+    for name, values in times.items():
+        growth.rounds[2, name] = {number: {"barrier": seconds} for number, seconds in enumerate(values)}
+    cells = {row[0]: row[1:] for row in scale_page.rows_of(growth)}
+    assert cells["dualtrain, native / raw torch"] == ["not shown (0.50–1.50)"]
+    assert cells["dualtrain.hvd / raw torch"] == ["× 0.10 (0.05–0.15)"]
+    ratios = scale_page.plain_ratios(growth)["barrier"]
+    assert ratios["native / torch"][2] == {"value": 1, "low": 0.5, "high": 1.5, "pairs": 3, "level": 0.75, "shown": False}
+    assert ratios["hvd / horovod"][2]["pairs"] == 2  # the rounds that both completed
+    assert "probability of 75.0 % (3 rounds), 50.0 % (2 rounds)" in scale_page.text(growth, MACHINE)
+    assert "2 ranks: 2e+03 ms (1e+03–3e+03)" in scale_page.chart(growth)
+
+
+def test_there_are_fewer_rounds_with_more_ranks():
+    assert [rounds_with(ranks) for ranks in RANKS] == [7, 7, 6, 3, 1]
+    assert expected_seconds(32, 5, 1, 2) > expected_seconds(2, 5, 1, 2)
+
+
+def test_ranks_are_forked_and_their_results_are_collected(tmp_path):
+    spec = LaunchSpec(2, "cpu", tmp_path)
+    found = run_forked(get_context("fork"), CONTENDERS["native"], ["scale"], spec, 1.0)
+    assert len(found) == 2 * len(set(MEASURES) - {"layers20"})
+    assert {one["size"] for one in found} == {2}
+    with pytest.raises(LaunchError, match="no backend is called"):
+        run_forked(
+            get_context("fork"), dataclasses.replace(CONTENDERS["native"], option="unknown/native"), ["scale"], spec, 1.0
+        )
+    with pytest.raises(LaunchError, match="did not end within 0 s"):
+        run_forked(get_context("fork"), CONTENDERS["native"], ["scale"], dataclasses.replace(spec, timeout=0.0), 1.0)
+    assert not multiprocessing.active_children()
+
+
 def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(monkeypatch, tmp_path, capsys):
     calls = []
 
     def measure_growth(growth, names, rounds, spec, log):
         calls.append((growth.ranks, rounds))
-        if rounds < 3:
-            growth.rounds[2, "torch"] = [dict.fromkeys(MEASURES, 0.5)]
+        if rounds != 3:
+            growth.rounds[2, "torch"] = {0: dict.fromkeys(MEASURES, 0.5)}
         if rounds == 2:
             raise KeyboardInterrupt
 
@@ -613,7 +651,7 @@ def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(mo
     for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
         assert main(["--scale", "--out", str(tmp_path), *flags]) == status
         assert shown in capsys.readouterr().out
-    assert calls == [(RANKS, 1), ((2, 4), 2), (RANKS, 3)]
+    assert calls == [(RANKS, None), ((2, 4), 2), (RANKS, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
     assert ranks_of("8,2,8") == (2, 8)
 

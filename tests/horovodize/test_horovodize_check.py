@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -1200,9 +1201,7 @@ def test_a_folder_stands_for_its_files_that_import_horovod(tmp_path, capsys):
     *found, skipped, last = capsys.readouterr().out.splitlines()
     lines = [line.partition(": ")[0] for line in found if "[trap]" in line]
     assert lines == [f"{tmp_path}/b.py:2", f"{tmp_path}/inner/a.py:2"]
-    assert skipped == (
-        f"2 files skipped: 1 without an import of horovod and 1 that cannot be read as Python 3 ({tmp_path}/old.py)"
-    )
+    assert skipped == (f"2 files skipped: 1 without an import of horovod and 1 that cannot be read ({tmp_path}/old.py)")
     assert last == "2 files read: 2 traps, 2 differs; --fix repairs 2 of them"
 
 
@@ -1211,6 +1210,32 @@ def test_a_folder_without_horovod_has_no_findings(tmp_path, capsys):
     assert check([str(tmp_path)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out == ["1 file skipped: 1 without an import of horovod", "0 files read: no use of Horovod found"]
+
+
+def test_a_folder_without_python_files_is_refused(tmp_path, capsys):
+    assert check([str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"{str(tmp_path)!r} has no readable Python file" in err
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "script.py").write_text("import horovod.torch as hvd\n")
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr("os.scandir", refuse_to_scan(str(tmp_path / "closed"), os.scandir))
+    assert check([str(tmp_path)]) == 0
+    assert f"1 that cannot be read ({tmp_path}/closed)" in capsys.readouterr().out
+
+
+def refuse_to_scan(closed, scandir):
+    """Return a ``scandir`` that fails for one folder; root may read all folders."""
+
+    def scan(path):
+        if path == closed:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    return scan
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])

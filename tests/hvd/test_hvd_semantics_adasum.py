@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dualtrain.hvd.arithmetic import adasum
 from tests.hvd.worlds import THEIRS, check, library, same, worlds
 
 
@@ -106,3 +107,17 @@ def not_over_gloo(backend):
 @THEIRS
 def test_horovod_has_no_adasum_over_gloo(real):
     real(not_over_gloo)
+
+
+def test_adasum_does_not_depend_on_the_number_of_torchs_threads():
+    generator = torch.Generator().manual_seed(0)
+    first, noise = (torch.randn(200_001, generator=generator, dtype=torch.float64) for _ in range(2))
+    tensors = [first, first + noise, first - 2 * noise, 3 * first + noise]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(adasum(tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: optimizers that ranks use in different orders or numbers of times."""
+"""dualtrain/hvd/README.md#matching-and-errors: optimizers used in different orders, or different numbers of times."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_states_keep_their_dtypes(real):
 def learning_rates(backend, compat):
     """Change the learning rate after a broadcast; return the wrapped optimizer's learning rate after each change.
 
-    First change it in the inner optimizer, as a scheduler does that was made before the wrapping, then in a group that was
+    First change it in the inner optimizer, as a scheduler made before the wrapping does, then in a group that was
     read before the broadcast.
     """
     with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends.agreement import Call, agree
-from dualtrain.backends.base import GradientPath, ReduceOp, Reduction, Work
+from dualtrain.backends.base import GradientPath, ReduceOp, Short, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm.reductions import SharedMemory
 from dualtrain.backends.shm.segment import UnsharedError
@@ -214,6 +214,6 @@ class LibraryGroup(DelegatingBackend):
         self._finish()
         return self.inner.exchange(vector)
 
-    def exchange_call(self, numbers: Sequence[int], reduction: Reduction | None = None) -> list[list[int]]:
+    def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
         self._finish()
-        return self.inner.exchange_call(numbers, reduction)
+        return self.inner.exchange_call(numbers, data)

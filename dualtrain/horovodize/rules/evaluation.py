@@ -68,7 +68,7 @@ def _samplers_under_eval(source: Source) -> set[str]:
 
 
 def _trains(loop: ast.For) -> bool:
-    """Return whether the loop calls ``backward`` or ``step``: another model is in evaluation mode then."""
+    """Return whether the loop calls ``backward`` or ``step``. Then it trains a model that is not in evaluation mode."""
     calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
     return any(last_name(node.func) in ("backward", "step") for node in calls)
 

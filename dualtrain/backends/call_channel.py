@@ -1,0 +1,162 @@
+"""The control channel on which the ranks of a backend compare their calls: a connection from every rank to rank 0.
+
+An exchange gathers a message of every rank on rank 0, and sends rank 0's reply to all others: 2 * (size - 1) messages. The
+caller's own thread sends and receives them. In a library, every message also passes through threads of the library; if
+ranks outnumber cores, switching between threads takes most of the time of a short call.
+
+A frame is the number of bytes that follow (int64), then these bytes. The lengths may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from inspect import GEN_CLOSED, getgeneratorstate
+
+from dualtrain.rendezvous.connection import Connection
+
+HEADER = 8  # bytes of a frame's length
+_SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to check for failed ranks
+
+
+class CallChannel:
+    """One rank's end of the connections, for one exchange at a time.
+
+    An exchange that has timed out on this rank is finished by the next one, so that the ranks stay in step. Its buffers
+    must stay as they are until then. If one was interrupted, it is unknown how much was received, and all later ones fail.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        connections: on rank 0, one to every other rank; on other ranks, one to rank 0.
+        await_all: blocks until an exchange has ended, by calling ``next`` for its steps. A step blocks for about a quarter
+            of a second at most, and may raise OSError or ValueError.
+    """
+
+    def __init__(
+        self, rank: int, size: int, connections: Sequence[Connection], await_all: Callable[[Iterator[None]], None]
+    ) -> None:
+        self._rank, self._size, self._await = rank, size, await_all
+        self._sockets = [one.socket for one in sorted(connections, key=lambda one: one.rank)]
+        self._unfinished: deque[Generator[None, None, None]] = deque()
+        for one in self._sockets:
+            one.settimeout(_SLICE_SECONDS)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                # A message that is longer than the buffers waits until the other rank makes its call. The system must not
+                # count this as the end of the connection; the watch detects a host that is cut off.
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+    def exchange(
+        self,
+        message: memoryview,
+        rows: Sequence[memoryview],
+        reply: memoryview,
+        answer: Callable[[], memoryview],
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Gather every rank's frame ``message`` on rank 0, then copy rank 0's answer to all other ranks. Blocks.
+
+        Errors are: a connection ends, a frame is longer than its buffer, an earlier exchange was interrupted.
+
+        Args:
+            message: this rank's frame; rank 0 has none.
+            rows: on rank 0, a buffer for the frame of each other rank, in rank order.
+            reply: on other ranks, a buffer for the answer.
+            answer: called on rank 0 when ``rows`` have arrived; returns the frame to send to the other ranks.
+            exact: whether an answer that is shorter than ``reply`` is an error, as one to another kind of exchange.
+        """
+        self._unfinished.append(self._steps(message, rows, reply, answer, exact))
+        self._await(self._finish())
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Gather every rank's ``data``, equally long on every rank, in rank order. Blocks; errors as above."""
+        length = len(data)
+        rows = [memoryview(bytearray(HEADER + length)) for _ in self._sockets]
+        reply = memoryview(bytearray(HEADER + length * self._size))
+
+        def answer() -> memoryview:
+            if any(_length(row) != length for row in rows):
+                raise ValueError("the ranks sent messages of different lengths")
+            reply[:] = _frame(b"".join([data, *(row[HEADER:] for row in rows)]))
+            return reply
+
+        self.exchange(memoryview(_frame(data)), rows, reply, answer, exact=True)
+        gathered = bytes(reply[HEADER:])
+        return [gathered[length * rank : length * (rank + 1)] for rank in range(self._size)]
+
+    def close(self) -> None:
+        """Close the connections; exchanges of the other ranks fail. May be called again."""
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # also if a forked child has inherited the connection
+            one.close()
+
+    def _finish(self) -> Iterator[None]:
+        while self._unfinished:
+            if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
+                self.close()  # so that the other ranks don't wait for this one
+                while len(self._unfinished) > 1:
+                    self._unfinished.pop()  # it holds buffers
+                raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")
+            for _ in self._unfinished[0]:  # not ``yield from``, which would close the generator if the wait times out
+                yield
+            self._unfinished.popleft()
+
+    def _steps(
+        self,
+        message: memoryview,
+        rows: Sequence[memoryview],
+        reply: memoryview,
+        answer: Callable[[], memoryview],
+        exact: bool,
+    ) -> Generator[None, None, None]:
+        if self._rank == 0:
+            for one, row in zip(self._sockets, rows, strict=True):
+                yield from _receive(one, row)
+            frame = answer()
+            for one in self._sockets:
+                yield from _send(one, frame)
+        else:
+            yield from _send(self._sockets[0], message)
+            yield from _receive(self._sockets[0], reply)
+            if exact and HEADER + _length(reply) != len(reply):
+                raise ValueError("rank 0 has answered another kind of exchange")
+
+
+def _send(to: socket.socket, frame: memoryview) -> Iterator[None]:
+    sent = 0
+    while sent < len(frame):
+        try:
+            sent += to.send(frame[sent:])
+        except TimeoutError:
+            yield
+
+
+def _receive(source: socket.socket, into: memoryview) -> Iterator[None]:
+    received, end = 0, HEADER
+    while received < end:
+        try:
+            count = source.recv_into(into[received:])
+        except TimeoutError:
+            yield
+            continue
+        if count == 0:
+            raise ConnectionResetError("a rank has closed its connection")
+        if received < HEADER <= received + count:
+            end = HEADER + _length(into)
+        received += count
+        if end > len(into) or received > max(end, HEADER):
+            raise ValueError("a message does not have the expected length")
+
+
+def _frame(data: bytes) -> bytearray:
+    return bytearray(len(data).to_bytes(HEADER, sys.byteorder) + data)
+
+
+def _length(frame: memoryview) -> int:
+    """Return the number of bytes after the header of ``frame``."""
+    return int.from_bytes(frame[:HEADER], sys.byteorder)

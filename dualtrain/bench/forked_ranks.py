@@ -1,0 +1,99 @@
+"""Start of a contender's ranks by forks of a process that has imported torch and the contenders' libraries.
+
+A new interpreter needs some CPU seconds to import torch. With many ranks on few cores, this would take most of the time of
+``bench --scale``. The processes are forked, and the libraries join their world after that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from dualtrain.bench import worker
+from dualtrain.bench.plan import Entry
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, rank_environments, reason_in
+from dualtrain.rendezvous.hosts import variables
+
+#: Modules that all ranks need. multiprocessing ignores those that are not installed. Private in torch 2.5 to 2.15:
+#: optimizers import torch._dynamo in their first step.
+_IMPORTED = ("torch._dynamo", "dualtrain.bench.workloads", "dualtrain.state")
+_ENDING_SECONDS = 5.0
+
+
+@cache
+def fork_server(modules: tuple[str, ...], threads: int) -> BaseContext:
+    """Start a process that has imported the contenders' ``modules``, and return a context whose processes it forks."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED, *(f"dualtrain.bench.contenders.{module}" for module in modules)])
+    with variables(_quiet(threads)):
+        first = context.Process()  # does nothing, but starts the server, which keeps these variables
+        first.start()
+        first.join()
+    return context
+
+
+def run_forked(
+    context: BaseContext, entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction: float
+) -> list[dict[str, Any]]:
+    """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
+
+    Raises:
+        LaunchError: a process failed, or the timeout expired.
+    """
+    arguments = [entry.module, ",".join(jobs), f"--device={spec.device}", f"--folder={spec.folder.resolve()}"]
+    arguments += [f"--step-fraction={step_fraction}", f"--option={entry.option}"]
+    with NamedTemporaryFile("r", dir=spec.folder) as log, rank_environments(entry.starter, spec) as ranks:
+        arguments.append(f"--launched={time.time()}")
+        started: list[Any] = []
+        try:
+            for environment in ranks:
+                more = {**_quiet(spec.threads), **environment}
+                started.append(context.Process(target=_run_rank, args=(arguments, more, log.name)))  # type: ignore[attr-defined]
+                started[-1].start()
+            _wait(started, spec.timeout)
+        finally:
+            _end(started)
+        text = Path(log.name).read_text(errors="replace")
+    failed = [process.exitcode for process in started if process.exitcode]
+    if failed:
+        raise LaunchError(reason_in(text) or f"it ended with status {failed[0]}")
+    return found_in(text)
+
+
+def _quiet(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _run_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+    output = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout = sys.stderr = output
+    os.environ.update(environment)
+    worker.main(arguments)
+
+
+def _wait(processes: Sequence[Any], timeout: float) -> None:
+    """Wait until all processes have ended or one has failed."""
+    deadline = time.monotonic() + timeout
+    while any(each.exitcode is None for each in processes) and not any(each.exitcode for each in processes):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"it did not end within {timeout:.0f} s")
+        time.sleep(0.02)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """End the processes that have not failed by themselves."""
+    left = [each for each in processes if each.exitcode is None]
+    for each in left:
+        each.kill()
+    for each in left:
+        each.join(_ENDING_SECONDS)

@@ -1,0 +1,203 @@
+"""The control channel of calls: messages of any length, and errors in place of answers to an earlier message."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from dualtrain.backends.base import Broadcast, Gather, ReduceOp, Reduction
+from dualtrain.backends.call_channel import HEADER, CallChannel
+from dualtrain.backends.short_calls import CallBuffers, longest, travels
+
+
+@pytest.fixture
+def channels():
+    """Make the ends of channels between ranks of this process; all connections are closed at the end of the test."""
+    made: list[CallChannel] = []
+
+    def make(size):
+        ours = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for rank in range(1, size):
+                theirs = socket.create_connection(server.getsockname())
+                ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
+                for end in (theirs, ours[-1].socket):  # a connection of a job has 9 s
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
+                made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
+        made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
+        return made
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+def wait_for_all(steps):
+    deque(steps, maxlen=0)
+
+
+def gathered(ends, messages):
+    """Return what each rank gets when the ranks send these messages."""
+    return on_all_ranks([partial(end.gather, message) for end, message in zip(ends, messages, strict=True)])
+
+
+def on_all_ranks(calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result(timeout=60) for one in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_messages_of_any_length_are_gathered_in_rank_order(channels, size):
+    ends = channels(size)
+    for length in (0, 1, 8, 100_003):
+        messages = [bytes([rank + 1]) * length for rank in range(size)]
+        assert gathered(ends, messages) == [messages] * size
+
+
+def test_a_message_that_is_longer_than_the_sockets_buffers_waits_for_a_late_rank(channels):
+    root, other = channels(2)
+    data = bytes(1 << 24)
+
+    def late():
+        time.sleep(1.5)
+        return root.gather(data)
+
+    assert on_all_ranks([late, partial(other.gather, data)]) == [[data, data]] * 2
+
+
+def test_after_an_interrupted_exchange_no_rank_gets_the_answer_to_an_earlier_message(channels, monkeypatch):
+    root, other = channels(2)
+
+    [connection] = other._sockets
+    interrupted = Mock(send=connection.send, recv_into=Mock(side_effect=KeyboardInterrupt))
+    with monkeypatch.context() as patch:
+        patch.setattr(other, "_sockets", [interrupted])
+        with pytest.raises(KeyboardInterrupt):
+            other.gather(b"2")
+    with pytest.raises(ConnectionAbortedError, match="an earlier comparison of calls has failed or was interrupted"):
+        other.gather(b"3")
+    with pytest.raises(ConnectionError):
+        [root.gather(b"1") for _ in range(2)]
+
+
+def test_an_exchange_that_has_timed_out_is_finished_by_the_next_one(channels, monkeypatch):
+    root, other, last = channels(3)
+
+    def timed_out(steps):
+        next(steps)
+        next(steps)
+        raise TimeoutError
+
+    for end in (root, other):
+        with monkeypatch.context() as patch:
+            patch.setattr(end, "_await", timed_out)
+            with pytest.raises(TimeoutError):
+                end.gather(b"1")
+    messages = [b"a", b"b", b"c"]
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(lambda: [last.gather(b"1"), last.gather(messages[2])])
+        assert gathered([root, other], messages[:2]) == [messages] * 2
+        assert late.result(timeout=60) == [[b"1"] * 3, messages]
+
+
+def test_messages_of_different_lengths_are_an_error(channels):
+    root, other = channels(2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(other.gather, bytes(8))
+        with pytest.raises(ValueError, match="different lengths"):
+            root.gather(bytes(16))
+        with pytest.raises(ConnectionAbortedError):
+            root.gather(bytes(16))
+        with pytest.raises(ConnectionError):
+            waiting.result(timeout=60)
+
+
+def test_a_reply_to_another_kind_of_exchange_is_an_error(channels):
+    root, other = channels(2)
+
+    def exchange():
+        reply = memoryview(bytearray(HEADER + 8))
+        reply[0] = 8
+        root.exchange(reply, [memoryview(bytearray(HEADER + 100))], reply, lambda: reply)
+
+    with pytest.raises(ValueError, match="another kind of exchange"):
+        on_all_ranks([exchange, partial(other.gather, bytes(32))])
+
+
+def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
+    root, other = channels(2)
+    root.close()
+    for error in (ConnectionError, *[ConnectionAbortedError] * 3):
+        with pytest.raises(error):
+            other.gather(bytes(8))
+    assert len(other._unfinished) == 1
+
+
+def answered(messages):
+    """Return what each rank reads from the reply to the ranks' messages, each a pair of numbers and data."""
+    size = len(messages)
+    root, *others = (CallBuffers(rank, size, longest(size, one_host=True)) for rank in range(size))
+    root.message(*messages[0])
+    for row, other, message in zip(root.rows, others, messages[1:], strict=True):
+        row[: len(frame)] = (frame := other.message(*message))
+    reply = root.answer(messages[0][1])
+    for other in others:
+        other.reply[: len(reply)] = reply
+    return tuple(end.read(data) for end, (_, data) in zip((root, *others), messages, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+def test_the_longest_data_travels_with_any_number_of_ranks(size):
+    most = longest(size, one_host=True)
+    for dtype in (torch.float32, torch.int64):
+        data = torch.ones(most // dtype.itemsize, dtype=dtype)
+        reductions = [Reduction(data, ReduceOp.SUM) for _ in range(size)]
+        assert travels(reductions[0], size, most)
+        answered([([5, 0], one) for one in reductions])
+        assert [one.result.unique().tolist() for one in reductions] == [[size]] * size
+    parts = [Gather(torch.ones(most // size, dtype=torch.uint8), unit=1) for _ in range(size)]
+    answered([([5, most // size], one) for one in parts])
+    assert [one.result.numel() for one in parts] == [most // size * size] * size
+    copies = [Broadcast(0, torch.ones(most, dtype=torch.uint8) if rank == 0 else None) for rank in range(size)]
+    answered([([5, 0], one) for one in copies])
+    assert [one.result.numel() for one in copies] == [most] * size
+
+
+def test_the_reply_has_a_result_only_if_the_calls_agree():
+    for number, has_result in ((5, True), (~5, True), (6, False)):
+        datas = [Reduction(torch.tensor([1.0, 2.0 + rank]), ReduceOp.SUM) for rank in range(2)]
+        numbers = answered([([5, 0], datas[0]), ([number, 7], datas[1])])
+        assert numbers == ([[5, 0], [number, 7]],) * 2
+        results = [None if one.result is None else one.result.tolist() for one in datas]
+        assert results == [[2.0, 5.0] if has_result else None] * 2
+
+
+def test_without_the_data_of_all_ranks_the_reply_has_no_result():
+    """The ranks' calls agree, but the data of one rank is too long: all ranks then use the library."""
+    reduction = Reduction(torch.ones(2), ReduceOp.SUM)
+    answered([([5, 0], reduction), ([5, 0], None)])
+    assert reduction.result is None
+    gather = Gather(torch.ones(2, dtype=torch.uint8), unit=1)
+    answered([([5, 2], gather), ([5, 3], None)])
+    assert gather.result is None
+    ends = Broadcast(1, None), Broadcast(1, None)
+    answered([([5, 0], ends[0]), ([5, 0], ends[1])])
+    assert [end.result for end in ends] == [None, None]
+
+
+def test_bytes_of_different_lengths_are_gathered_and_broadcast():
+    datas = [torch.arange(length, dtype=torch.uint8) for length in (3, 10)]
+    ends = [Gather(data, unit=1) for data in datas]
+    answered([([5, 3], ends[0]), ([5, 10], ends[1])])
+    assert all(torch.equal(end.result, torch.cat(datas)) for end in ends)
+    copies = Broadcast(1, None), Broadcast(1, datas[1])
+    answered([([5, 0], copies[0]), ([5, 0], copies[1])])
+    assert all(torch.equal(copy.result, datas[1]) for copy in copies)
