@@ -856,7 +856,8 @@ CASES = [
         "discarded_result",  # a new tensor that is read, and one for a barrier
         "def mean(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)  # HERE\n    return t.item()",
         "def sync(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)\n    u = torch.tensor(1)\n"
-        "    hvd.allreduce(u)\n    print(u)",
+        "    hvd.allreduce(u)\n    print(u, t.numel())\n    v = torch.tensor([0])\n    hvd.allreduce(v)\n    print(v)\n"
+        "def twice(value):\n    w = torch.tensor(value)\n    hvd.allreduce(w)\n    w = torch.tensor(value)\n    print(w)",
     ),
     (
         "same_order_every_epoch",  # a sampler inside the call of the loader

@@ -115,18 +115,23 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
 def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
     """Return whether ``value`` is a tensor made of another variable, and the same function reads it after ``call``."""
     values = source.values.get(value.id, ()) if isinstance(value, ast.Name) else ()
-    made = [one for one in values if isinstance(one, ast.Call) and source.name(one.func) in _COPIES]
-    if (
-        not isinstance(value, ast.Name)
-        or not made
-        or any(isinstance(one.args[0], ast.Constant) for one in made if one.args)
-    ):
+    if not isinstance(value, ast.Name) or not all(_copies_variable(source, one) for one in values):
         return False
     scope, later = source.scope(call), call.end_lineno or call.lineno
-    same = (node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later)
-    return any(source.scope(node) is scope and isinstance(node.ctx, ast.Load) for node in same)
+    same = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later]
+    same = [node for node in same if source.scope(node) is scope]
+    stored = any(isinstance(node.ctx, ast.Store) for node in same)
+    return not stored and any(getattr(source.parents[node], "attr", "") not in _OF_SHAPE for node in same)
 
 
+def _copies_variable(source: Source, made: ast.expr) -> bool:
+    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``."""
+    copies = isinstance(made, ast.Call) and source.name(made.func) in _COPIES and bool(made.args)
+    return copies and isinstance(made, ast.Call) and any(isinstance(part, ast.Name) for part in ast.walk(made.args[0]))
+
+
+#: Attributes of a tensor that do not depend on its values.
+_OF_SHAPE = ("device", "dtype", "element_size", "nbytes", "numel", "shape", "size")
 _BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
 
 
