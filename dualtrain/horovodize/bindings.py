@@ -18,7 +18,7 @@ class Bindings:
     """Imports and other bindings of names, by scope.
 
     A parameter or a local variable hides an import of the same name in an outer scope. ``hvd = None``, as after a failed
-    import, hides nothing.
+    import, hides nothing. An import in a function binds the name there only, unless the function declares it as global.
 
     Args:
         nodes: all nodes of the script in source order.
@@ -33,16 +33,18 @@ class Bindings:
         #: Full name of each imported name; the last import counts.
         self.imported: dict[str, str] = {}
         everything = list(nodes)
+        module = next((node for node in everything if isinstance(node, ast.Module)), ast.Module([], []))
+        declared = [node for node in everything if isinstance(node, ast.Global | ast.Nonlocal)]
+        shared = {(self._scope(node), name) for node in declared for name in node.names}
         for node in everything:
-            bound = dict(imports_of(node))
-            if bound:
-                self.imported |= bound
-                self._imports.setdefault(self._scope(node), {}).update(bound)
+            for name, full in imports_of(node):
+                self.imported[name] = full
+                scope = module if (self._scope(node), name) in shared else self._scope(node)
+                self._imports.setdefault(scope, {})[name] = full
         for node in everything:
             for name in self._bound_by(node) if self.imported else ():
                 if name in self.imported:
                     self._others.setdefault(node if isinstance(node, _FUNCTION) else self._scope(node), set()).add(name)
-        declared = [node for node in everything if isinstance(node, ast.Global | ast.Nonlocal)]
         for node in declared:
             self._others.get(self._scope(node), set()).difference_update(node.names)
 
@@ -55,15 +57,14 @@ class Bindings:
                 return ""
             if node.id in self._imports.get(scope, ()):
                 return self._imports[scope][node.id]
-        return self.imported[node.id]  # another function imports it, most likely as a global name
+            if isinstance(scope, _FUNCTION) and node.id in _parameters(scope):
+                return self.imported[node.id]  # another function imports the module and passes it
+        return ""
 
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
         """Yield the names that ``node`` binds in another way than by an import, except to a constant."""
         if isinstance(node, _FUNCTION):
-            given = node.args
-            every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
-            names = (word.arg for word in every if word is not None)
-            yield from (name for name in names if self.imported.get(name) not in _PASSED)
+            yield from (name for name in _parameters(node) if self.imported.get(name) not in _PASSED)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
             yield node.id
 
@@ -91,3 +92,9 @@ class Bindings:
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
+    given = function.args
+    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+    return [word.arg for word in every if word is not None]

@@ -13,6 +13,7 @@ from dualtrain.horovodize.folders import find_sources
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.source import Finding, Source
+from dualtrain.horovodize.unused import lines_of_unused
 
 #: Enough for ast.unparse of any expression that Source accepts: some calls per level, and at most about 1000 levels.
 _RECURSION_LIMIT = 20_000
@@ -55,14 +56,15 @@ def _skipped(without: int, unreadable: Sequence[str]) -> str:
 def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
-    Lines that run only without Horovod, or never, have no findings.
+    Lines that run only without Horovod, or never, have no findings. Functions that nothing uses have only findings of
+    the level "unsupported".
     """
     if not source.uses_horovod and not source.wrapped:
         return []
     with _deep_recursion():
-        off = Guards(source).lines_without_horovod()
+        off, unused = Guards(source).lines_without_horovod(), lines_of_unused(source)
         found = {finding[:3]: finding for rule in RULES for finding in rule(source) if finding.line not in off}
-    return sorted(found.values())
+    return sorted(each for each in found.values() if each.level == "unsupported" or each.line not in unused)
 
 
 @contextmanager

@@ -46,6 +46,19 @@ _CLASSES = {"Compression", "DistributedOptimizer", "HorovodInternalError", "Sync
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
 PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
+#: Names that the submodules of horovod.torch define, and that dualtrain's modules have too.
+MODULE_NAMES = {
+    "compression": {"Compression", "Compressor", "FP16Compressor", "NoneCompressor"},
+    "functions": {*OBJECTS, "broadcast_async_", "broadcast_optimizer_state", "broadcast_parameters", "rank", "synchronize"},
+    "mpi_ops": {
+        *(OUT_OF_PLACE | IN_PLACE | ASYNC | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE),
+        *("Compression", "HorovodInternalError", "_basics", "barrier", "join", "shutdown"),
+    },
+    "optimizer": {"DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer"},
+    "process_sets": _SETS,
+    "sync_batch_norm": {"SyncBatchNorm"},
+}
+
 #: Arguments of DistributedOptimizer.
 WRAP_ARGUMENTS = {
     *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor"),

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
-from dualtrain.horovodize.names import PUBLIC
+from dualtrain.horovodize.names import MODULE_NAMES, PUBLIC
 
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -21,7 +21,6 @@ Scope = ast.Module | Function
 
 #: Modules with the API of horovod.torch.
 HOMES = ("horovod.torch", "dualtrain.hvd")
-_MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 
 
 class Finding(NamedTuple):
@@ -99,12 +98,13 @@ class Source:
 
     def hvd(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
+        first, _, rest = self.hvd_path(node).partition(".")
+        return rest if first in MODULE_NAMES and rest else f"{first}.{rest}".rstrip(".")
+
+    def hvd_path(self, node: ast.AST) -> str:
+        """Return the name of ``node`` in horovod.torch with its submodule (``mpi_ops.allreduce``), or an empty string."""
         full = self.name(node)
-        for root in HOMES:
-            if full.startswith(f"{root}."):
-                first, _, rest = full.removeprefix(f"{root}.").partition(".")
-                return rest if first in _MODULES and rest else f"{first}.{rest}".rstrip(".")
-        return ""
+        return next((full.removeprefix(f"{root}.") for root in HOMES if full.startswith(f"{root}.")), "")
 
     def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
         """Return the calls of the functions ``names`` of horovod.torch."""
@@ -215,6 +215,17 @@ class Source:
         function = self.functions.get(name)
         method = function is not None and isinstance(self.parents[function], ast.ClassDef)
         return method or self._definitions_of_names[name] > 1 or name in self.values
+
+    @cached_property
+    def mentions(self) -> dict[str, list[ast.AST]]:
+        """Nodes by the name that they mention: variables, attributes, imported names and strings."""
+        found: dict[str, list[ast.AST]] = {}
+        for node in self.nodes:
+            name = node.name if isinstance(node, ast.alias) else last_name(node)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value  # getattr(module, "name"), for example
+            found.setdefault(name, []).append(node)
+        return found
 
     @cached_property
     def scopes(self) -> list[tuple[Scope, list[ast.AST]]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 from dualtrain.horovodize.check import check, findings
-from dualtrain.horovodize.names import RUN_UNSUPPORTED
+from dualtrain.horovodize.names import MODULE_NAMES, RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.rules.single_calls import discarded_result
 from dualtrain.horovodize.script_file import parse_scripts
@@ -841,6 +842,57 @@ CASES = [
         "mine = shard(data, hvd.rank())\nc, d = torch.utils.data.random_split(mine, [9, 1])",
     ),
     (
+        "use_before_init",
+        "def main():\n    if hvd.rank() == 0:  # HERE\n        print(hvd.size())\n    hvd.init()",
+        "def helper():\n    return hvd.rank()\ndef main():\n    show = lambda: hvd.rank()\n    if hvd.is_initialized():\n"
+        "        print(hvd.rank())\n    x = many and hvd.rank()\n    hvd.init()\n    print(hvd.rank())",
+    ),
+    (
+        "use_before_init",
+        "size = hvd.size()  # HERE\nhvd.init()",
+        "if many:\n    print(hvd.rank())\n    hvd.init()",
+    ),
+    (
+        "discarded_result",  # a new tensor that is read, and one for a barrier
+        "def mean(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)  # HERE\n    return t.item()",
+        "def sync(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)\n    u = torch.tensor(1)\n"
+        "    hvd.allreduce(u)\n    print(u, t.numel())\n    v = torch.tensor([0])\n    hvd.allreduce(v)\n    print(v)\n"
+        "def twice(value):\n    w = torch.tensor(value)\n    hvd.allreduce(w)\n    w = torch.tensor(value)\n    print(w)",
+    ),
+    (
+        "same_order_every_epoch",  # a sampler inside the call of the loader
+        "loader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 2, 0))  # HERE\nfor epoch in range(3):\n"
+        "    for x in loader: loss(x).backward()",
+        "from train import run\nloader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 2, 0))\n"
+        "val_loader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 3, 0))\n"
+        "other = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 4, 0))\n"
+        "for epoch in range(3):\n    run(loader)\n    model.eval()\n    for x in val_loader: model(x)\n"
+        "    for x in other: model(x)",
+    ),
+    (
+        "unknown_name",  # names of a submodule
+        "import horovod.torch.compression as c\nc.FP8Compressor  # HERE",
+        "import horovod.torch.compression as c\nclass Mine(c.Compressor): ...\nhvd.compression.NoneCompressor\n"
+        "from horovod.torch.optimizer import _DistributedOptimizer as O\nhvd.mpi_ops._basics.rank()\nO(model)",
+    ),
+    (
+        "optimizer_state",  # before wrapping, where the wrapper discards the state
+        "o = torch.optim.AdamW(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\no = hvd.DistributedOptimizer(o)",
+        "o = torch.optim.Adam(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)\n"
+        "def other():\n    o = load()",
+    ),
+    (
+        "optimizer_state",  # after wrapping, where the state is that of the wrapper
+        "o = torch.optim.Adam(p)\no = hvd.DistributedOptimizer(o)\nhvd.broadcast_optimizer_state(o, 0)  # HERE",
+        "o = torch.optim.SparseAdam(p)\nhvd.broadcast_optimizer_state(o, 0)\nf(hvd.DistributedOptimizer(optimizer=o))",
+    ),
+    (
+        "optimizer_state",
+        "o = torch.optim.Adam(p, weight_decay=x)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\n"
+        "o = hvd.DistributedOptimizer(o)",
+        "o = torch.optim.RMSprop(p, weight_decay=0)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)",
+    ),
+    (
         "torchmetrics",
         "import torchmetrics\nm = torchmetrics.MeanMetric()  # HERE\nx = m.compute()\nhvd.init()",
         "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(y):\n    return hvd.allreduce(y)\n"
@@ -879,6 +931,63 @@ def test_every_rule_has_a_case():
 )
 def test_imports_are_followed(text):
     assert [finding.line for finding in discarded_result(Source(text))] == [2]
+
+
+def test_an_import_in_a_function_binds_its_name_in_this_function_only():
+    both = "    import horovod.torch as hvd\n    hvd.allreduce(x)\ndef g():\n    hvd.allreduce(x)\n"
+    assert [found.line for found in discarded_result(Source(f"def f():\n{both}"))] == [3]
+    assert [found.line for found in discarded_result(Source(f"def f():\n    global hvd\n{both}"))] == [4, 6]
+    passed = both.replace("g()", "g(hvd)")
+    assert [found.line for found in discarded_result(Source(f"def f():\n{passed}"))] == [3, 5]
+
+
+def test_names_of_submodules_exist_in_dualtrain():
+    for name, names in MODULE_NAMES.items():
+        assert names <= set(vars(import_module(f"dualtrain.hvd.{name}"))), name
+
+
+def test_functions_that_nothing_uses_have_no_findings():
+    rate = "def {}(o):\n    for group in o.param_groups:\n        group['lr'] = 0.1 * hvd.size()\n"
+    pair = rate.format("first") + "def second(o):\n    first(o)\n"
+    start = "if __name__ == '__main__':\n    "
+    library, unused = findings(source(pair)), findings(source(f"{pair}{start}main()"))
+    used, named = findings(source(f"{pair}{start}second(o)")), findings(source(f"{pair}{start}vars()['second'](o)"))
+    assert ([each.line for each in library], unused) == ([5], [])
+    assert used == named == library
+    assert findings(source(f"{pair}hvd.init()")) == library
+    assert findings(source(f"{pair}loss.backward()")) == findings(source(f"{pair}def run(): ...\nrun()")) == []
+    assert findings(source(f"@register\n{pair}loss.backward()")) != []
+    assert findings(source(f"{rate.format('main')}loss.backward()")) != []
+    assert [each.level for each in findings(source("def f():\n    hvd.nothing()\nloss.backward()"))] == ["unsupported"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        ("hvd.local_size()", "number of ranks per host,"),
+        ("hvd.cross_size()", "number of hosts,"),
+        ("hvd.size()", "number of ranks,"),
+        ("hvd.local_size() * hvd.cross_size()", "number of ranks,"),
+    ],
+)
+def test_a_rate_names_the_number_that_it_grows_with(factor, words):
+    (found,) = BY_NAME["rate_times_size"](source(f"n = {factor}\ntorch.optim.SGD(p, lr=0.1 * n)"))
+    assert words in found.message
+
+
+def test_clips_by_norm_and_by_value_are_named():
+    for clip, own in [("clip_grad_norm_", "norm;"), ("clip_grad_value_", "values;")]:
+        (found,) = BY_NAME["clip_before_synchronize"](source(f"{WRAP}loss.backward()\n{clip}(p, 1)\noptimizer.step()"))
+        assert f"by its own {own}" in found.message
+
+
+def test_the_state_of_adam_counts_only_after_wrapping():
+    call, wrap = "hvd.broadcast_optimizer_state(o, 0)\n", "o = hvd.DistributedOptimizer(o)\n"
+    made = "o = torch.optim.AdamW(p)\n"
+    (before,) = BY_NAME["optimizer_state"](source(made + call + wrap))
+    (after,) = BY_NAME["optimizer_state"](source(made + wrap + call))
+    assert "Adam starts" in after.message
+    assert "Adam starts" not in before.message
 
 
 CLEAN = """

@@ -55,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     files.events_of_all_ranks,
     files.downloaded_by_all_ranks,
     placement.use_after_shutdown,
+    placement.use_before_init,
     splits.different_splits,
     sampling.every_rank_reads_all,
     sampling.same_order_every_epoch,

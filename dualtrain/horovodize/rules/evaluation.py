@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.rules.uses import is_read
+from dualtrain.horovodize.rules.uses import is_read, loader_around
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _EVALUATION = re.compile(
@@ -33,12 +33,15 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
 
 def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     """Return whether names or uses indicate that ``call`` makes a sampler or loader for validation or test data."""
-    target = next((name for name, value, _ in source.assignments if value is call), "")
+    loader = loader_around(source, call)
+    made = call if loader is None else loader
+    target = next((name for name, value, _ in source.assignments if value is made), "")
     given = ast.unparse(call.args[0]) if call.args else ""
     names = f"{target} {given}".lower()
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
-    return target in _samplers_under_eval(source) and not _TRAINING.search(names)
+    sampler = target if loader is None else ast.unparse(call)
+    return sampler in _samplers_under_eval(source) and not _TRAINING.search(names)
 
 
 def is_for_training(name: str) -> bool:

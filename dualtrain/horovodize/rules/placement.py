@@ -152,3 +152,18 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
             if name in _NEEDS_INIT:
                 message = f"{name}() after shutdown() raises an error, on Horovod too; call it earlier and keep its result"
                 yield Finding(node.lineno, "trap", message)
+
+
+def use_before_init(source: Source) -> Iterator[Finding]:
+    """Calls of rank() and similar functions before init(), in the same block of code."""
+    inits = list(source.hvd_calls("init"))
+    if len(inits) != 1 or Guards(source).is_conditional(inits[0]) or runs_on_driver(source, inits[0]):
+        return
+    start = source.statement(inits[0])
+    block = source.block(start)
+    for call in source.hvd_calls(*_NEEDS_INIT):
+        before = block[: block.index(start)]
+        choices = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.comprehension)
+        if source.statement(call) in before and not any(isinstance(above, choices) for above in source.above(call)):
+            message = f"{source.hvd(call.func)}() before init() raises an error, on Horovod too; call hvd.init() first"
+            yield Finding(call.lineno, "trap", message)

@@ -29,7 +29,10 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
         pairs = [other for other in unmatched if other.name == found.name and other.where[1] == (not holds, what)]
         joined = found.name != "join" and look.joins(found)
         if not pairs and not joined:
-            message = f"only some ranks call {found.name}() and wait for the other ranks; call it outside the condition"
+            message = (
+                f"only some ranks call {found.name}(), so it hangs, or fails once another rank has shut down; call it "
+                "outside the condition"
+            )
             yield Finding(found.call.lineno, "trap", message)
 
 

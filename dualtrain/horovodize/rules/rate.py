@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
 
@@ -16,13 +16,24 @@ _MESSAGE = (
     "the learning rate grows with the number of ranks, on Horovod too; this suits averaged gradients with a "
     "warm-up, but makes the training depend on the number of ranks"
 )
+#: Messages for factors that are not the number of all ranks.
+_OF_HOSTS = {
+    "local_size": (
+        "the learning rate grows with the number of ranks per host, on Horovod too, although gradients are averaged over "
+        "all ranks; if it should grow with the number of averaged gradients, use hvd.size()"
+    ),
+    "cross_size": (
+        "the learning rate grows with the number of hosts, on Horovod too, although gradients are averaged over all "
+        "ranks; if it should grow with the number of averaged gradients, use hvd.size()"
+    ),
+}
 
 
 def rate_times_size(source: Source) -> Iterator[Finding]:
     """A learning rate that grows with the number of ranks."""
     powers = _Powers(source)
     used = [value for value in _rates(source) if powers.of(value) > 0]
-    yield from (Finding(value.lineno, "trap", _MESSAGE) for value in used)
+    yield from (Finding(value.lineno, "trap", _message(source, value)) for value in used)
     names = {last_name(node) for value in used for node in ast.walk(value)}
     for target, value, statement in source.assignments:
         name = re.sub(r"^.*[\['.\"]([\w-]+)['\"\]]*$", r"\1", target)
@@ -34,7 +45,13 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
         of_rate = any(_RATE.search(one) and not _NO_RATE.search(one) for one in given)
         if (times or of_rate or ast.unparse(value).startswith(target)) and powers.of(value) > 0:
             names.add(name)
-            yield Finding(statement.lineno, "trap", _MESSAGE)  # type: ignore[attr-defined]
+            yield Finding(statement.lineno, "trap", _message(source, value))  # type: ignore[attr-defined]
+
+
+def _message(source: Source, value: ast.expr) -> str:
+    """Return the message about the rate ``value``, by the sizes that it contains."""
+    kinds = [size for size in _SIZES if _Powers(source, (size,)).of(value) > 0]
+    return _OF_HOSTS.get(kinds[0], _MESSAGE) if len(kinds) == 1 else _MESSAGE
 
 
 def _rates(source: Source) -> Iterator[ast.expr]:
@@ -62,11 +79,13 @@ def _is_lr(key: ast.expr | None) -> bool:
 class _Powers:
     """Computes the power of the number of ranks in an expression: 1 for ``lr * size``, 0 for ``1 + (size - 1) / size``.
 
-    The class follows assignments and the script's functions. Unknown values count as independent of the number of ranks.
+    Only the functions ``sizes`` of Horovod count. The class follows assignments and the script's functions. Unknown values
+    count as independent of the number of ranks.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, sizes: Sequence[str] = _SIZES) -> None:
         self.source = source
+        self._sizes = sizes
         #: Power of each variable by its scope and name; attributes and the like have no scope.
         self._names: dict[tuple[Scope | None, str], float] = {}
         self._ends = {
@@ -136,7 +155,7 @@ class _Powers:
         yield from found.items()
 
     def _of_call(self, call: ast.Call, given: Mapping[str, float] | None, depth: int) -> float:
-        if self.source.hvd(call.func) in _SIZES:
+        if self.source.hvd(call.func) in self._sizes:
             return 1.0 if self.source.hvd(call.func) == "size" or not self._adasum else 0.0
         name = self.source.name(call.func) or ast.unparse(call.func)
         powers = [self.of(value, given, depth) for value in call.args]

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
+from dualtrain.horovodize.names import ASYNC, MODULE_NAMES, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
 from dualtrain.horovodize.source import Finding, Function, Source, keyword
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
-_OWN_MODULES = ("exceptions", "util")
+_OWN_MODULES = {"exceptions", "util"}
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
 _NEW_TENSORS |= {f"torch.{name}Tensor" for name in ("Byte", "Float", "Int", "Long")} | {"torch.Tensor"}
+_COPIES = ("torch.as_tensor", "torch.tensor")
 #: Collectives without an argument between the tensor and the name.
 _NAME_SECOND = ("allgather", "grouped_allgather", "reducescatter", "grouped_reducescatter", "sparse_allreduce")
 
@@ -106,9 +107,31 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     if any(_BARRIER.search(ast.unparse(name)) for name in names if name is not None):
         return True
     scope = source.scope(call)
-    return _BARRIER.search(getattr(scope, "name", "")) is not None or _is_new(source, value)
+    if _BARRIER.search(getattr(scope, "name", "")) is not None:
+        return True
+    return _is_new(source, value) and not _is_measured(source, call, value)
 
 
+def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
+    """Return whether ``value`` is a tensor made of another variable, and the same function reads it after ``call``."""
+    values = source.values.get(value.id, ()) if isinstance(value, ast.Name) else ()
+    if not isinstance(value, ast.Name) or not all(_copies_variable(source, one) for one in values):
+        return False
+    scope, later = source.scope(call), call.end_lineno or call.lineno
+    same = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later]
+    same = [node for node in same if source.scope(node) is scope]
+    stored = any(isinstance(node.ctx, ast.Store) for node in same)
+    return not stored and any(getattr(source.parents[node], "attr", "") not in _OF_SHAPE for node in same)
+
+
+def _copies_variable(source: Source, made: ast.expr) -> bool:
+    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``."""
+    copies = isinstance(made, ast.Call) and source.name(made.func) in _COPIES and bool(made.args)
+    return copies and isinstance(made, ast.Call) and any(isinstance(part, ast.Name) for part in ast.walk(made.args[0]))
+
+
+#: Attributes of a tensor that do not depend on its values.
+_OF_SHAPE = ("device", "dtype", "element_size", "nbytes", "numel", "shape", "size")
 _BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
 
 
@@ -130,9 +153,12 @@ def unknown_name(source: Source) -> Iterator[Finding]:
         if isinstance(source.parents.get(node), ast.Attribute):
             continue  # a part of a longer name
         called = source.hvd(node).partition(".")[0]
-        known = called in PUBLIC or called in _OWN_MODULES or called.startswith("__")
-        if called and not known and not _tests_for(source, node, called):
-            message = f"{called!r} is no public name of horovod.torch 0.28.1, and dualtrain lacks it; use a public name"
+        module = source.hvd_path(node).partition(".")[0]
+        inside = module in MODULE_NAMES and called != module
+        names = MODULE_NAMES[module] if inside else PUBLIC | _OWN_MODULES
+        if called and called not in names and not called.startswith("__") and not _tests_for(source, node, called):
+            where = f"horovod.torch.{module}" if inside else "horovod.torch"
+            message = f"{called!r} is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
             yield Finding(getattr(node, "lineno", 1), "unsupported", message)
 
 

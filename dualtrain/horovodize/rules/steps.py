@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before
-from dualtrain.horovodize.source import Finding, Source, keyword
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _CURE = "call optimizer.synchronize() after backward, and step inside `with optimizer.skip_synchronize():`"
 
@@ -20,7 +20,8 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later):
-                message = f"gradients are clipped before they are averaged, on each rank by its own norm; {_CURE}"
+                own = "values" if last_name(event.node.func) == "clip_grad_value_" else "norm"
+                message = f"gradients are clipped before they are averaged, on each rank by its own {own}; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_before(source, events, number)))
 
 

@@ -33,6 +33,8 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
     """Return whether code in other files may get the sampler or loader that ``call`` makes."""
     name = _name_of(source, call)
     target = next((target for target, value, _ in source.assignments if value is call), "")
+    if not name and (loader := loader_around(source, call)) is not None:
+        return leaves_program(source, loader)
     if not name or (target.startswith("self.") and _has_unknown_base(source, call)):
         return True
     for file, node in _loads(source, name):
@@ -47,6 +49,14 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
         elif _is_returned(file, node):
             return True
     return False
+
+
+def loader_around(source: Source, call: ast.Call) -> ast.Call | None:
+    """Return the loader in ``loader = DataLoader(data, sampler=call)``, if ``call`` is its sampler; else None."""
+    word = source.parents[call]
+    loader = source.parents[word] if isinstance(word, ast.keyword) and word.arg == "sampler" else None
+    known = isinstance(loader, ast.Call) and _is_loader(source, loader) and _name_of(source, loader)
+    return loader if known and isinstance(loader, ast.Call) else None
 
 
 def _name_of(source: Source, call: ast.Call) -> str:

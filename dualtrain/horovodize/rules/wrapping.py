@@ -84,12 +84,40 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         given = call.args[0] if call.args else keyword(call, "optimizer")
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given)):
             continue
+        effect = (
+            "weight decay changes the weights and Adam starts at step 1, and ranks may differ if only rank 0 has resumed"
+        )
+        if given is not None and _is_wrapped_later(source, call, given):
+            if not _shows_decay(source, given):
+                continue
+            effect = "weight decay changes the weights"  # Horovod's wrapper discards the state
         message = (
-            "this call takes no step; on Horovod it steps an optimizer without state, so that weight decay changes the "
-            "weights and Adam starts at step 1, and ranks may differ if only rank 0 has resumed; nothing to do"
+            f"this call takes no step; on Horovod it steps an optimizer without state, so that {effect}; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
         return
+
+
+def _is_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
+    """Return whether ``optimizer`` is not wrapped at ``call``, and the same function wraps it afterwards."""
+    text, scope = ast.unparse(optimizer), source.scope(call)
+    wraps = [wrap for wrap in source.hvd_calls("DistributedOptimizer") if source.scope(wrap) is scope]
+    earlier = [wrap for wrap in wraps if wrap.lineno < call.lineno and wrap in source.values.get(text, ())]
+    inner = (wrap.args[0] if wrap.args else keyword(wrap, "optimizer") for wrap in wraps if wrap.lineno > call.lineno)
+    return not earlier and any(one is not None and ast.unparse(one) == text for one in inner)
+
+
+def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
+    """Return whether the script shows that ``optimizer`` may have a weight decay other than 0."""
+    same = [(value, source.scope(at)) for text, value, at in source.assignments if text == ast.unparse(optimizer)]
+    made = [value for value, scope in same if scope is source.scope(optimizer)] or [value for value, _ in same]
+    calls = [value for value in made if isinstance(value, ast.Call) and _unwrapped(source, value) is value]
+    by_default = any(last_name(call.func) in ("AdamW", "ASGD") and keyword(call, "weight_decay") is None for call in calls)
+    return by_default or any(not _is_zero(keyword(call, "weight_decay")) for call in calls)
+
+
+def _is_zero(decay: ast.expr | None) -> bool:
+    return decay is None or (isinstance(decay, ast.Constant) and decay.value == 0)
 
 
 def _is_unchanged(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
@@ -105,9 +133,8 @@ def _is_unchanged(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
     if (inner := _unwrapped(source, optimizer)) is not optimizer:
         return _is_unchanged(source, inner, depth + 1)
     if source.name(optimizer.func) == "torch.optim.SGD":
-        decay = keyword(optimizer, "weight_decay")
         known = len(optimizer.args) < 4 and all(word.arg not in (None, "dampening") for word in optimizer.keywords)
-        return known and (decay is None or (isinstance(decay, ast.Constant) and decay.value == 0))
+        return known and _is_zero(keyword(optimizer, "weight_decay"))
     return source.name(optimizer.func) == "torch.optim.Adagrad"
 
 

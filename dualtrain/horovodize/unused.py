@@ -1,0 +1,55 @@
+"""Functions of a script that nothing uses, so that mistakes in them have no effect."""
+
+from __future__ import annotations
+
+import ast
+
+from dualtrain.horovodize.order import ENTRY_POINTS
+from dualtrain.horovodize.source import Function, Source, last_name
+
+
+def lines_of_unused(source: Source) -> set[int]:
+    """Return the lines of functions that nothing in the program uses; no lines if the file may be a library.
+
+    Methods count as used, and so do functions with a decorator, which may register them.
+    """
+    functions = [node for node in source.nodes if isinstance(node, Function) and _may_be_unused(source, node)]
+    if not functions or not _is_started(source):
+        return set()
+    users = {function: _users(source, function) for function in functions}
+    unused: set[ast.AST] = set()
+    while True:
+        found = {one for one, inside in users.items() if all(set(above) & (unused | {one}) for above in inside)}
+        if found <= unused:
+            break
+        unused |= found
+    return {line for one in functions if one in unused for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+
+
+def _may_be_unused(source: Source, function: Function) -> bool:
+    method = isinstance(source.parents[function], ast.ClassDef)
+    return not method and not function.decorator_list and function.name not in ENTRY_POINTS
+
+
+def _is_started(source: Source) -> bool:
+    """Return whether the file is a script: it has a main guard, or trains or calls its functions outside of functions.
+
+    A call of ``hvd.init`` does not suffice, because a module for other files may call it.
+    """
+    top = next(nodes for scope, nodes in source.scopes if scope is source.tree)
+    for node in top:
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            return True
+        if isinstance(node, ast.Call) and (last_name(node.func) == "backward" or _calls_own(source, node)):
+            return True
+    return False
+
+
+def _calls_own(source: Source, call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in source.functions
+
+
+def _users(source: Source, function: Function) -> list[list[ast.AST]]:
+    """Return, for each place that may refer to ``function`` by its name, the nodes that contain it."""
+    files = [source, *(file for file in source.program if file.text != source.text)]
+    return [list(file.above(node)) for file in files for node in file.mentions.get(function.name, ())]
