@@ -68,6 +68,6 @@ def test_a_cuda_build_of_torch_has_the_private_parts_that_the_backend_uses(path)
 
 def test_a_missing_part_is_named_with_its_purpose():
     with pytest.raises(
-        pytest.fail.Exception, match=r"no torch.distributed.gone: .* uses it for a purpose; find another way"
+        pytest.fail.Exception, match=r"no torch.distributed.gone: .* uses it for a purpose, and must do this in another way"
     ):
         require("torch.distributed.gone", "a purpose")
