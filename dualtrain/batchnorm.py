@@ -111,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace each BatchNorm in ``module`` by a layer of this class, which gets its parameters and state.
+        """Replace each BatchNorm in ``module`` by a layer of this class with the BatchNorm's parameters and state.
 
         Return ``module``, or the new layer if ``module`` itself is a BatchNorm.
         """

@@ -30,7 +30,7 @@ _ENDING_SECONDS = 5.0
 
 @cache
 def fork_server(modules: tuple[str, ...], threads: int) -> BaseContext:
-    """Start a process that has imported the contenders' ``modules``, and return a context whose processes it forks."""
+    """Start a fork server that has imported the contenders' ``modules``; return a context whose processes it forks."""
     context = get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *(f"dualtrain.bench.contenders.{module}" for module in modules)])
     with variables(_quiet(threads)):
@@ -91,7 +91,7 @@ def _wait(processes: Sequence[Any], timeout: float) -> None:
 
 
 def _end(processes: Sequence[Any]) -> None:
-    """End the processes that have not failed by themselves."""
+    """Kill the processes that have not ended by themselves."""
     left = [each for each in processes if each.exitcode is None]
     for each in left:
         each.kill()

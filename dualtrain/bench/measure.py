@@ -41,7 +41,7 @@ class Results:
     Attributes:
         samples: for each contender, one sample per round; ``None`` in rounds in which it failed or no time was left for it.
         missing: for each contender that was left out, the reason.
-        failures: for each contender, the messages of its failed starts, also if the second start in the round succeeded.
+        failures: for each contender, the messages of its failed starts, even if the second start in the round succeeded.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
     """
 

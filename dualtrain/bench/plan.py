@@ -170,7 +170,8 @@ ENTRIES = {
         ranks=3,
     ),
 }
-#: Replacements for contenders that cannot run: "shm" if ranks cannot share memory, "hvd-gloo" if mpirun starts the ranks.
+#: Replacement for each contender that may be unable to run: "shm" cannot run if ranks cannot share memory, "hvd-gloo" if
+#: mpirun starts the ranks.
 FALLBACKS = {"shm": "native", "hvd-gloo": "hvd-mpi"}
 #: Commands that install a missing package, by name; "" is for all other packages.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}

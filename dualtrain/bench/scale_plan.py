@@ -33,7 +33,7 @@ CONTENDERS = {
 COMPARED = (("native", RAW), ("shm", RAW), ("hvd", HOROVOD), ("hvd", RAW), (HOROVOD, RAW))
 
 MOST_ROUNDS = 7
-_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # of a start, and in addition per rank of a core
+_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # of any start; in addition, for each rank that shares a core
 _ALIKE = 1.5  # width of an interval that contains 1 and still is a result
 
 Times = dict[str, float]  # seconds by name of the measure

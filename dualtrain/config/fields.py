@@ -54,7 +54,7 @@ def setting(
         bounds: the values that are accepted; any of the field's type by default.
         flag: the flag's name, with underscores, if it differs from the field's name.
         fixed: a resumed run must have the value with which the run was started.
-        resumed: a resumed run takes the checkpoint's value if none is given, and refuses another value. If the checkpoint
+        resumed: a resumed run takes the checkpoint's value if none is given, and refuses a different one. If the checkpoint
             has no value, any value may be given, unless the setting is ``fixed`` too.
     """
     metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}

@@ -180,7 +180,7 @@ class _Waits:
                 return
 
     def _ended_worker(self, seconds: float) -> str:
-        """Describe a worker that has failed, or fails within ``seconds``; "" if none has: the error has another cause."""
+        """Describe a worker that has failed, or fails within ``seconds``; return "" if none does."""
         workers = self._workers()
         if seconds:
             # The connection breaks before the worker's exit status is available: wait for the exit.

@@ -225,7 +225,7 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for another step if the last faults were injected after this step: the run would refuse to restart."""
+        """Wait for the next step if the last faults were injected after the current one: restarts would be refused."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")

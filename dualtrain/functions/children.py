@@ -25,7 +25,7 @@ from dualtrain.functions.payload import loads
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # for a new Python interpreter to start and read its function
-GRACE_SECONDS = 6.0  # for the rank that failed first to end, after another rank has reported a failed collective operation
+GRACE_SECONDS = 6.0  # from the report of a failed collective operation: time for the rank that caused it to end
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to the end of the wait
 EXIT_SECONDS = 60.0  # for the exit handlers of all ranks, after all functions have returned
 

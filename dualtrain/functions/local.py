@@ -65,7 +65,7 @@ def run_with(
 def rank_environment(local_size: int) -> dict[str, str]:
     """Return the environment of ranks that this process starts: its own, without the variables of launchers.
 
-    If OMP_NUM_THREADS is not set, it is a rank's share of the cores, divided among ``local_size`` ranks.
+    If OMP_NUM_THREADS is not set, it becomes the number of usable cores divided by ``local_size``, at least 1.
     """
     threads = str(share_of(usable_cores(), local_size))
     return {"OMP_NUM_THREADS": threads} | without_launchers(os.environ)

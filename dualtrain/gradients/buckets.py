@@ -146,8 +146,8 @@ class Bucket:
         small: list[tuple[Slot, torch.Tensor]] = []
         large: list[tuple[Slot, torch.Tensor]] = []
         for slot, grad in zip(slots, grads, strict=True):
-            # Copy a gradient that is on another device now, since ``torch.mul`` would raise here, on this rank alone. All
-            # ranks refuse the gradient later.
+            # A gradient may have moved to a different device: copy it, since ``torch.mul`` would raise here, on this rank
+            # alone. All ranks refuse the gradient later.
             in_one_step = slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype and grad.is_cpu
             (large if in_one_step else small).append((slot, grad))
         copy_all([slot.view for slot, _ in small], [grad for _, grad in small])

@@ -36,7 +36,7 @@ class Transfer:
             of ranks, as in Horovod.
         average_first: whether an average over 2, 4, 8, … ranks may multiply gradients on the CPU by 1/size while they are
             copied to their bucket, as DDP does, instead of after the sum, as Horovod does. The bits are equal, except that
-            an average is finite although the sum would overflow, and subnormal numbers are rounded before the sum.
+            an average is finite even if the sum would overflow, and subnormal numbers are rounded before the sum.
     """
 
     before: float = 1.0

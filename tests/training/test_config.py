@@ -82,7 +82,7 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_batch_size():
         (["--parallel-loss"], ["--parallel-loss", "--data-parallel"]),
         (["--data-parallel", "--backend", "torch"], ["--data-parallel", "--backend local"]),
         (["--data-parallel", "--nproc", "2"], ["--data-parallel", "--nproc"]),
-        (["--max-restarts", "2", "--run-dir", "x"], ["--max-restarts", "add --nproc, or give it to torchrun instead"]),
+        (["--max-restarts", "2", "--run-dir", "x"], ["--max-restarts", "add --nproc, or give --max-restarts to torchrun"]),
         (["--nproc", "0"], ["--nproc", "1 or more"]),
         (["--threads", "0"], ["--threads", "whole number", "from 1 to 1024", "'0'"]),
         (["--threads", "1.5"], ["--threads", "whole number", "'1.5'"]),
