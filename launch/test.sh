@@ -27,13 +27,13 @@ unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
 # begin_checks: checks the format and lints, in a second, and starts mypy, which takes 20 s without its cache. mypy runs beside the
-# tests, because they leave the cores idle for longer than this. Its output is written to a file, so that it is not mixed with theirs.
+# tests, which leave the cores idle for more than 20 s. mypy's output is written to a file, so that it is not mixed with the tests'.
 begin_checks() {
   ruff format --check .
   ruff check .
   types=$(mktemp)
   trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$types"' EXIT
-  trap 'exit 130' INT # after pytest's end. Ctrl-C does not end commands in the background
+  trap 'exit 130' INT # runs after pytest has ended: Ctrl-C does not end mypy, which is in the background
   mypy >"$types" 2>&1 &
   mypy=$!
 }
@@ -66,7 +66,7 @@ not_run() {
   fi
 }
 
-# Three pytest processes: one runs all tests of worlds of ranks first, the others the other tests, file by file. Two would leave
+# Three pytest processes: one runs all tests of worlds of ranks first, two run the remaining tests, file by file. Two would leave
 # the cores of a machine with two cores idle for a quarter of the time, because many tests wait for timeouts or for launchers.
 tests=(pytest -n 3 --dist loadgroup)
 

@@ -90,7 +90,7 @@ class Spmd:
         if self._pool is not None:
             self(in_turn, fn, chosen)
             return
-        for case in chosen:  # a world for each: a thread that is ahead would change the next case's globals
+        for case in chosen:  # a world per case: a thread that is ahead would change globals that others still use
             with named(case):
                 self(fn, *case)
 

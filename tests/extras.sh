@@ -3,7 +3,7 @@
 # Needs root, apt-get (Debian, Ubuntu) and a finished set-up. The script can be run again: installed packages are not changed.
 # The script starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #
-#   bash tests/extras.sh [PART…]     all parts without an argument
+#   bash tests/extras.sh [PART…]     (default: all parts)
 #
 # hosts   tests/launch/test_hosts.py: iproute2, openssh-client, openssh-server
 # slurm   tests/launch/test_slurm.py and test_smoke.py: munge, slurm-wlm

@@ -2,8 +2,8 @@
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
-need no common disk. A run that has ended is not trained again. A restart of the job that made the run does the same
-without the flag.
+need no common disk. A run that has ended is not trained again. If the job that made the run is restarted, the
+same happens without the flag.
 """
 
 from __future__ import annotations

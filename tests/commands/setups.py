@@ -48,8 +48,8 @@ case "$1 $2" in
   *) exec {real} -S "$@" ;;
 esac
 """
-# Shell function of fake interpreters. A call is Python's, except if an earlier call with the same arguments succeeded: then
-# its output is printed again.
+# Shell function of fake interpreters. A call goes to Python, unless an earlier call with the same arguments succeeded: then
+# the output of the earlier call is printed again.
 ONCE = """
 once() {{
   local name=$*

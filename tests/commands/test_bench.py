@@ -547,7 +547,10 @@ def test_calls_and_steps_of_the_scale_are_timed_on_each_rank(module):
 
 
 def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
-    """Measure with simulated contenders: a time is the number of ranks in ms, Horovod's twice; one contender fails."""
+    """Measure with simulated contenders, of which one fails.
+
+    Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as long.
+    """
     specs = []
 
     def run_forked(context, entry, jobs, spec, step_fraction):
@@ -739,7 +742,7 @@ def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monke
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists that is not a zombie."""
+    """Return whether process ``pid`` exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

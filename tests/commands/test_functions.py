@@ -242,7 +242,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         holds(lambda: (tmp_path / "pid").exists())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    # A shell ignores SIGINT in background jobs, and so would this test if it ran in one.
+    # A shell starts background jobs with SIGINT ignored, and this test would inherit that in such a job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()

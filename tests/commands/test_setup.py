@@ -126,7 +126,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
         return ["unshare", "--mount", "sh", "-c", script, "sh"]
 
     if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
-        pytest.skip("needs a mount namespace, which root may not make here")
+        pytest.skip("needs a mount namespace, which root cannot make here")
     # Append: truncating the file would free space, with which the build in the background might succeed.
     setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
     # The second call has room. It runs in the same mount namespace, because the disk exists only there.

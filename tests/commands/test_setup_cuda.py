@@ -196,7 +196,7 @@ def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path)
     pins = (tmp_path / "constraints").read_text().splitlines()
     assert [line for line in pins if line.startswith(("torch==", "torchvision=="))] == ["torch==2.14.0"]
     assert [call for call in setup.calls() if call.endswith(" torch==2.14.0+cpu")]
-    # An environment for one torch is set up again for another.
+    # The environment for one version of torch is set up again for a different version.
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
     calls = setup.calls()
     assert [call for call in calls if call.endswith(" torch==2.6.0+cpu")]

@@ -52,7 +52,7 @@ class Script:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.folder / "launch" / "test.sh"), *arguments]
         env = {**os.environ, "DUALTRAIN_VENV": str(self.folder), "TMPDIR": str(self.temporary)}
-        # A shell ignores SIGINT in background jobs, and so would the script if the tests ran in one.
+        # A shell starts background jobs with SIGINT ignored, and the script would inherit that from tests in such a job.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             process = subprocess.Popen(
@@ -86,7 +86,7 @@ def script(tmp_path: Path) -> Iterator[Script]:
 
 
 def names(lines: list[str]) -> list[str]:
-    """Return the first word of each line, without the tests that this machine cannot run."""
+    """Return the first word of each line, except lines that list tests that this machine cannot run."""
     return [line.split()[0] for line in lines if not line.startswith("skipped: tests of ")]
 
 

@@ -24,7 +24,8 @@ SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
 # Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
-# Other calls go to Python, once for each program after -c and for the arguments of each program after "-".
+# Other calls go to Python. With -c or "-", a call with the same arguments as an earlier call prints the
+# output of the earlier call.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}
@@ -51,7 +52,7 @@ JOB = 'while [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; echo \'{summa
 
 
 class Versions:
-    """Runs of the script of a tree for one folder."""
+    """Runs of ``tests/versions.sh`` in the tree ``root``, with fakes and environments in ``folder``."""
 
     def __init__(self, folder: Path, root: Path, answers: Path) -> None:
         self.into, self.temporary, self.folder, self.root = folder / "into", folder / "tmp", folder, root
@@ -89,7 +90,7 @@ class Versions:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree with the files that the script itself reads, because each run copies the tree."""
+    """A tree with only the files that the script itself reads, because each run copies the whole tree."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("setup.cfg", "launch/versions.txt", "tests/versions.py", "tests/versions.sh"):
         (tree / name).parent.mkdir(exist_ok=True)

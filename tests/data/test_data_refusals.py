@@ -72,7 +72,7 @@ def test_each_file_of_cifar_holds_whole_images(tmp_path):
     write_cifar(tmp_path)
     first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
     whole = first.read_bytes()
-    # Bytes that are cut off the first and the second file; their total has the size of whole images.
+    # Numbers of bytes to cut off from the first and the second file. Their sum is the size of one or more whole images.
     for of_first, of_second in ((1000, 2073), (len(whole), 0)):
         first.write_bytes(whole[: len(whole) - of_first])
         second.write_bytes(whole[: len(whole) - of_second])

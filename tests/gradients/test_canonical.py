@@ -181,7 +181,7 @@ def test_a_layout_that_one_rank_changes_is_an_error_on_all_ranks():
 
 
 def begun_twice(backend):
-    """Return the gradients of a step; the step before it was abandoned after this rank's first shard."""
+    """Return the gradients of a step. The previous step was abandoned after this rank's first shard."""
     model = perceptron()
     optimizer, mine = with_four_shards(model, backend)
     reducer = optimizer.reducer

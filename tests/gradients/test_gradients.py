@@ -610,7 +610,7 @@ def in_passes(backend, how, unused):
 
 
 def test_gradients_of_several_passes_add_up(typical):
-    """With ``no_sync`` or ``backward_passes_per_step``, gradients are sent after the last pass, else after every pass."""
+    """Gradients are sent after the last pass with ``no_sync`` or ``backward_passes_per_step``, else after every pass."""
     typical.each(
         in_passes,
         itertools.product(["no_sync", "counted", "every"], UNUSED),
