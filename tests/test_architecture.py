@@ -26,7 +26,7 @@ TOP_LEVEL = [
     "rendezvous",
     "torch_versions",
     "backends",
-    # After the backends: connect() must not change a setting of the whole process.
+    # heap changes a setting of the whole process, so it comes after the backends: connect() must not do that.
     "heap",
     "gradients",
     "buckets",
