@@ -116,7 +116,7 @@ HEAVY = [
     "tqdm",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
-#: Training scripts as users of other libraries write them, which the bench measures.
+#: Training scripts that the bench measures, written as users of other libraries write them.
 SCRIPTS = PACKAGE / "bench" / "contenders"
 
 

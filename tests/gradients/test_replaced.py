@@ -497,7 +497,7 @@ def swap(model):
 
 
 def swapped(backend):
-    """Dropped hooks are restored by zero_grad; a step without zero_grad is refused on every rank, and training continues."""
+    """zero_grad restores dropped hooks. A step without zero_grad is refused on every rank, and training can continue."""
     model = perceptron()
     optimizer = sgd(model, backend)
     for step in range(4):

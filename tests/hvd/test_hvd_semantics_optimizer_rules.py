@@ -80,7 +80,7 @@ def rules(backend):
         assert len(caught) == 1
         assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
         optimizer.zero_grad()
-        # Fewer backward passes than backward_passes_per_step, then another value of backward_passes_per_step.
+        # Fewer backward passes than backward_passes_per_step, then a different value of it.
         q, accumulating = wrapped(hvd, name="q", backward_passes_per_step=3)
         (q.sum() * (me + 1)).backward()
         accumulating.step()

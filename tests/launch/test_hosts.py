@@ -178,7 +178,7 @@ def test_mpi_between_hosts_gives_nearly_the_same_losses(launcher, backend, clust
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     assert job.statuses(400.0) == [0], job.output()
     assert (summary(folder)["transport"], summary(folder)["world_size"]) == ("mpi", 2)
-    assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in another order
+    assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in a different order
 
 
 @pytest.mark.parametrize(
