@@ -47,7 +47,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one call on one rank: its value, or in ``error`` the traceback or the exit code of the process."""
+    """Result of one call on one rank: its value, or an ``error`` (a traceback, or the exit code of the process)."""
 
     rank: int
     value: Any = None
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return the names of module and function with which another process imports ``fn``."""
+    """Return the names of the module and the function by which other processes import ``fn``."""
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
     return fn.__module__, fn.__qualname__

@@ -26,7 +26,7 @@ TOP_LEVEL = [
     "rendezvous",
     "torch_versions",
     "backends",
-    # After the backends: connect() must not change a setting of the whole process.
+    # heap changes a setting of the whole process, so it comes after the backends: connect() must not do that.
     "heap",
     "gradients",
     "buckets",
@@ -116,7 +116,7 @@ HEAVY = [
     "tqdm",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
-#: Training scripts as users of other libraries write them, which the bench measures.
+#: Training scripts that the bench measures, written as users of other libraries write them.
 SCRIPTS = PACKAGE / "bench" / "contenders"
 
 

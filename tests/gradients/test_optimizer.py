@@ -264,7 +264,7 @@ def scheduled(backend, name, on_inner):
     model, oracle = perceptron(), perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns if a scheduler misses a step()
+        warnings.simplefilter("error")  # torch warns if a scheduler does not notice the optimizer's step()
         if name == "sequential":
             warnings.filterwarnings("ignore", "The epoch parameter")
         early = SCHEDULES[name](inner) if on_inner else None
@@ -280,7 +280,7 @@ def scheduled(backend, name, on_inner):
             assert optimizer.param_groups[0]["lr"] == single.param_groups[0]["lr"]
     check(model, oracle)
     scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-    if name != "lambda":  # a lambda cannot be pickled, with any optimizer
+    if name != "lambda":  # a lambda cannot be pickled, whatever the optimizer is
         pickle.dumps(scheduler.state_dict())
 
 
@@ -493,7 +493,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
 
 
 def closure_of_sgd(backend):
-    """A closure may return a loss, which is averaged; or any other object, if it does so on all ranks."""
+    """A closure may return a loss, which is averaged; or any other object, if the closures of all ranks do so."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [

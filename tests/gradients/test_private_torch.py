@@ -1,4 +1,4 @@
-"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a failure names what this version lacks.
+"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a failure names what torch lacks.
 
 A comment at each use says that torch has no public alternative.
 """
@@ -42,7 +42,7 @@ def test_torch_calls_back_at_the_end_of_a_backward_pass():
 
     p.register_post_accumulate_grad_hook(hook)
     (p * 2).sum().backward()
-    assert order == ["hook", "end"], f"{VERSION} runs callbacks of a backward pass in another order: {order}"
+    assert order == ["hook", "end"], f"{VERSION} runs callbacks of a backward pass in a different order: {order}"
 
 
 def test_torch_distinguishes_outer_and_inner_backward_passes():

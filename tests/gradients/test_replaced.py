@@ -113,7 +113,7 @@ def trainers(backend, model, replace):
 
 def replaces(backend):
     with small_buckets((64, 64)):
-        # Horovod's operations are slow. The ways differ in memory and strides, which the reducer sees before it sends.
+        # Horovod's operations are slow, so its world runs only three replacements, which differ in memory and strides.
         for replace in REPLACE if backend.name != "horovod" else [halve_data, transpose_storage, cast_and_back]:
             wanted = expected(backend.size, replace)
             for train in (native, trainers):
@@ -315,7 +315,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def without_the_other_rank(backend):
-    """Rank 1 leaves after a step, so that rank 0's exchange fails, and so does the next backward, for the same reason."""
+    """Rank 1 leaves after a step. Rank 0's next backward fails, and the backward after that states the same reason."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -491,13 +491,13 @@ def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real)
 
 
 def swap(model):
-    """Load the weights as after ``set_swap_module_params_on_conversion(True)``, a setting of the whole process."""
+    """Swap parameters, as loading does after ``set_swap_module_params_on_conversion(True)``, a process-wide setting."""
     for p in model.parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
 
 
 def swapped(backend):
-    """Dropped hooks are restored by zero_grad; without it, the first step is refused on every rank, and the next is not."""
+    """zero_grad restores dropped hooks. A step without zero_grad is refused on every rank, and training can continue."""
     model = perceptron()
     optimizer = sgd(model, backend)
     for step in range(4):

@@ -16,8 +16,8 @@ from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.gradients.slots import Slot
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
-#: Numbers of elements of a small gradient, which is copied with the other gradients of its bucket, and of a large one,
-#: which is copied as soon as it is ready.
+#: Numbers of elements of a small and of a large gradient. The small gradient is copied together with the others of its
+#: bucket, and the large gradient as soon as it is ready.
 SIZES = 1000, 20000
 
 
@@ -80,7 +80,8 @@ def test_a_step_copies_no_gradient():
 
 
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
-    # Reference counts depend on the versions of Python and torch. If this count were higher, all gradients would be copied.
+    # Reference counts depend on the versions of Python and torch. If a free gradient had more references than expected,
+    # it would be copied.
     slot = Slot("p", nn.Parameter(torch.zeros(3)))
     memory = torch.zeros(3)
     slot.alias, slot.address = memory.detach(), memory.data_ptr()
@@ -97,7 +98,7 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
 
 
 def zeroes_in_hooks(backend, first, sizes):
-    """A hook that changes gradients may be registered before the reducer's or after it."""
+    """A hook that changes gradients may be registered before or after the reducer's hook."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     named = [(str(number), p) for number, p in enumerate(params)]
 
@@ -158,7 +159,7 @@ def test_hooks_of_activations_may_change_gradients_that_wait_for_their_bucket(ty
 
 
 def ready_twice(backend):
-    """Use a parameter outside of and inside of a reentrant segment, so that its gradient becomes ready twice."""
+    """Use a parameter both outside and inside a reentrant checkpoint, so that its gradient becomes ready twice."""
     p, q = nn.Parameter(torch.full((20000,), 2.0)), nn.Parameter(torch.full((20000,), 3.0))
     reducer = GradientReducer([("q", q), ("p", p)], backend)
     mean = (backend.size + 1) / 2
@@ -176,7 +177,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. Only if the size is a power of two may 1/size be applied before the sum."""
+    """Average gradients whose sum overflows. The factor 1/size precedes the sum only if the size is a power of two."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))

@@ -205,7 +205,7 @@ options = parser.parse_args()
 hvd.init()
 torch.manual_seed(7)
 found = 0
-if hvd.rank() == 0:  # the other ranks may have no such folder
+if hvd.rank() == 0:  # the folder need not exist on the other ranks
     found = max((n for n in range(1, options.epochs) if os.path.exists(options.format.format(epoch=n))), default=0)
 found = hvd.broadcast(torch.tensor(found), root_rank=0, name="found").item()
 
@@ -213,7 +213,7 @@ train_set = shapes(128)
 sampler = torch.utils.data.distributed.DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())
 batches = torch.utils.data.DataLoader(train_set, batch_size=PASSES * SMALL, sampler=sampler)
 model = network()
-model[4].p = 0.0  # a checkpoint has no state of the random numbers for dropout
+model[4].p = 0.0  # checkpoints do not contain the generator state that dropout needs
 optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=5e-5)
 optimizer = hvd.DistributedOptimizer(
     optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=PASSES, op=hvd.Average

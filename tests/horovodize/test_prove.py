@@ -88,7 +88,7 @@ def stub(rank, size):
 
 
 def train(library, rank, until, change, every):
-    """Train two models; the second one's optimizer takes only every ``every``-th step."""
+    """Train two models; the second model's optimizer steps only once in ``every`` steps."""
     torch.manual_seed(3)
     models = nn.Linear(4, 3), nn.Linear(3, 2)
     for model in models[::-1]:
@@ -157,7 +157,7 @@ def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
 
 
 def test_optimizers_that_the_script_drops_are_not_kept(tmp_path):
-    """Horovod fails if an earlier optimizer of the same parameters still exists, as in a loop that wraps in each epoch."""
+    """Horovod fails if an earlier optimizer of the same parameters still exists, as in a loop that wraps one per epoch."""
     watch, library, model = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS), stub(0, 1), nn.Linear(2, 1)
     watch.patch(library)
     dropped = []
@@ -195,7 +195,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
 
 
 def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
-    """A frozen layer that the script broadcasts may fill half of a GPU; the memory of a run is the script's own."""
+    """A broadcast frozen layer can fill half of a GPU. The recorded memory must be that of the script alone."""
     sizes, order, double = [], [], torch.Tensor.double
     monkeypatch.setattr(recorder, "PART", 8)
     monkeypatch.setattr(recorder, "SAMPLES", 4)
@@ -353,7 +353,7 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
     verdict = verdict_of(Evidence([one, one], [other, other]), [])
     assert verdict.status == 1
     assert verdict.line.startswith(f"differs at the end, after step {STEPS}, in 'average' by 1e-03 relative on rank 1: ")
-    # Runs that end at other steps, and records without these tensors, are compared by the weights after each step.
+    # Runs that end at different steps, and records without these tensors, are compared by the weights after each step.
     assert first_difference(simulated(steps=2, until=2), other) is None
     for rank in other.ranks:
         rank.state = []
@@ -463,7 +463,7 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
 
 
 def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simulated):
-    """The difference in step 3 of an optimizer that takes every second step comes after that in step 5 of the other one."""
+    """Optimizer 1 steps in every second step of the script, so its step 3 comes after step 5 of optimizer 0."""
 
     def explained(rank, step, models, optimizers):
         if step == 5:
@@ -597,7 +597,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """At every recorded step, and with Horovod's defects if these change the options."""
+    """Options are compared at every recorded step, and with Horovod's defects if these change the options."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):
@@ -725,7 +725,7 @@ def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
 
 
 def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
-    """Another file wraps the optimizer that is stepped; a line that runs only without Horovod is no cause."""
+    """One file wraps the optimizer and another steps it; a line that runs only in a world of one rank is no cause."""
     step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
     files = {
         "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other, lib.sum\n"
@@ -964,7 +964,7 @@ def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
     ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
 def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys):
-    """A second signal does not stop the removal of what the runs leave."""
+    """A second signal does not stop the removal of what the runs leave behind."""
     ended = []
     before = signal.getsignal(signal.SIGTERM)  # coverage has a handler
 
@@ -1024,7 +1024,7 @@ CHANGES = {
 
 
 def slowly(changed_step, act):
-    """Return a change before a step, in a training that does not diverge in 50 steps."""
+    """Return a change before one step, and train slowly, so that 50 steps do not diverge."""
 
     def change(rank, step, models, optimizers):
         if step == 1:
@@ -1037,7 +1037,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """Changes of the runs of a script: names of CHANGES."""
+    """The change in each run of a script: a key of CHANGES, or "fails"."""
 
     horovod: str = ""
     compat: str = ""
@@ -1179,7 +1179,7 @@ def test_the_run_without_defects_shows_how_far_they_change_the_weights(collected
     assert "the weights differ from step 30 on, and by " in without
     assert without.endswith(" relative after step 37")
     for run in (evidence.horovod[0], evidence.dualtrain[0]):
-        # The speeds of a round are those of the steps that both runs took: from step 8 on, without the first fifth.
+        # The speeds of a round are those of the steps that both runs took: without the first fifth, so from step 8 on.
         run.ranks[0].seconds = [(number, 0.1 if step < 37 else 9.0) for step in range(50) for number in (0, 1)]
     evidence.dualtrain[0].ranks[0].seconds = [(number, 0.05) for number in (0, 1)] * 37
     del evidence.horovod[1:]

@@ -11,7 +11,7 @@ from tests.conftest import Spmd
 def fresh(real: Spmd) -> Spmd:
     """The world ``real``, with Horovod restarted.
 
-    Other tests may leave process sets, or counters that differ between ranks, so that unnamed calls would hang.
+    Other tests can leave behind process sets, or counters that differ between ranks. Unnamed calls would then hang.
     """
     if real.name == "horovod":
         real.leave()

@@ -30,7 +30,9 @@ def test_every_function_is_defined_by_its_name():
     assert {"broadcast_async_", "grouped_allgather", "join", "rank"} <= set(found)
     for name, value in found.items():
         assert name in DEFINED, f"no 'def {name}' in {FOLDER}"
-        assert inspect.getsource(value).startswith(f"def {name}("), f"{name} is another function under that name"
+        assert inspect.getsource(value).startswith(f"def {name}("), (
+            f"{name} is an alias of a function with a different name"
+        )
 
 
 @pytest.mark.parametrize("name", [*FAMILY, *(f"grouped_{name}" for name in FAMILY)])

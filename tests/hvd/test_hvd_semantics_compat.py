@@ -84,7 +84,7 @@ def unfrozen(hvd):
 
 
 def added(hvd):
-    """Add a parameter group after wrapping. It gets the momentum and weight decay of torch.optim.SGD's defaults (0)."""
+    """Add a parameter group after wrapping. On Horovod, it gets SGD's default momentum and weight decay (0)."""
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
@@ -203,7 +203,7 @@ def equal(one, other):
     return all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, other, strict=True))
 
 
-#: Adagrad's constructor makes its state; RMSprop and Adadelta count steps, but do not use the number.
+#: Adagrad's constructor makes its state; RMSprop and Adadelta count steps, but do not use the count.
 HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum": 0.9}), ("Adadelta", {})]
 
 

@@ -87,7 +87,7 @@ def afterwards(backend):
         else:
             assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
             hvd.join()
-        # The divisor counts all ranks, or those that have not joined.
+        # The divisor counts all ranks, or only those that have not joined.
         for divide_by, divisor in [("initial", size), ("active", size - 1)]:
             if me == 0:
                 hvd.join(divide_by=divide_by)

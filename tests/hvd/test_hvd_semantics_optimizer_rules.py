@@ -80,7 +80,7 @@ def rules(backend):
         assert len(caught) == 1
         assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
         optimizer.zero_grad()
-        # Fewer backward passes than backward_passes_per_step, then another value of backward_passes_per_step.
+        # Fewer backward passes than backward_passes_per_step, then a different value of it.
         q, accumulating = wrapped(hvd, name="q", backward_passes_per_step=3)
         (q.sum() * (me + 1)).backward()
         accumulating.step()
@@ -139,7 +139,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # Horovod may reduce a gradient in place once all ranks have computed it: rank 0 steps before
+            hvd.barrier()  # Horovod can reduce a gradient in place once all ranks have computed it, so rank 0 steps first
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -345,7 +345,7 @@ def only_ours(backend):
         assert "momentum_buffer" in next(iter(late.state.values()))
         late.zero_grad()
         optimizer.load_state_dict(state)
-        # Loading a state discards a failed step.
+        # Loading a state discards an unfinished step.
         p.sum().backward()
         optimizer.load_state_dict(state)
         optimizer.zero_grad()
@@ -413,7 +413,7 @@ def test_the_rules_hold_in_a_world_of_one_rank():
 
 
 def changes_in_a_hook(backend):
-    """A hook that is registered after the optimizer changes the gradients of every step before they are sent."""
+    """Register hooks after the optimizer is made; they change the gradients of every step before these are sent."""
     with library(backend) as hvd:
         params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
         named = [(str(number), p) for number, p in enumerate(params)]
@@ -456,5 +456,5 @@ def groups_and_closures(backend):
 
 @PAIR
 def test_predivide_in_groups_and_the_loss_of_a_closure(real):
-    """Differences."""
+    """Both results differ between the libraries."""
     real(groups_and_closures)

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#transport-of-gradients: shared memory has the bits of Gloo with two ranks."""
+"""dualtrain/hvd/README.md#transport-of-gradients: with two ranks, shared memory gives the same bits as Gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = {
 
 
 def wrapped(hvd, name, dtypes=(torch.float32,), **options):
-    """Return parameters of zeros, with more than 16 KiB and with 3 elements, and their optimizer."""
+    """Return parameters of zeros and their optimizer. Each dtype has one parameter above 16 KiB and one of 3 elements."""
     params = [nn.Parameter(torch.zeros(count, dtype=dtype)) for dtype in dtypes for count in (9000, 3)]
     named = [(f"{name}.{i}", p) for i, p in enumerate(params)]
     return params, hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named, **options)
@@ -96,7 +96,7 @@ def test_shared_memory_adds_in_rank_order(real):
 def away(backend, folder):
     """Keep rank 0 from calling ``hvd`` after its backward, until rank 1 has stepped.
 
-    After the first step, rank 1 may ask only once per step that rank 0 advances its operations, of which there are 12.
+    After the first step, rank 1 may ask rank 0 only once per step to advance the operations, of which there are 12.
     """
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]
@@ -133,7 +133,7 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 def crossed(backend):
     """Let each rank wait for gradients to which the other rank has not added its part yet.
 
-    A rank adds its part when it sends its gradients, unless the other rank has not sent its own yet.
+    When a rank sends its gradients, it adds its part only if the other rank has already sent its gradients.
     """
     with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", math.inf):
         pairs = [wrapped(hvd, f"crossed.{i}") for i in range(2)]
@@ -162,10 +162,10 @@ def test_every_wait_advances_the_gradients_of_all_optimizers(real):
 
 
 def grown(backend, way):
-    """Unfreeze a parameter before the third step's backward, and add others after the first and the fourth one's.
+    """Unfreeze a parameter before the third step's backward, and add parameters after that of the first and the fourth.
 
-    The first parameter's gradient, of 64 KiB or more, lies in its bucket. Rank 1 has no gradient of it in the fourth step,
-    so only rank 0 has sent it when the parameter is added.
+    The first parameter's gradient, of 64 KiB or more, lies in its bucket. In the fourth step, rank 1 does not compute
+    this gradient, so only rank 0 has sent it when the new parameter is added.
     """
     transport = "" if way == "calls" else way
     with library(backend, DUALTRAIN_TRANSPORT=transport, HOROVOD_FUSION_THRESHOLD="0") as hvd:
@@ -206,7 +206,7 @@ def refused(backend):
 
 
 def different(backend):
-    """Choose another transport on each rank."""
+    """Choose a different transport on each rank."""
     with library(backend, DUALTRAIN_TRANSPORT=("native", "shm")[backend.rank]) as hvd:
         params, optimizer = wrapped(hvd, "different")
         torch.autograd.backward(params, [torch.ones_like(p) for p in params])

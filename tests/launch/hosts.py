@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
 #: Cores for the hosts, one each, because sums depend on the number of threads, and a rank has as many threads as cores.
-#: Each core is listed twice, because the machine may have only one.
+#: Each core is listed twice, in case the machine has only one core.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.

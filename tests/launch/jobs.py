@@ -39,7 +39,7 @@ def run(command: list[str], timeout: float = 240, env: dict[str, str] = ENV) -> 
 
 
 def by(*launcher: str) -> Callable[[Path, Path], subprocess.CompletedProcess[str]]:
-    """Return a function that runs a script with a folder as its argument under ``launcher``."""
+    """Return a function ``start(script, folder)``, which runs the script under ``launcher`` with the folder as argument."""
     return lambda script, folder: run([*launcher, str(script), str(folder)])
 
 

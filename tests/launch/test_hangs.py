@@ -1,4 +1,4 @@
-"""Calls in which Horovod hangs or crashes. tests/hvd/ shows that they succeed or are refused with dualtrain.hvd."""
+"""Calls in which Horovod hangs or crashes. With dualtrain.hvd they succeed or are refused, as tests/hvd/ shows."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Job:
         self.cluster = cluster
         names = ",".join(host.name for host in cluster.hosts)
         given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
-        # horovodrun caches facts about hosts by name below HOME for an hour.
+        # horovodrun keeps a cache in HOME for an hour, with facts about each host name.
         env = {**os.environ, "PYTHONPATH": NO_COMPILER_PATH, "HOME": str(folder), **given}
         command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
         self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
@@ -95,7 +95,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 
 def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
-    """Run the same job on one host, and return its folder. The native transport adds in the same order as two hosts."""
+    """Run the same job on one host, and return its folder. The native transport adds in the order of two hosts."""
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)], env=QUICK)
@@ -178,7 +178,7 @@ def test_mpi_between_hosts_gives_nearly_the_same_losses(launcher, backend, clust
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     assert job.statuses(400.0) == [0], job.output()
     assert (summary(folder)["transport"], summary(folder)["world_size"]) == ("mpi", 2)
-    assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in another order
+    assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in a different order
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Every launcher with every backend: each launcher starts two ranks, which train on one backend, then on the other.
+"""Every launcher (two ranks) and plain python (one rank): the ranks train on one backend, then on the other.
 
-The default test command runs this file and no other launch. tests/launch/test_modes.py has other modes of these launchers.
+The default test command runs only these launches. tests/launch/test_modes.py has other modes of these launchers.
 """
 
 from __future__ import annotations
