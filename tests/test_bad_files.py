@@ -148,7 +148,7 @@ def load_script_of(folder: Path) -> None:
 
 
 def refuse_none(step: int | None) -> None:
-    """Raise a UserError for readers that return ``None`` for a bad file. Its message names the files of these readers."""
+    """Raise a UserError if a reader has returned ``None``, as some do for a bad file. The message names their files."""
     if step is None:
         raise UserError("step-00000001 or model cannot be read")
 
@@ -235,8 +235,8 @@ class HangsError(Exception):
 def read_each(requests: Connection) -> None:
     """Read the folders that another process sends, as (reader's name, folder, limit).
 
-    Answer each with two values: the text of the UserError (``None`` without one), and the traceback of any other error
-    ("" without one).
+    Answer each request with two values: the text of the UserError (``None`` if there is none), and the traceback of any
+    other error ("" if there is none).
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
@@ -315,7 +315,7 @@ def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str
 
 
 def asleep_in(pid: int) -> str:
-    """Return a value that differs for each sleep of a process; empty while it runs or is runnable."""
+    """Return a value that differs for each interruptible sleep of a process; "" in any other state."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -48,7 +48,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def measured(setup=KEPT, **env):
-    """Return the page faults, and the growth in MB."""
+    """Return the page faults, and the growth of resident memory in MB."""
     others = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     command = [sys.executable, "-c", STEPS.format(setup=setup)]
@@ -98,7 +98,7 @@ def test_the_users_own_choice_of_huge_pages_is_kept():
 
 
 def test_torch_aligns_large_tensors_to_pages_for_huge_pages():
-    # A new interpreter, because torch reads the variable once. Otherwise malloc's header is first in a large block's page.
+    # A new interpreter, because torch reads the variable once. Without it, malloc's header comes first in a block's page.
     imports = "from dualtrain.heap import use_huge_pages; use_huge_pages(); import torch"
     program = f"{imports}; print(torch.empty(9 << 20).data_ptr() % 4096)"
     env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}

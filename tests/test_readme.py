@@ -25,7 +25,7 @@ EXAMPLES = {
     for number, text in enumerate(re.findall(r"```python\n(.*?)```", content, re.DOTALL))
 }
 PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
-#: The commands by the names that follow ``dualtrain``; ``dualtrain.main`` is the module of ``train``.
+#: The command for each word that follows ``dualtrain`` on a page; ``dualtrain.main`` is the module of ``train``.
 NAMES = {"main": "train"} | {
     name: name for name in ("train", "compare", "report", "predict", "doctor", "bench", "drill", "horovodize")
 }

@@ -8,8 +8,8 @@
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    folder of the environments and logs (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it
-#                  is not set). The script leaves no other files. The folder may be deleted at any time
+# --into FOLDER    folder of the environments and logs (default: versions/ in DUALTRAIN_CACHE, or in ~/.cache/dualtrain if that
+#                  variable is not set). The script leaves no other files. The folder can be deleted between runs
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
 # The tests run on a copy of this tree. Exit status: 0 if all versions passed; 1 if one failed; 2 for an error that the user can
@@ -231,8 +231,8 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
   say "torch $1: done in $((SECONDS - began)) s"
 }
 
-# Bash reads a script while it runs, and this file may change meanwhile. So all code is in functions, and main is called on the
-# same line as exit.
+# Bash reads a script while the script runs, and this file may change meanwhile. So all code is in functions, and main is called
+# on the same line as exit.
 main() {
   local tag version wanted
   read_arguments "$@"

@@ -1,7 +1,7 @@
 """Program that starts many processes at once, which all try to lock one folder: ``starts.py FOLDER``.
 
-A program of its own, because forks of a process that has imported torch take long. Prints for each round, as a line of
-JSON, what the processes reply, and the newest generation.
+A separate program, because forks of a process that has imported torch take long. For each round, it prints a line of
+JSON: the replies of the processes, and the newest generation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start_all(folder: Path) -> list[str]:
     processes = {fork(folder, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
     os.close(started)
     os.close(reply)
-    os.close(start)  # all processes now read the end of the pipe, and take the lock
+    os.close(start)  # each process now reads end-of-file, and tries to take the lock
     try:
         return answers(replies)
     finally:
@@ -50,7 +50,7 @@ def start_all(folder: Path) -> list[str]:
 
 
 def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
-    """Start a process that waits for the end of ``started``, locks the folder, replies, and runs until it is killed."""
+    """Start a process that reads ``started`` to its end, tries to lock the folder, replies, and runs until it is killed."""
     process = os.fork()
     if process:
         return process

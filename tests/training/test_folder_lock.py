@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder in this process, through another open file."""
+    """Lock the folder in this process, through a separate open file."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:

@@ -16,7 +16,7 @@ def batch(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_step(backend, loss, parts):
-    """Return the weights after a step, its loss and accuracy, and those of an evaluation before it."""
+    """Return the weights after a step, the metrics of the step, and the metrics of an evaluation before the step."""
     model = nn.Linear(7, 6)
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 42).view(6, 7).sin())

@@ -140,7 +140,7 @@ def test_durations_have_two_units(seconds, text):
 
 
 class Writes(io.TextIOWrapper):
-    """File that records each write separately, as a launcher receives it with PYTHONUNBUFFERED."""
+    """File that records each write separately, as a launcher receives the writes if PYTHONUNBUFFERED is set."""
 
     def __init__(self):
         self.parts = []

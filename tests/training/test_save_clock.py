@@ -46,7 +46,7 @@ def test_a_save_is_due_after_the_seconds_and_costs_are_added_up(monkeypatch):
 
 
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
-    """Train with clocks that are always or never due: ``due`` has a value for rank 0 and one for all other ranks."""
+    """Train; on a rank, a save is always or never due. ``due`` has a value for rank 0 and one for all other ranks."""
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveClock, "due", due[min(backend.rank, 1)])

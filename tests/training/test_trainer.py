@@ -240,7 +240,7 @@ def test_a_loss_of_torch_has_the_same_value_as_in_torch(loss, shape):
 
 
 class Margin:
-    """An objective of a user's class, which returns the mean over the counted samples, and the sums."""
+    """An objective of a user's class: it returns the mean loss over the counted samples, and the four sums of a batch."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = targets != 0
@@ -528,7 +528,7 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Program that compiles without generating code, because that takes seconds. tests/launch/test_compile.py generates code.
+# Program that compiles without code generation, which takes seconds; tests/launch/test_compile.py generates code.
 COMPILED = """
 import sys
 from pathlib import Path

@@ -142,7 +142,7 @@ class Counting(nn.Module):
 
 
 def buffers_after(backend, folder):
-    """Take two steps and save the state; return the buffers of another model that all ranks resume from the file."""
+    """Take two steps and save the state; resume a second model from the file on all ranks, and return its buffers."""
     model = Counting()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
     inputs, targets = batch()
@@ -165,7 +165,7 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
     with connect("local") as backend:
         model = Counting()
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
-        trainer.resume(tmp_path / "state")  # on one rank: the mean of the ranks, and rank 0's other buffers
+        trainer.resume(tmp_path / "state")  # one rank gets the mean over the ranks, and rank 0's other buffers
         assert model.mean.item() == sum(counts) / len(counts)
         assert (model.count.item(), model.kept.item(), model.phase.item()) == (2, 2, 2)
         assert model.grows.tolist() == [True, True]
@@ -297,7 +297,7 @@ def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
 
 
 def uneven_norms(backend, first):
-    """Train with SyncBatchNorm: the last rank has one batch fewer than the others, or with ``first`` none at all."""
+    """Train with SyncBatchNorm: the last rank has no batch if ``first``, else one batch; the others have one more."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
@@ -332,7 +332,7 @@ class Frozen(nn.Sequential):
 
 
 def test_a_models_own_train_method_decides_which_modules_train():
-    # Its train() was not called yet, so all modules are in training mode.
+    # The model's train() has not been called yet, so all modules are in training mode.
     model = Frozen(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     frozen = model[1].running_mean.clone()
     with connect("local") as backend:

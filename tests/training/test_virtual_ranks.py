@@ -19,9 +19,9 @@ from tests.threads import run_threads
 from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
 
 ALL = tuple(CASES)
-#: The cases in Horovod's worlds, where an operation takes ten times as long. The cases differ in the models, in the random
-#: numbers and in the dtypes, which are the same in every world; the sums of the shards are tested on Horovod by
-#: tests/backends/test_sum_order.py too. "transformer" has the most buckets; in a world of 4, a rank of it has no shard.
+#: The few cases that run in Horovod's worlds (by size), where an operation takes ten times as long. Cases differ in their
+#: models, random numbers and dtypes, but these do not depend on the world. tests/backends/test_sum_order.py also tests the
+#: sums of the shards on Horovod. "transformer" has the most buckets, and 3 shards: in a world of 4, one rank has none.
 ON_HOROVOD = {2: ("convnet", "drawing"), 3: ("branches", "bf16"), 4: ("transformer",)}
 
 

@@ -171,7 +171,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def passes(shard: Any, accumulate: int) -> Any:
-    """Split a shard into ``accumulate`` passes, fewer if it has fewer samples."""
+    """Split a shard into ``accumulate`` passes, or into fewer if the shard has fewer samples."""
     if shard is None:
         return None
     count = min(accumulate, len(shard[1]))
