@@ -5,7 +5,8 @@ its activations and gradients again, with a page fault and zeroing for each page
 with many ranks.
 
 Blocks of 32 MB or more are still mapped one by one, as by default. If they were in the heap, glibc before 2.38 would reuse
-them badly: in a measurement, the heap grew to eight times the memory in use. Huge pages make their page faults few.
+them badly: in a measurement, the heap grew to eight times the memory in use. With huge pages, such blocks cause few
+page faults.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class GradientReducer:
     """Reducer that averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
-        named_parameters: (name, parameter) pairs, the same on every rank. Some may be frozen; these are reduced from the
-            step on in which they are unfrozen.
+        named_parameters: (name, parameter) pairs, the same on every rank. A frozen one is reduced from the step on
+            in which it is unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, as in Horovod: weight decay
             and momentum still apply), or ``None`` (``"none"``, as in DDP). A parameter that only some ranks used always

@@ -1,4 +1,4 @@
-"""Order of the buckets: every rank sends them in the order of the layout, whichever is complete first.
+"""Order of the buckets: every rank sends them in the order of the layout, even if a later bucket is complete first.
 
 Bucket k is sent when it is complete and the k buckets before it were sent. Buckets that never become complete, because
 backward did not reach one of their parameters, are sent at the end of backward.

@@ -17,7 +17,7 @@ LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucke
 
 
 class SlotBucket(Protocol):
-    """The part of a bucket that its slots, and the users of slots, need."""
+    """Interface of a bucket: what its slots, and the users of slots, need."""
 
     pending: int
     work: Work[None] | None
@@ -78,7 +78,7 @@ class Slot:
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
 
     def move_kept(self) -> None:
-        """If the program still holds an earlier gradient, give it memory of its own before ``view`` is overwritten.
+        """Copy an earlier gradient that the program still holds to new memory, before ``view`` is overwritten.
 
         The program then sees the earlier values, as in torch. This does not help views of the earlier gradient
         (``param.grad.view(-1)``) and, in some versions of torch, references that only C++ holds (``other.grad = p.grad``).

@@ -73,7 +73,7 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events between the last backward pass or step and event ``number``, or else all earlier events.
+    """Return the events between event ``number`` and the last backward pass or step before it, else all earlier events.
 
     With ``strictly``, return the events since the last backward pass, including steps; None if there is no such pass. Leave
     out events that are in another branch of an ``if`` than event ``number``.

@@ -36,7 +36,7 @@ class Guards:
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
     def _assigned_ranks(self) -> dict[str, str]:
-        """Return the variables that hold a rank, with its kind, except for variables that hold several kinds."""
+        """Return a map from each variable that holds one kind of rank to this kind."""
         kinds: dict[str, set[str]] = {}
         for target, value, _ in self.source.assignments:
             if name := self.rank(value):
@@ -68,7 +68,7 @@ class Guards:
         return self.signature(test) is not None
 
     def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
-        """Return whether ``node`` runs on the same ranks as ``other``, by the same condition around both."""
+        """Return whether ``node`` runs on the same ranks as ``other``, because the same condition is around both."""
         mine, others = list(self._conditions(node)), list(self._conditions(other))
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 

@@ -3,7 +3,7 @@
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
 Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, then ends the script on all
-ranks. Rank R writes FOLDER/rank-R.jsonl. The file has no code, only names, numbers, and the norm, hash and a few values
+ranks. Rank R writes FOLDER/rank-R.jsonl. The record has no code, only names, numbers, and the norm, hash and a few values
 of each weight. To compare, run where dualtrain is installed: dualtrain horovodize --prove --against FOLDER SCRIPT ...
 
 This file is a complete program: copy it to the cluster that has Horovod. It needs only Python 3.8, torch 1.13 and Horovod,
@@ -221,9 +221,10 @@ class Recorder:
         self.record.write("weights", optimizer=number, step=step, tensors=tensors, options=options)
 
     def _write_state(self) -> None:
-        """Write the weights again, which the script may have changed after the last step, and the other broadcast tensors.
+        """Write the weights again, and the other broadcast tensors.
 
-        The other tensors are the model's buffers, and weights of optimizers that are not recorded.
+        The script may have changed the weights after the last step. The other tensors are the model's buffers, and weights
+        of optimizers that are not recorded.
         """
         found = []
         for number, params in self._latest.items():

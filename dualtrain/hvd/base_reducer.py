@@ -239,7 +239,7 @@ class HorovodReducer(ABC):
             self.name = f"gradients.{self.channel_name}"
 
     def leave_world(self) -> None:
-        """Get another channel name before the next exchange."""
+        """Get a different channel name before the next exchange."""
         self._generation = -1
 
     # -- during backward --------------------------------------------------------------------------------------------

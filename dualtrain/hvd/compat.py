@@ -77,7 +77,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values are certainly equal. Objects of unknown classes are so only if they are identical."""
+    """Return whether two values are certainly equal. Objects of unknown classes count as equal only if identical."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

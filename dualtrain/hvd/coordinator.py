@@ -75,7 +75,8 @@ class Coordinator:
         self._joined: dict[int, Message] = {}
         #: Channel → index of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
-        #: Waits for gradients, which are not matched here: operation → waiting rank → (time of the rank's report, report).
+        #: Waits for gradients (this class does not match their exchanges):
+        #: operation → waiting rank → (time of the rank's report, report).
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()

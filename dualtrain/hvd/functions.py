@@ -22,7 +22,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     """Copy the root's values to every rank, in place. Collective; blocks.
 
     Args:
-        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. Other values beside tensors are
+        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. Values other than tensors are
             ignored.
         root_rank: the rank whose values are copied.
 

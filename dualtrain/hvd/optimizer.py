@@ -255,7 +255,7 @@ class _Optimizer(NativeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if compat.enabled():
-            # On Horovod the group gets the class's defaults, on ranks that reduce nothing too.
+            # On Horovod the group gets the class's defaults, even on ranks that reduce nothing.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
             self.optimizer.add_param_group(param_group)

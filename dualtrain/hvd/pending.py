@@ -12,7 +12,7 @@ import torch
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 
-#: Seconds between two calls of ``progress`` in a wait: if operations in shared memory are unfinished, and if none is.
+#: Seconds between two calls of ``progress`` in a wait: with unfinished operations in shared memory, and without.
 SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
 
 

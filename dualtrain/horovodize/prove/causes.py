@@ -85,7 +85,7 @@ def _imports(source: Source, path: Path, folder: Path) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             names = [Path(folder, *alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # A module in a package imports relative to its folder: one dot is this folder, two are the one above.
+            # A module in a package imports relative to its folder: one dot is this folder, two dots are its parent.
             above = [path, *path.parents][min(node.level, len(path.parents))] if node.level else folder
             module = Path(above, *(node.module or "").split("."))
             names = [module, *(module / alias.name for alias in node.names)]

@@ -89,7 +89,7 @@ class _Runs:
             evidence.compat = None  # the reproduced defects change nothing here, or this version of Horovod lacks them
 
     def _plain_steps(self, compat: RunRecord) -> int:
-        """Return the number of steps of the run without defects: as many as the following runs leave."""
+        """Return the number of steps of the run without defects: all that are left, except those kept for later runs."""
         steps = self.evidence.horovod[0].steps
         if agrees(self.evidence):
             reserve = plan.speed_reserve(steps, self.rounds, len(self.sides))

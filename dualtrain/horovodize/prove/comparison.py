@@ -80,7 +80,7 @@ def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
 def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
     """Return (rank, a tensor that only ``one`` has at its end, one that only ``other`` has); ``None`` if all are the same.
 
-    If there are such tensors, the ends are not compared. A run's name is empty if the other run has all its tensors.
+    If there are such tensors, the ends are not compared. A run's tensor is "" if the other run has all its tensors.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):
@@ -215,7 +215,7 @@ def _relative(tensors: Iterable[tuple[int, Summary, Summary]]) -> float:
 
 
 def _apart(numel: int, one: Summary, other: Summary) -> float:
-    """Return the norm of the difference of two tensors, estimated from sampled values, and at least that of their norms."""
+    """Return the norm of the difference of two tensors, estimated from samples, but at least their norms' difference."""
     if not (math.isfinite(one.norm) and math.isfinite(other.norm)):
         return math.inf
     by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])

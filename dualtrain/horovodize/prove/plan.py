@@ -63,9 +63,10 @@ def repeat_reserve(at: list[int], left: int) -> int:
 
 
 def plain_steps(at: list[int], first_defect: int, left: int) -> int:
-    """Return the steps of the run without Horovod's defects, which shows how far these change the weights.
+    """Return the steps of the run without Horovod's defects.
 
-    It ends after a step of ``at``, and not before the first step in which a defect was reproduced (``first_defect``).
+    This run shows how far the defects change the weights. It ends after a step of ``at``, and not before the first step in
+    which a defect was reproduced (``first_defect``).
     """
     after_defect = next((mark for mark in at if mark > first_defect), at[-1])
     return max(after_defect, _last(at, left), next((mark for mark in at if mark >= SHORTEST), at[-1]))

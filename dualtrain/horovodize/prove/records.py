@@ -198,7 +198,7 @@ class RunRecord:
 
     @property
     def first_defect(self) -> int:
-        """The step after which a reproduced defect was first found on any rank; the last step if that is not known."""
+        """The step after which a reproduced defect was first found on any rank (else the last step); 0 if none was."""
         return min((rank.end.first_defect or rank.steps for rank in self.ranks if rank.end and rank.end.defects), default=0)
 
 
