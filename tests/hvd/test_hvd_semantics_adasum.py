@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from dualtrain.hvd.arithmetic import adasum
 from tests.hvd.worlds import THEIRS, check, library, same, worlds
 
 
@@ -110,6 +109,9 @@ def test_horovod_has_no_adasum_over_gloo(real):
 
 
 def test_adasum_does_not_depend_on_the_number_of_torchs_threads():
+    # Not at the top: tests/launch/test_adasum.py imports this file under mpirun, where dualtrain.hvd is Horovod itself.
+    from dualtrain.hvd.arithmetic import adasum
+
     generator = torch.Generator().manual_seed(0)
     first, noise = (torch.randn(200_001, generator=generator, dtype=torch.float64) for _ in range(2))
     tensors = [first, first + noise, first - 2 * noise, 3 * first + noise]
