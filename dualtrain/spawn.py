@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank does not end with its parent before this file is imported.
+# Don't import torch: the parent does not need it, and a rank does not end with its parent until it has imported this file.
 
 Body = Callable[[list[str]], int]
 
@@ -53,8 +53,8 @@ log = logging.getLogger("dualtrain")
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until the processes have exited: without a limit while all run, but for at most a few seconds after one has failed, or
-    after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
+    Blocks until the processes have exited: without a limit while all run, but at most a few seconds after one has failed,
+    or after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
     program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
     rank imports the program again.
 
