@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank that still imports this file does not end with its parent yet.
+# Don't import torch: the parent does not need it, and a rank does not end with its parent until it has imported this file.
 
 Body = Callable[[list[str]], int]
 
@@ -53,14 +53,14 @@ log = logging.getLogger("dualtrain")
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until they have exited: without a limit while all run, but for at most a few seconds after one has failed, or
-    after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
+    Blocks until the processes have exited: without a limit while all run, but at most a few seconds after one has failed,
+    or after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
     program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
     rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` for status 2 after an
-            error that a restart may not repeat, as with a full disk.
+            error that a restart might not repeat, as with a full disk.
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
@@ -70,7 +70,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
-        143 or 130 if this process received SIGTERM or SIGINT before.
+        143 or 130 if this process received SIGTERM or SIGINT before that.
 
     Raises:
         UserError: ``nproc`` is too large for this host's cores, or the system refuses to start so many processes.
@@ -136,7 +136,7 @@ class _Job:
         self._status: int | None = None  # the job's exit status, once a rank has failed
         self._save = save  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
-        self._unsent = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks, in order, that were not sent yet
+        self._unsent = [signal.SIGTERM, signal.SIGKILL]  # signals not sent yet that end the ranks, in order
         self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:

@@ -70,7 +70,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a ``state_dict()``, and keep the dtypes in it and the objects in ``optimizer.param_groups``.
 
-    ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so that the float32 moments of bfloat16
+    ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
     parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler that belongs to another
     optimizer with the same groups would then set learning rates in the old dicts, without an effect.
     """

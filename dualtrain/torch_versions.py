@@ -1,7 +1,7 @@
 """Differences between the versions of torch that dualtrain supports (2.5 and newer), in one place.
 
 Each function's docstring ends with the first version of torch that does not need the function ("Not needed from torch 2.8
-on"). Once setup.cfg requires this version or a newer one, a test fails until the function is removed.
+on"). Once setup.cfg requires that version or a newer one, a test fails until the function is removed.
 ``bash tests/versions.sh`` runs the tests with other versions.
 """
 
@@ -37,7 +37,7 @@ def shut_down(nccl: Any) -> None:
 
 
 def grad_dtype(p: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that the gradient of ``p`` must have; None if it may have any.
+    """Return the dtype that the gradient of ``p`` must have; None if any dtype is allowed.
 
     Before 2.10 torch has no attribute ``grad_dtype``, and the gradient must have the dtype of ``p``.
 

@@ -21,7 +21,7 @@ def torchvision() -> Any:
 def with_torchvision_shim(load: Callable[[], T]) -> T:
     """Return ``load()``, which imports torchvision. If operators are missing, declare them and call ``load`` again.
 
-    PyPI's wheel is the CUDA build. With a CPU build of torch, its compiled operators cannot be loaded, and its import ends
+    PyPI's wheel is the CUDA build. With a CPU build of torch, the wheel's operators cannot be loaded, and its import ends
     in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). The import needs only
     the declarations of two operators. With them, models, datasets and transforms work; calling ``ops.nms`` still fails.
     """

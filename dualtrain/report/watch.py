@@ -27,7 +27,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not hmac.compare_digest(self.path.encode(errors="replace"), self.server.path.encode()):
             return self._answer(403)
-        # Compute the version before reading the files: a file that changes meanwhile then gives another version.
+        # Compute the version before reading the files: if a file changes meanwhile, the next request finds a new version.
         version = self.server.version()
         if self.headers.get("If-None-Match") == version:
             return self._answer(304, version=version)

@@ -65,7 +65,7 @@ class Death:
 
     Attributes:
         attempt: the attempt's name.
-        time: when a rank detected the death; if none did, when the last step ended, or the attempt started.
+        time: when a rank detected the death; if no rank did, when the last step ended, or else when the attempt started.
         cause: the recorded cause, else ``UNKNOWN``.
         rank: the rank that failed first, if known.
         requested: whether a signal stopped all ranks.

@@ -1,7 +1,7 @@
 """Checkpoints: plain values and tensors in one safetensors file, whole or absent, verified when read.
 
-The file's header holds the structure as JSON, which refers to the tensors by name, and a SHA-256 over structure and
-tensors. A checkpoint contains no code and nothing that only one backend can use, so a run can resume under either backend.
+The file's header holds a SHA-256 over structure and tensors, and the structure as JSON, which refers to the tensors by
+name. A checkpoint contains no code and nothing that only one backend can use, so a run can resume under either backend.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dualtrain.run_folder.folder_lock import FolderLock
 
 
 class DamagedError(UserError):
-    """A checkpoint is missing, truncated or changed: an older one may be used in its place."""
+    """A checkpoint is missing, truncated or changed: an older one can be used instead."""
 
 
-FORMAT = 3  # of checkpoints that are written
+FORMAT = 3  # the format of new checkpoints
 READABLE = (2, 3)  # format 2 has no virtual ranks
 #: Errors after which a file may still be good.
 _TRANSIENT = {
@@ -140,7 +140,7 @@ def load(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Convert an error in loading a state to a UserError: the state is of another model, optimizer or version."""
+    """Convert an error while a state is loaded to a UserError: the state is of a different model, optimizer or version."""
     try:
         yield
     except (UserError, BackendError):
@@ -255,7 +255,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> A
     """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``.
 
     Raises:
-        TypeError: names the ``place`` of a value of another kind.
+        TypeError: a checkpoint cannot hold a value of this kind; the message names its ``place``.
     """
     if isinstance(value, torch.Tensor):
         name = f"t{len(tensors)}"

@@ -33,7 +33,7 @@ class Writer:
     Args:
         folder: the run's folder.
         kept: how many checkpoints are kept, not counting the best.
-        report: called with the message of a write that failed, from the writing thread.
+        report: called from the writing thread, with the message of a write that failed.
         timeout: seconds that one write may take.
         lock: the folder's lock; once it is superseded, nothing is written there.
     """

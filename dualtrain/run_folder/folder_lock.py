@@ -66,7 +66,7 @@ class FolderLock:
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds.
-            waits: whether to give a running process time to end: ``WAIT_SECONDS``; on another host ``RENEWALS`` renewals.
+            waits: whether to let a running process end (``WAIT_SECONDS``; for another host, ``RENEWALS`` renewals).
 
         Raises:
             UserError: another process uses the folder; the message names that process.

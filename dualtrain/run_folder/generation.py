@@ -32,7 +32,7 @@ class Owner:
         process: its id.
         host: its host's name.
         machine: its host's identity; two hosts may have the same name.
-        since: when it began, by its host's clock; for messages.
+        since: when it locked the folder, by its host's clock; for messages.
         job: its job; empty if unknown.
         run: the job whose run is in the folder.
         renewals: the number of renewals so far; each renewal changes the file.
@@ -158,7 +158,7 @@ def _open_new(path: Path) -> int:
 
 
 def _link(temporary: Path, path: Path, descriptor: int) -> bool:
-    """Link ``temporary`` to ``path``, if that name is free; return whether it was."""
+    """Link ``temporary`` to ``path``, if that name is free; return whether it was free."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -181,7 +181,7 @@ def _rename(temporary: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file if it is free; return whether it was; ``None`` on a file system without locks. Raises OSError."""
+    """Lock an open file if it is free; return whether it was free, or ``None`` without file locks. Raises OSError."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``.progress`` in a run's folder: the last step of the newest attempt, which rank 0 overwrites after every step."""
+"""``.progress`` in a run's folder: a file with the newest attempt's last step. Rank 0 overwrites it after every step."""
 
 from __future__ import annotations
 

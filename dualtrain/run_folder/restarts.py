@@ -23,7 +23,7 @@ from dualtrain.run_folder.attempts import Attempt, Death, Event, append_events, 
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # number of consecutive deaths after the same step that forbids a restart
+DEATHS = 3  # this many consecutive deaths after the same step forbid a restart
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 

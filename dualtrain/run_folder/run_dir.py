@@ -47,7 +47,7 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
     With ``--resume auto``, or in a restart of the job that made the run, the folder determines where to start, so no other
-    process may change the folder meanwhile. Without ``--run-dir``, and if the launcher names the job, the folder's name
+    process may change the folder meanwhile. If there is no ``--run-dir`` and the launcher names the job, the folder's name
     contains the job's name, so that a restart finds the folder. If ``--resume`` is given, or in a restart, wait for the end
     of another process that uses the folder. The waits take at most half of ``timeout`` in total.
 

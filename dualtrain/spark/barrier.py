@@ -64,7 +64,7 @@ def run(
         start_timeout: seconds within which Spark must start all tasks; by default, the value of the environment variable
             HOROVOD_SPARK_START_TIMEOUT, or 600 if that is not set.
         use_mpi, use_gloo, extra_mpi_args, verbose, prefix_output_with_timestamp: ignored.
-        env: more environment variables for the ranks.
+        env: additional environment variables for the ranks.
         stdout, stderr: not supported: the ranks' output is in the logs of Spark's executors.
         nics: network interfaces; only the first one is used.
         executable: the ranks' Python interpreter; by default, that of Spark's workers.
@@ -197,7 +197,7 @@ class _Job:
 
 
 def _failure(text: str) -> RankFailedError | None:
-    """Return the failure of a rank that Spark's error contains, without the lines of Spark's own stack trace."""
+    """Return the rank's failure that the text of Spark's error reports, without the lines of Spark's own stack trace."""
     found = re.search(r"RankFailedError: (rank (\d+) of \d+ [^\n]*)\n?(.*)", text, re.DOTALL)
     if found is None:
         return None

@@ -31,7 +31,7 @@ _EXACT = 1 << 24  # float32 represents all integers up to this one
 
 @dataclass(frozen=True)
 class _Place:
-    """Location of a buffer. A forward pass may assign another tensor to it."""
+    """Location of a buffer. A forward pass can put a different tensor there."""
 
     name: str
     module: nn.Module

@@ -1,4 +1,4 @@
-"""One process on several GPUs: torch's ``nn.DataParallel``, which may compute the loss on each GPU.
+"""One process on several GPUs: torch's ``nn.DataParallel``, optionally with the loss computed on each GPU.
 
 ``nn.DataParallel`` copies a model to every GPU, gives each a part of the batch, and gathers the outputs on one of them.
 A loss outside the model is then computed on that GPU alone, from all outputs. With the loss inside the model
@@ -42,8 +42,8 @@ class WithLoss(nn.Module):
 def replicate(module: _Module, device: torch.device, output_device: int | None = None) -> nn.DataParallel[_Module]:
     """Replicate ``module``, a model or a ``WithLoss``, on all GPUs that this process sees.
 
-    Inputs on ``device`` are split as by ``Tensor.chunk``: into equal parts, except that the last may be smaller. A batch of
-    few samples may not reach all GPUs. Only the first part updates buffers (running statistics of BatchNorm).
+    Inputs on ``device`` are split as by ``Tensor.chunk``: into equal parts, except that the last may be smaller. A small
+    batch can leave some GPUs without samples. Only the first part updates buffers (running statistics of BatchNorm).
 
     Args:
         module: a module with its parameters on ``device``.

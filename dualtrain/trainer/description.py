@@ -70,7 +70,7 @@ def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
 
 
 def of_weights(name: str, value: Any, model: nn.Module) -> dict[str, Text]:
-    """If ``value`` is a module, hash its parameters and buffers that ``model`` does not have."""
+    """If ``value`` is a module, hash those of its parameters and buffers that ``model`` does not have."""
     if not isinstance(value, nn.Module):
         return {}
     others = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -191,7 +191,7 @@ def _kind(value: Any) -> str:
 
 def class_name(named: Any) -> str:
     """Return the full name of a class or function."""
-    # multiprocessing gives the main module another name in the processes that it starts.
+    # multiprocessing gives the main module a different name in the processes that it starts.
     return f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
 
 
