@@ -18,7 +18,7 @@ from torch.nn import functional
 from dualtrain.data.sources import IGNORED
 
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
-#: are among the five likeliest classes, which only evaluations report. An objective that does not count predictions gives
+#: are among the five likeliest classes. Only evaluations report this last sum. An objective that does not count predictions gives
 #: the negative weight in place of the last two sums.
 NAMES = ("loss", "weight", "correct", "top5")
 _TINY = 128  # largest number of targets that are counted in Python
@@ -187,7 +187,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
         return loss
     if loss is functional.cross_entropy:
         loss = nn.CrossEntropyLoss()
-    # A subclass of the user's own may compute another loss (a focal loss, for example).
+    # A user's subclass may compute a different loss (a focal loss, for example).
     if isinstance(loss, nn.CrossEntropyLoss) and type(loss).forward is nn.CrossEntropyLoss.forward:
         return TorchCrossEntropy(loss)
     return Adapted(loss)

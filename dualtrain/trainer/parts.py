@@ -67,7 +67,7 @@ class Parts(Protocol):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            UserError: the state is that of another division.
+            UserError: the state is that of a different division.
         """
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger("dualtrain")
 
 #: Settings that may differ between ranks, and why; all other settings are compared.
 MAY_DIFFER = {
-    "device": "each rank may use another GPU; the kind of device is compared",
+    "device": "each rank may use a different GPU; the kind of device is compared",
     "data_dir": "hosts may have different paths; the data are compared",
     "text_file": "hosts may have different paths; the data are compared",
     "weights": "hosts may have different paths; rank 0's weights are used; whether ranks give the flag is compared",
@@ -73,7 +73,7 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     def read() -> dict[str, Any]:
         given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
-        # With auto, the ranks search the run's folder together, which is collective: all ranks must give auto, or none.
+        # With auto, the ranks search the run's folder together, which is collective: either all ranks give auto, or no rank does.
         if settings["resume"] == AUTO:
             given[SETTINGS["resume"].flag] = AUTO
         same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}
@@ -208,14 +208,14 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
 def _why_not_comparable(
     backend: Backend, title: str, source: Source, first: Mapping[str, str], *, processors_differ: bool
 ) -> str | None:
-    """Return why equal data may have different checksums; ``None`` if they may not. Collective; equal on every rank."""
+    """Return why equal data can have different checksums; ``None`` if they cannot. Collective; equal on every rank."""
     try:
         again = _checksums(title, source)
         repeats = all(again[name] == first[name] for name in again.keys() & first.keys())
     except Exception:  # a dataset that cannot be read twice
         repeats = False
     if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
-        return "the dataset gives another value each time that a sample is read"
+        return "the dataset gives a different value each time that a sample is read"
     # All ranks must make the same decision.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
     return "different processors compute them" if processors_differ and not stored else None

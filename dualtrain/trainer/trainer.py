@@ -61,8 +61,8 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` is below 1, or is given with ``compress``, or with SyncBatchNorm on another number of
-            ranks; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
+        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or differs from the number of ranks of a model with
+            SyncBatchNorm; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
         RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
             weights may differ). Names what differs, and each rank's value.
     """
@@ -89,7 +89,7 @@ class Trainer:
         if isinstance(schedule, ReduceLROnPlateau):
             raise ValueError(
                 "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
-                'its step(values["val_loss"]) on every rank'
+                'the scheduler\'s step(values["val_loss"]) on every rank'
             )
         self._loss = _stateful(loss, model, optimizer)
         warn_of_ddp(model)
@@ -176,7 +176,7 @@ class Trainer:
         step = self._parts.step(self._passes, batches, expected, control_flags)
         if marks != self._loss_marks():
             raise ValueError(
-                "the loss changes its buffers in forward, and each rank has other samples: with virtual_ranks, make them "
+                "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, make them "
                 "buffers of the model"
             )
         if step.totals[1] > 0:
@@ -187,7 +187,7 @@ class Trainer:
         """With virtual ranks, return numbers that change with the buffers of the loss."""
         if self._loss is None or self.virtual_ranks is None:
             return []
-        # Private in torch 2.5 to 2.15: the count of changes of a tensor in place.
+        # ``_version`` counts a tensor's in-place changes. It is private in torch 2.5 to 2.15.
         return [(id(buffer), buffer._version) for buffer in self._loss.buffers()]
 
     def _update(self, factor: float) -> None:

@@ -46,7 +46,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
             raise UserError(f"--{name.replace('_', '-')} {value:g}: {step.optimizer} has none; leave it out")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise UserError("the model has no parameters to train: choose another --model, or leave --freeze-backbone out")
+        raise UserError("the model has no parameters to train: choose another --model, or leave out --freeze-backbone")
     try:
         optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, **options)
     except (TypeError, ValueError, RuntimeError) as error:
