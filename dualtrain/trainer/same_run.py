@@ -73,7 +73,7 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     def read() -> dict[str, Any]:
         given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
-        # With auto, the ranks search the run's folder together, which is collective: either all ranks give auto, or no rank does.
+        # With auto, the ranks search the run's folder together, which is collective: all ranks give auto, or none.
         if settings["resume"] == AUTO:
             given[SETTINGS["resume"].flag] = AUTO
         same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}

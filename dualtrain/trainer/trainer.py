@@ -61,8 +61,8 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or differs from the number of ranks of a model with
-            SyncBatchNorm; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
+        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or differs from the number of ranks of a model
+            with SyncBatchNorm; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
         RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
             weights may differ). Names what differs, and each rank's value.
     """
@@ -176,8 +176,8 @@ class Trainer:
         step = self._parts.step(self._passes, batches, expected, control_flags)
         if marks != self._loss_marks():
             raise ValueError(
-                "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, make them "
-                "buffers of the model"
+                "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, make "
+                "them buffers of the model"
             )
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
