@@ -890,7 +890,9 @@ CASES = [
         "optimizer_state",
         "o = torch.optim.Adam(p, weight_decay=x)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\n"
         "o = hvd.DistributedOptimizer(o)",
-        "o = torch.optim.RMSprop(p, weight_decay=0)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)",
+        "o = torch.optim.RMSprop(p, weight_decay=0)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)\n"
+        "from transformers import AdamW\nx = AdamW(p)\nhvd.broadcast_optimizer_state(x, 0)\n"
+        "x = hvd.DistributedOptimizer(x)",
     ),
     (
         "torchmetrics",

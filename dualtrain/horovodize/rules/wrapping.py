@@ -112,8 +112,10 @@ def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
     same = [(value, source.scope(at)) for text, value, at in source.assignments if text == ast.unparse(optimizer)]
     made = [value for value, scope in same if scope is source.scope(optimizer)] or [value for value, _ in same]
     calls = [value for value in made if isinstance(value, ast.Call) and _unwrapped(source, value) is value]
-    by_default = any(last_name(call.func) in ("AdamW", "ASGD") and keyword(call, "weight_decay") is None for call in calls)
-    return by_default or any(not _is_zero(keyword(call, "weight_decay")) for call in calls)
+    # The AdamW of another library, such as transformers, may have none by default.
+    by_default = (source.name(call.func) for call in calls if keyword(call, "weight_decay") is None)
+    decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD")) for name in by_default)
+    return decays or any(not _is_zero(keyword(call, "weight_decay")) for call in calls)
 
 
 def _is_zero(decay: ast.expr | None) -> bool:
