@@ -764,10 +764,14 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
 
 def average_in_torchs_threads():
     """Average subnormal numbers. Torch's own threads start in this call, and replace them by zero as this thread does."""
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)
-    average = average_(torch.full((200_000,), 4, dtype=torch.int32).view(torch.float32), 2).view(torch.int32)
-    return average.unique().tolist(), torch.get_num_threads()
+    try:
+        average = average_(torch.full((200_000,), 4, dtype=torch.int32).view(torch.float32), 2).view(torch.int32)
+        return average.unique().tolist(), torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)  # later threads of this process begin with the number that was set last
 
 
 def test_torchs_own_threads_keep_subnormal_numbers_too():
