@@ -260,7 +260,5 @@ class HorovodReducer(ABC):
             )
         if slot.passes == self.passes:
             self.ready += 1
-            # ``enter_world`` checks both; avoid a call for every gradient.
-            if self._generation != basics.generation() or self.process_set.process_set_id is None:
-                self.enter_world()
+            self.enter_world()
             self.slot_ready(slot)
