@@ -21,7 +21,7 @@ from dualtrain.functions.payload import dumps, pickled_call
 from dualtrain.launchers import detect_world
 from tests.forked import ROOT, holds
 
-SECONDS = 60.0  # for processes on a busy machine
+SECONDS = 60.0  # longest wait for a process on a busy machine
 
 
 def has_ended(pid: int) -> bool:
@@ -242,7 +242,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         holds(lambda: (tmp_path / "pid").exists())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    # A shell starts background jobs with SIGINT ignored, and this test would inherit that in such a job.
+    # A shell starts background jobs with SIGINT ignored. If pytest is one, this test must not ignore SIGINT too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -256,9 +256,10 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
 
 
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
+    # With PYTHONUNBUFFERED, print() writes a line in two parts, between which the other rank can write.
     source = (
         "import os, time, dualtrain\n"
-        "def f():\n    print(os.getpid(), flush=True)\n    time.sleep(60)\n"
+        "def f():\n    os.write(1, f'{os.getpid()}\\n'.encode())\n    time.sleep(60)\n"
         "dualtrain.run(f, nproc=2)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -21,7 +21,7 @@ from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SECONDS = 120.0  # for a job on a busy machine
+SECONDS = 120.0  # longest wait for a job on a busy machine
 
 # Program that spawns ranks, each of which runs `body`.
 PROGRAM = """
@@ -56,7 +56,7 @@ class Job(Forked):
         assert holds(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
-        """Send a signal; return whether the job ends within 2 s. Repeat the call: two signals may arrive as one."""
+        """Send a signal; return whether the job ends within 2 s. Tests repeat the call: two signals may arrive as one."""
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
 
@@ -98,7 +98,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
-    place = "world = detect_world()\nprint(rank, world.launcher, world.size, world.job, *arguments, flush=True)\nreturn 0"
+    # One write per rank: print() writes in parts, between which the other rank can write.
+    place = "world = detect_world()\nparts = rank, world.launcher, world.size, world.job, *arguments\n"
+    place += "os.write(1, (' '.join(map(str, parts)) + chr(10)).encode())\nreturn 0"
     job = start(place, "--lr", "a b")
     assert job.wait(SECONDS) == 0, job.errors
     [name] = {line.split()[3] for line in job.output.splitlines()}  # each job gets a new name
@@ -278,7 +280,7 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
     ],
 )
 def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplog, statuses, restarts, status):
-    """At each start, the job's only rank exits with the next of ``statuses``; no process is started."""
+    """Simulate a job of one rank, which exits with the next of ``statuses`` at each start."""
     left, arguments = list(statuses), []
     monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 0.01)
 
