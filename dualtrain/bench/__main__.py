@@ -3,14 +3,14 @@
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes. Contenders that are compared with each
 other run shortly after each other.
-This takes about 20 minutes, or 3 with --quick, which measures fewer contenders and workloads; longer if contenders hang in
-the first round. Run nothing else meanwhile.
+This takes about 20 minutes, or 3 with --quick, which measures fewer contenders and workloads. It takes longer if contenders
+hang in the first round. Run nothing else meanwhile.
 The results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
 move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers. The exit status is then 1 if a target is not met, not judged
 (after fewer than 7 rounds) or not measured. Targets of optional contenders that are not installed do not count.
---scale shows instead how costs grow with the number of ranks on this host (about 8 minutes; --ranks 2,4 takes 3).
+--scale shows instead how costs grow with the number of ranks on this host (about 10 minutes; --ranks 2,4 takes 3).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
-from dualtrain.bench.scale_plan import ranks_of
+from dualtrain.bench.scale_plan import layouts_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show, whole
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
 
-_WITHOUT_SCALE = ("quick", "nproc", "launch", "contenders", "jobs", "targets")  # options without a meaning for --scale
+_WITHOUT_SCALE = ("quick", "nproc", "launch", "contenders", "jobs", "targets")  # options that --scale does not use
 LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
 
 
@@ -80,7 +80,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if not all are judged and met"
     )
     parser.add_argument("--scale", action="store_true", help="how costs grow with the number of ranks on this host")
-    parser.add_argument("--ranks", metavar="A,B", help="with --scale: the numbers of ranks (default: 2,4,8,16,32)")
+    parser.add_argument(
+        "--ranks",
+        metavar="A,B",
+        help="with --scale: the numbers of ranks, or NxM for N virtual nodes of M ranks, which needs root (default: "
+        "2,4,8,16,32,2x4,4x4)",
+    )
     parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
     given = parser.parse_args(arguments)
     if given.ranks is not None and not given.scale:
@@ -141,7 +146,7 @@ def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
 
 
 def _fallbacks(spec: LaunchSpec, jobs: Sequence[str]) -> dict[str, str]:
-    """Return the fallbacks that can be started here and have a job to measure."""
+    """Return the fallbacks (see ``measure.Plan``) that can be started here and have a job to measure."""
     missing = _missing(list(FALLBACKS.values()), spec)
     return {
         name: fallback
@@ -202,7 +207,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.scale:
         from dualtrain.bench.scale import run_scale
 
-        return run_scale(ranks_of(given.ranks), _folder(given.out), given.device, given.pairs)
+        return run_scale(layouts_of(given.ranks), _folder(given.out), given.device, given.pairs)
     jobs = _chosen("--jobs", _without_groups(given.jobs), JOBS, QUICK if given.quick else DEFAULT)
     default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)

@@ -12,10 +12,10 @@ from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.report.document import asset, text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
-REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first contender of these that was measured is 1 on the axis
+REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first of these that was measured is 1 on the axis
 LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
 SKIPPED = ("empty",)  # the empty model is not a realistic workload
-TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios, the most important first
+TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios on the axis, the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
 ROW, HEAD, AXIS = 20, 30, 26  # heights of a line, of a workload's heading, and of the axis
 

@@ -1,7 +1,7 @@
 """Start of a contender's ranks by forks of a process that has imported torch and the contenders' libraries.
 
 A new interpreter needs some CPU seconds to import torch. With many ranks on few cores, this would take most of the time of
-``bench --scale``. The processes are forked, and the libraries join their world after that.
+``bench --scale``. So the ranks are forked after the imports. The libraries join their world after the fork.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 from dualtrain.bench import worker
 from dualtrain.bench.plan import Entry
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, rank_environments, reason_in
+from dualtrain.bench.virtual_nodes import Node
 from dualtrain.rendezvous.hosts import variables
 
-#: Modules that all ranks need. multiprocessing ignores those that are not installed. Private in torch 2.5 to 2.15:
-#: optimizers import torch._dynamo in their first step.
+#: Modules that all ranks need. multiprocessing ignores modules that are not installed. torch._dynamo (private in torch 2.5
+#: to 2.15) is one of them, because optimizers import it in their first step.
 _IMPORTED = ("torch._dynamo", "dualtrain.bench.workloads", "dualtrain.state")
 _ENDING_SECONDS = 5.0
 
@@ -34,7 +35,7 @@ def fork_server(modules: tuple[str, ...], threads: int) -> BaseContext:
     context = get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *(f"dualtrain.bench.contenders.{module}" for module in modules)])
     with variables(_quiet(threads)):
-        first = context.Process()  # does nothing, but starts the server, which keeps these variables
+        first = context.Process()  # a process without a task, to start the server with these variables
         first.start()
         first.join()
     return context
@@ -54,9 +55,10 @@ def run_forked(
         arguments.append(f"--launched={time.time()}")
         started: list[Any] = []
         try:
-            for environment in ranks:
-                more = {**_quiet(spec.threads), **environment}
-                started.append(context.Process(target=_run_rank, args=(arguments, more, log.name)))  # type: ignore[attr-defined]
+            for number, environment in enumerate(ranks):
+                node = spec.nodes[number * len(spec.nodes) // spec.ranks] if spec.nodes else None
+                given = (arguments, {**_quiet(spec.threads), **environment}, log.name, node)
+                started.append(context.Process(target=_run_rank, args=given))  # type: ignore[attr-defined]
                 started[-1].start()
             _wait(started, spec.timeout)
         finally:
@@ -72,12 +74,14 @@ def _quiet(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _run_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+def _run_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str, node: Node | None) -> None:
     output = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     sys.stdout = sys.stderr = output
     os.environ.update(environment)
+    if node is not None:
+        node.enter()
     worker.main(arguments)
 
 

@@ -44,7 +44,7 @@ VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of
 SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # other gradient sizes; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job not in ("empty", "layers20", *SHAPES))
-#: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
+#: Bytes of the allreduces. "large" is measured only for the contenders on which a target or the answer depends.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job not in ("tiny", "layers20", *VIRTUAL, *SHAPES))
@@ -130,6 +130,7 @@ ENTRIES = {
     "native": Entry("dualtrain torch, native", OURS, "torch/native", jobs=("sweep",), quick=False),
     AGAIN: Entry("raw DDP tuned, again", "ddp", "tuned"),
     "ddp": Entry("raw DDP", "ddp", "plain", jobs=("stall",), quick=False),
+    "hvd": Entry("a Horovod script on dualtrain.hvd", "dualtrain_hvd", quick=False, steps=("transformer", "layers250")),
     "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep", "large"), "horovod"),
     "ours-gloo": Entry("dualtrain horovod Gloo", OURS, "horovod/native", GLOO, ("sweep",), "horovod", quick=False),
     "hvd-mpi": Entry("raw Horovod MPI", "raw_horovod", "", MPI, ("sweep",), "horovod", quick=False),
@@ -209,6 +210,7 @@ COMPARISONS = (
         },
     ),
     Comparison("native", TUNED, {"*": 1.00}, allow_noise=True),
+    Comparison("hvd", "shm", {"transformer": 0.97, "layers250": 0.97}),
     Comparison("ours-gloo", "hvd-gloo", {"*": 1.00, "small": 1.30}),
     Comparison("ours-mpi", "hvd-mpi", {"*": 1.00}),
     Comparison("shm", "ddp", {}),

@@ -105,8 +105,8 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, one: str, other: str, results: Results) -> str:
     """Compare the final weights of both contenders in each round; NONE if weights are missing.
 
-    If neither is a raw script, the weights of only one raw script are compared too. With 3 or more ranks, raw scripts may
-    differ from each other, because libraries sum in different orders.
+    If neither is a raw script, the weights of one raw script are compared too. Only one, because with 3 or more ranks, raw
+    scripts may differ from each other: the libraries sum in different orders.
     """
     pair = {one, other} - {"alone"}
     rounds = []
@@ -119,7 +119,7 @@ def _weights(job: str, one: str, other: str, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round. Rounds differ in the number of steps."""
+    """Return the hashes of the contenders' final weights in one round. Different rounds run different numbers of steps."""
     columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 

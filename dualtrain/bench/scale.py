@@ -1,4 +1,4 @@
-"""Measurement of ``bench --scale``: each contender with each number of ranks, in fresh processes."""
+"""Measurement of ``bench --scale``: each contender with each layout of ranks, in fresh processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from dualtrain.bench.forked_ranks import fork_server, run_forked
 from dualtrain.bench.host_facts import host_facts, load, now
 from dualtrain.bench.plan import CURES
-from dualtrain.bench.scale_page import page, picture, plain, plain_ratios, text
+from dualtrain.bench.scale_page import charted, page, picture, plain, plain_ratios, text
 from dualtrain.bench.scale_plan import (
     CONTENDERS,
     JOBS,
     Growth,
+    Layout,
     expected_seconds,
     rounds_with,
     step_fraction,
@@ -26,6 +29,7 @@ from dualtrain.bench.scale_plan import (
     times_of,
 )
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec
+from dualtrain.bench.virtual_nodes import NodesError, virtual_nodes
 from dualtrain.console import show
 from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
@@ -44,35 +48,57 @@ def missing_contenders() -> dict[str, str]:
 def measure_growth(
     growth: Growth, names: Sequence[str], rounds: int | None, spec: LaunchSpec, log: Callable[[str], None]
 ) -> None:
-    """Add the times of the contenders ``names`` with each number of ranks to ``growth``; ``log`` gets a line per start.
+    """Add the times of the contenders ``names`` with each layout to ``growth``; ``log`` gets a line per start.
 
-    A start that fails or exceeds its time limit is recorded, and the next one follows. Rounds alternate in order. With
-    ``None``, the number of rounds depends on the number of ranks.
+    A start that fails or exceeds its time limit is recorded, and the next start follows. Every second round starts the
+    contenders in reverse order. If ``rounds`` is ``None``, the number of rounds depends on the number of ranks. A layout
+    whose virtual nodes cannot be made is left out.
     """
-    counts = {count: rounds or rounds_with(count) for count in growth.ranks}
+    counts = {layout: rounds or rounds_with(layout.ranks) for layout in growth.layouts}
     cores = usable_cores()
-    seconds = sum(expected_seconds(count, len(names), number, cores) for count, number in counts.items())
+    seconds = sum(expected_seconds(layout.ranks, len(names), number, cores) for layout, number in counts.items())
     log(f"this will take roughly {max(1, round(seconds / 60))} minutes on {cores} core{'s' * (cores > 1)}")
     context = fork_server(tuple(CONTENDERS[name].module for name in names), spec.threads)
-    for count in growth.ranks:
-        for number in range(counts[count]):
-            for name in names if number % 2 == 0 else reversed(names):
-                began = time.monotonic()
-                title = f"{count} ranks, round {number + 1} of {counts[count]}: {CONTENDERS[name].title}"
-                try:
-                    bounded = replace(spec, ranks=count, timeout=timeout_of(count))
-                    found = run_forked(context, CONTENDERS[name], JOBS, bounded, step_fraction(count))
-                    if not found:
-                        raise LaunchError("its ranks printed no results")
-                except LaunchError as error:
-                    growth.failures[count, name] = str(error)
-                    log(f"{title}: failed: {error}")
-                else:
-                    growth.rounds.setdefault((count, name), {})[number] = times_of(found)
-                    log(f"{title}, {time.monotonic() - began:.1f} s")
+    for layout, count in counts.items():
+        bounded = replace(spec, ranks=layout.ranks, timeout=timeout_of(layout.ranks))
+        run = partial(_measure_layout, growth, layout, names, count, context, log=log)
+        if layout.nodes == 1:
+            run(bounded)
+            continue
+        try:
+            with virtual_nodes(layout.nodes, spec.folder) as nodes:
+                run(replace(bounded, nodes=tuple(nodes)))
+        except NodesError as error:
+            growth.unavailable[layout] = str(error)
+            log(f"{layout.title}: not measured: {error}")
 
 
-def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int | None) -> int:
+def _measure_layout(
+    growth: Growth,
+    layout: Layout,
+    names: Sequence[str],
+    rounds: int,
+    context: BaseContext,
+    spec: LaunchSpec,
+    log: Callable[[str], None],
+) -> None:
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            began = time.monotonic()
+            title = f"{layout.title}, round {number + 1} of {rounds}: {CONTENDERS[name].title}"
+            try:
+                found = run_forked(context, CONTENDERS[name], JOBS, spec, step_fraction(layout.ranks))
+                if not found:
+                    raise LaunchError("its ranks printed no results")
+            except LaunchError as error:
+                growth.failures[layout, name] = str(error)
+                log(f"{title}: failed: {error}")
+            else:
+                growth.rounds.setdefault((layout, name), {})[number] = times_of(found)
+                log(f"{title}, {time.monotonic() - began:.1f} s")
+
+
+def run_scale(layouts: Sequence[Layout], folder: Path, device: str, rounds: int | None) -> int:
     """Measure, write the results to ``folder`` and print them. Return the exit status: 1 if nothing could be measured.
 
     Without ``rounds``, there are fewer rounds with more ranks. After Ctrl-C or SIGTERM, the results so far are written and
@@ -81,11 +107,11 @@ def run_scale(ranks: Sequence[int], folder: Path, device: str, rounds: int | Non
     Raises:
         UserError: the results cannot be written; they are printed nevertheless.
     """
-    growth, began, before = Growth(ranks, missing=missing_contenders()), now(), load()
+    growth, began, before = Growth(layouts, missing=missing_contenders()), now(), load()
     names = [name for name in CONTENDERS if name not in growth.missing]
     try:
         with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
-            spec = LaunchSpec(ranks[0], device, Path(work))
+            spec = LaunchSpec(layouts[0].ranks, device, Path(work))
             measure_growth(growth, names, rounds, spec, lambda line: show(line, sys.stderr))
     finally:
         machine = {"measured": f"{began} to {now()}", **host_facts(device, before, "one intra-op thread per rank")}
@@ -111,5 +137,5 @@ def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, st
     values = {"machine": machine, "milliseconds": plain(growth), "ratios": plain_ratios(growth), "missing": growth.missing}
     yield "bench.json", json.dumps(values, indent=1)
     yield "bench.html", page(growth, machine)
-    if growth.rounds:
+    if charted(growth):
         yield "bench.svg", picture(growth)

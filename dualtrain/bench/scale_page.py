@@ -7,34 +7,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
-from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth, is_shown
+from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth, Layout, is_shown
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.bench.table import milliseconds
 from dualtrain.report.document import asset, document, facts, table
 from dualtrain.report.document import text as escaped
 
-WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # of the chart, in pixels: its width, its panels per row, the height of a panel
+WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # the chart's width, panels per row, height of a panel; in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
 EXPLANATION = (
-    "times are medians, of the slowest rank; all ranks are forked from a process that has imported the libraries. Ratios "
-    "are times: below 1, the first contender is faster. Behind a ratio is its interval; if the interval contains 1 and is "
-    "wide, the ratio is not shown. With more ranks than cores, times are an upper bound"
+    "times are medians over the rounds, of the slowest rank; all ranks are forked from a process that has imported the "
+    "libraries. A ratio is the first contender's time divided by the second's: below 1, the first is faster. Behind a "
+    "ratio is its interval; if the interval contains 1 and is wide, the ratio is not shown. With more ranks than cores, "
+    "times are an upper bound. 2 × 4 ranks are 4 ranks on each of 2 virtual nodes: network namespaces of this machine, "
+    "joined by a bridge"
 )
 
 Rows = list[list[str]]  # the first row is the heading; a row of one cell is the heading of the rows below it
 
 
 def rows_of(growth: Growth) -> Rows:
-    """Return the table: for each measure, the contenders' milliseconds and the ratios, by number of ranks."""
-    rows = [["", *(f"{count} ranks" for count in growth.ranks)]]
+    """Return the table: for each measure, the contenders' milliseconds and the ratios, by layout."""
+    rows = [["", *(layout.title for layout in growth.layouts)]]
     for measure, title in MEASURES.items():
         rows.append([f"{title}, ms"])
         for name, entry in CONTENDERS.items():
-            times = [growth.seconds(measure, name, count) for count in growth.ranks]
+            times = [growth.seconds(measure, name, layout) for layout in growth.layouts]
             if any(times):
                 rows.append([entry.title, *("–" if one is None else milliseconds(one.value) for one in times)])
         for one, other in COMPARED:
-            ratios = [growth.ratio(measure, one, other, count) for count in growth.ranks]
+            ratios = [growth.ratio(measure, one, other, layout) for layout in growth.layouts]
             if any(ratios):
                 named = f"{CONTENDERS[one].title} / {CONTENDERS[other].title}"
                 rows.append([named, *map(_ratio, ratios)])
@@ -48,32 +50,32 @@ def _ratio(ratio: Estimate | None) -> str:
     return f"× {ratio.value:.2f} {interval}" if is_shown(ratio) else f"not shown {interval}"
 
 
-def plain_ratios(growth: Growth) -> dict[str, dict[str, dict[int, dict[str, object]]]]:
-    """Return the ratios by measure, compared contenders and number of ranks, each with its interval."""
-    found: dict[str, dict[str, dict[int, dict[str, object]]]] = {}
+def plain_ratios(growth: Growth) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
+    """Return the ratios by measure, compared contenders and layout, each with its interval."""
+    found: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
     for measure in MEASURES:
         for one, other in COMPARED:
-            for count in growth.ranks:
-                ratio = growth.ratio(measure, one, other, count)
+            for layout in growth.layouts:
+                ratio = growth.ratio(measure, one, other, layout)
                 if ratio is not None:
                     values = {**asdict(ratio), "shown": is_shown(ratio)}
-                    found.setdefault(measure, {}).setdefault(f"{one} / {other}", {})[count] = values
+                    found.setdefault(measure, {}).setdefault(f"{one} / {other}", {})[str(layout)] = values
     return found
 
 
-def plain(growth: Growth) -> dict[str, dict[str, dict[int, float | str]]]:
-    """Return the milliseconds by measure, contender and number of ranks, or the reason of a failure."""
-    found: dict[str, dict[str, dict[int, float | str]]] = {}
+def plain(growth: Growth) -> dict[str, dict[str, dict[str, float | str]]]:
+    """Return the milliseconds by measure, contender and layout, or the reason of a failure."""
+    found: dict[str, dict[str, dict[str, float | str]]] = {}
     for measure in MEASURES:
-        for count, name in [*growth.rounds, *growth.failures]:
-            seconds = growth.seconds(measure, name, count)
-            value = growth.failures.get((count, name), "") if seconds is None else 1e3 * seconds.value
-            found.setdefault(measure, {}).setdefault(name, {})[count] = value
+        for layout, name in [*growth.rounds, *growth.failures]:
+            seconds = growth.seconds(measure, name, layout)
+            value = growth.failures.get((layout, name), "") if seconds is None else 1e3 * seconds.value
+            found.setdefault(measure, {}).setdefault(name, {})[str(layout)] = value
     return found
 
 
 def remarks(growth: Growth) -> Iterator[str]:
-    """Yield the remarks below the table: the method, contenders that were left out, and failures."""
+    """Yield the remarks below the table: the method, contenders and layouts that were left out, and failures."""
     yield EXPLANATION
     levels = {len(times): estimate(range(len(times))).level for times in growth.rounds.values() if len(times) > 1}
     if levels:
@@ -82,8 +84,9 @@ def remarks(growth: Growth) -> Iterator[str]:
         )
         yield f"intervals contain the true median with a probability of {likely}"
     yield from (f"{CONTENDERS[name].title}: not measured: {reason}" for name, reason in growth.missing.items())
-    for (count, name), reason in growth.failures.items():
-        yield f"{CONTENDERS[name].title} with {count} ranks: failed: {reason}"
+    yield from (f"{layout.title}: not measured: {reason}" for layout, reason in growth.unavailable.items())
+    for (layout, name), reason in growth.failures.items():
+        yield f"{CONTENDERS[name].title} with {layout.title}: failed: {reason}"
 
 
 def text(growth: Growth, machine: Mapping[str, str]) -> str:
@@ -102,7 +105,7 @@ def page(growth: Growth, machine: Mapping[str, str]) -> str:
     head, *rows = [[escaped(cell) for cell in row] for row in rows_of(growth)]
     parts = [
         "<header><h1>How costs grow with the number of ranks</h1></header>",
-        *([chart(growth)] if growth.rounds else []),
+        *([chart(growth)] if charted(growth) else []),
         *(f'<p class="hint">{escaped(line)}</p>' for line in remarks(growth)),
         f"<h2>Times and ratios</h2>\n{table(head, rows, short=True)}",
         f"<h2>Machine</h2>\n{facts(list(machine.items()))}",
@@ -116,9 +119,19 @@ def picture(growth: Growth) -> str:
     return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
 
 
+def charted(growth: Growth) -> list[Layout]:
+    """Return the layouts of the chart: those on one host, if any of them was measured."""
+    found = [layout for layout in growth.layouts if layout.nodes == 1]
+    return found if any(layout in found for layout, _ in growth.rounds) else []
+
+
 def chart(growth: Growth) -> str:
-    """Return one SVG element with a panel per measure: milliseconds by number of ranks, both axes logarithmic."""
-    measured = [name for name in CONTENDERS if any((count, name) in growth.rounds for count in growth.ranks)]
+    """Return one SVG element with a panel per measure: milliseconds by number of ranks, both axes logarithmic.
+
+    Shows the ranks on one host, of which at least one number must have been measured.
+    """
+    layouts = charted(growth)
+    measured = [name for name in CONTENDERS if any((layout, name) in growth.rounds for layout in layouts)]
     parts = []
     for number, name in enumerate(measured):
         x = RIGHT + number * WIDTH / len(CONTENDERS)
@@ -126,7 +139,7 @@ def chart(growth: Growth) -> str:
         parts.append(f'<text x="{x + 10:g}" y="20">{escaped(CONTENDERS[name].title)}</text></g>')
     for number, measure in enumerate(MEASURES):
         row, column = divmod(number, COLUMNS)
-        parts += _panel(growth, measure, measured, (column * WIDTH / COLUMNS, 28 + row * HEIGHT))
+        parts += _panel(growth, measure, layouts, measured, (column * WIDTH / COLUMNS, 28 + row * HEIGHT))
     height = 28 + HEIGHT * math.ceil(len(MEASURES) / COLUMNS)
     return (
         f'<svg class="bars" role="img" width="{WIDTH}" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" '
@@ -140,10 +153,12 @@ def _style(name: str) -> str:
     return f"c{list(CONTENDERS).index(name)}"
 
 
-def _panel(growth: Growth, measure: str, names: Sequence[str], corner: tuple[float, float]) -> Iterator[str]:
+def _panel(
+    growth: Growth, measure: str, layouts: Sequence[Layout], names: Sequence[str], corner: tuple[float, float]
+) -> Iterator[str]:
     """Yield the lines of one measure, in the panel whose upper left corner is ``corner``."""
     lines = {
-        name: [(count, seconds) for count in growth.ranks if (seconds := growth.seconds(measure, name, count))]
+        name: [(each.ranks, seconds) for each in layouts if (seconds := growth.seconds(measure, name, each))]
         for name in names
     }
     values = [1e3 * value for points in lines.values() for _, one in points for value in (one.low, one.high)]
@@ -151,7 +166,7 @@ def _panel(growth: Growth, measure: str, names: Sequence[str], corner: tuple[flo
         return
     left, top = corner[0] + LEFT, corner[1] + TOP
     right, bottom = corner[0] + WIDTH / COLUMNS - RIGHT, corner[1] + HEIGHT - BOTTOM
-    across = _Axis(growth.ranks[0], growth.ranks[-1], left + 8, right - 8)
+    across = _Axis(layouts[0].ranks, layouts[-1].ranks, left + 8, right - 8)
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     up = _Axis(10**low, 10 ** max(high, low + 1), bottom, top)
     yield f'<text class="job" x="{left:g}" y="{top - 12:g}">{escaped(MEASURES[measure])}</text>'
@@ -159,7 +174,7 @@ def _panel(growth: Growth, measure: str, names: Sequence[str], corner: tuple[flo
         y = up(10**power)
         yield f'<line class="tick" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="number" x="{left - 28:g}" y="{y + 4:.1f}">{10**power:g} ms</text>'
-    for count in growth.ranks:
+    for count in (layout.ranks for layout in layouts):
         yield f'<text class="number" x="{across(count):.1f}" y="{bottom + 18:g}">{count}</text>'
     yield f'<text class="unit" x="{left - 40:g}" y="{bottom + 18:g}">ranks</text>'
     for name, points in lines.items():

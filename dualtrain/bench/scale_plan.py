@@ -1,7 +1,8 @@
-"""Plan of ``bench --scale``: how costs grow with the number of ranks on one host."""
+"""Plan of ``bench --scale``: how costs grow with the number of ranks, on one host and on virtual nodes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,11 +10,34 @@ from dualtrain.bench.plan import GLOO, OURS, Entry
 from dualtrain.bench.statistics import Estimate, estimate
 from dualtrain.errors import UserError
 
-RANKS = (2, 4, 8, 16, 32)
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Number of virtual nodes and of ranks per node. One node is this host itself. ``str()`` is its form in ``--ranks``."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def title(self) -> str:
+        """Words for tables and messages: "8 ranks", or "2 × 4 ranks" for two nodes of four ranks."""
+        return f"{self.nodes} × {self.ranks_per_node} ranks" if self.nodes > 1 else f"{self.ranks} ranks"
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}" if self.nodes > 1 else str(self.ranks)
+
+
+LAYOUTS = (*(Layout(1, ranks) for ranks in (2, 4, 8, 16, 32)), Layout(2, 4), Layout(4, 4))
 MOST_RANKS = 1024
+MOST_NODES = 64
 SHORT_BYTES = 4096
 JOBS = ("scale", "layers20")
-#: What is measured, by the worker's name of it.
+#: Description of each measure, by the name that ``worker.py`` uses.
 MEASURES = {
     "start": "start to connected, without imports",
     "barrier": "barrier",
@@ -33,62 +57,63 @@ CONTENDERS = {
 COMPARED = (("native", RAW), ("shm", RAW), ("hvd", HOROVOD), ("hvd", RAW), (HOROVOD, RAW))
 
 MOST_ROUNDS = 7
-_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # of any start; in addition, for each rank that shares a core
-_ALIKE = 1.5  # width of an interval that contains 1 and still is a result
+_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # estimates: for any start, and in addition for each rank that shares a core
+_ALIKE = 1.5  # ratio of the ends of the widest interval that contains 1 and is still shown
 
 Times = dict[str, float]  # seconds by name of the measure
 
 
 @dataclass
 class Growth:
-    """Results of all numbers of ranks.
+    """Results of all layouts.
 
     Attributes:
-        ranks: the numbers of ranks, ascending.
-        rounds: for each number of ranks and contender, its times by the round's number, of the rounds that it completed.
-        failures: for each number of ranks and contender, the reason of its last failed start.
+        layouts: the layouts in ascending order, those on one host first.
+        rounds: for each layout and contender, the times of each round that the contender completed, by the round's number.
+        failures: for each layout and contender, the reason of its last failed start.
         missing: for each contender that was left out, the reason.
+        unavailable: for each layout whose virtual nodes could not be made, the reason.
     """
 
-    ranks: Sequence[int]
-    rounds: dict[tuple[int, str], dict[int, Times]] = field(default_factory=dict)
-    failures: dict[tuple[int, str], str] = field(default_factory=dict)
+    layouts: Sequence[Layout]
+    rounds: dict[tuple[Layout, str], dict[int, Times]] = field(default_factory=dict)
+    failures: dict[tuple[Layout, str], str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    unavailable: dict[Layout, str] = field(default_factory=dict)
 
-    def seconds(self, measure: str, name: str, ranks: int) -> Estimate | None:
-        """Return the seconds over the rounds; ``None`` if the contender completed no round."""
-        found = [times[measure] for times in self.rounds.get((ranks, name), {}).values() if measure in times]
+    def seconds(self, measure: str, name: str, layout: Layout) -> Estimate | None:
+        """Return the median seconds over the rounds; ``None`` if the contender completed no round."""
+        found = [times[measure] for times in self.rounds.get((layout, name), {}).values() if measure in times]
         return estimate(found) if found else None
 
-    def ratio(self, measure: str, one: str, other: str, ranks: int) -> Estimate | None:
-        """Return the time of ``one`` divided by that of ``other`` over the rounds that both completed, if there are any."""
-        ours, theirs = self.rounds.get((ranks, one), {}), self.rounds.get((ranks, other), {})
+    def ratio(self, measure: str, one: str, other: str, layout: Layout) -> Estimate | None:
+        """Return the median ratio of the times of ``one`` and ``other``; ``None`` if they completed no common round."""
+        ours, theirs = self.rounds.get((layout, one), {}), self.rounds.get((layout, other), {})
         both = [number for number in ours if measure in ours[number] and theirs.get(number, {}).get(measure)]
         return estimate([ours[number][measure] / theirs[number][measure] for number in both]) if both else None
 
 
 def is_shown(ratio: Estimate) -> bool:
-    """Return whether a ratio shows which contender is faster, or that they differ by less than ``_ALIKE``."""
+    """Return whether a ratio is shown: it says which contender is faster, or its interval is narrower than ``_ALIKE``."""
     return not ratio.low < 1 < ratio.high or ratio.high < _ALIKE * ratio.low
 
 
-def ranks_of(text: str | None) -> tuple[int, ...]:
-    """Return the numbers of ranks that ``--ranks`` lists, ascending; without ``text``, all of ``RANKS``.
+def layouts_of(text: str | None) -> tuple[Layout, ...]:
+    """Return the layouts that ``--ranks`` lists, in ascending order; without ``text``, all of ``LAYOUTS``.
 
     Raises:
-        UserError: the text is no such list.
+        UserError: the text is not a list of such numbers.
     """
     if text is None:
-        return RANKS
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < 2 or numbers[-1] > MOST_RANKS:
+        return LAYOUTS
+    found = [re.fullmatch(r"(?:([0-9]{1,4})x)?([0-9]{1,4})", word.strip()) for word in text.split(",")]
+    layouts = sorted({Layout(int(one[1] or 1), int(one[2])) for one in found if one})
+    if None in found or not all(one.nodes in range(1, MOST_NODES + 1) and 2 <= one.ranks <= MOST_RANKS for one in layouts):
         raise UserError(
-            f"--ranks must be numbers from 2 to {MOST_RANKS}, separated by commas, not {text!r}: give --ranks 2,4"
+            f"--ranks must be numbers of ranks from 2 to {MOST_RANKS}, or NxM for N virtual nodes (at most {MOST_NODES}) "
+            f"of M ranks, separated by commas, not {text!r}: give --ranks 2,4,2x4"
         )
-    return tuple(numbers)
+    return tuple(layouts)
 
 
 def rounds_with(ranks: int) -> int:

@@ -22,11 +22,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
 from dualtrain.bench.plan import GLOO, MPI, OURS, TRAINER, Entry
+from dualtrain.bench.virtual_nodes import INTERFACE, Node
 from dualtrain.bench.worker import MARK
 from dualtrain.launchers import World
 
@@ -50,6 +51,7 @@ class LaunchSpec:
         prefix: the user's launch command; empty if the bench starts the ranks itself.
         threads: intra-op threads per rank.
         timeout: seconds after which the contender is stopped.
+        nodes: virtual nodes, each of which runs the same number of the ranks; empty for ranks on this host itself.
     """
 
     ranks: int
@@ -58,6 +60,7 @@ class LaunchSpec:
     prefix: tuple[str, ...] = ()
     threads: int = 1
     timeout: float = TIMEOUT_SECONDS
+    nodes: tuple[Node, ...] = ()
 
 
 def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction: float) -> list[dict[str, Any]]:
@@ -93,21 +96,40 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
 
 @contextmanager
 def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str, str]]]:
-    """Inside the block, ranks with these variables can meet: those of torchrun, or with ``GLOO`` those of horovodrun."""
-    worlds = [World(rank, spec.ranks, rank, spec.ranks) for rank in range(spec.ranks)]
+    """Yield each rank's environment variables, as torchrun sets them, or horovodrun if ``starter`` is ``GLOO``.
+
+    Start the ranks inside of the ``with`` block, which serves Horovod's rendezvous.
+    """
+    worlds = _worlds(spec)
+    address = spec.nodes[0].address if spec.nodes else "127.0.0.1"
     if starter != GLOO:
-        shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": 0}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
-        yield [_as_text({**shared, "RANK": world.rank, "LOCAL_RANK": world.rank}) for world in worlds]
+        shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": worlds[0].local_size}
+        shared |= {"MASTER_ADDR": address, "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
+        shared |= {"GLOO_SOCKET_IFNAME": INTERFACE} if spec.nodes else {}
+        ranks = [{"RANK": world.rank, "LOCAL_RANK": world.local_rank, "GROUP_RANK": world.cross_rank} for world in worlds]
+        yield [_as_text({**shared, **each}) for each in ranks]
         return
     from dualtrain.backends.horovod import description
     from dualtrain.rendezvous.hosts import loopback
     from dualtrain.rendezvous.http_store import HttpStore
 
-    with closing(HttpStore("127.0.0.1")) as store:
+    listen = partial(HttpStore, address)
+    with closing(spec.nodes[0].listen(listen) if spec.nodes else listen()) as store:
         shared = {"NCCL_SOCKET_IFNAME": loopback()}
         shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
-        yield [_as_text({**description(world), **shared}) for world in worlds]
+        shared |= {"HOROVOD_GLOO_IFACE": INTERFACE} if spec.nodes else {}
+        names = [spec.nodes[world.cross_rank].name if spec.nodes else socket.gethostname() for world in worlds]
+        yield [
+            _as_text({**description(world), **shared, "HOROVOD_HOSTNAME": name})
+            for world, name in zip(worlds, names, strict=True)
+        ]
+
+
+def _worlds(spec: LaunchSpec) -> list[World]:
+    """Return each rank's world. Consecutive ranks are on one node, and each node has the same number of ranks."""
+    nodes = max(1, len(spec.nodes))
+    local_size = spec.ranks // nodes
+    return [World(rank, spec.ranks, rank % local_size, local_size, rank // local_size, nodes) for rank in range(spec.ranks)]
 
 
 def _as_text(values: Mapping[str, object]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from dualtrain.bench.plan import LENGTHS, steps_of
 
-DISTINCT = 4  # number of different batches per rank, used one after another and then again
+DISTINCT = 4  # number of different batches per rank; the steps use them in rotation
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import multiprocessing
 import os
 import random
 import re
+import socket
 import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -45,15 +47,27 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import MET, NOT_MET, NOT_SHOWN, rows_of, sweep_of
-from dualtrain.bench.scale_plan import CONTENDERS, MEASURES, RANKS, expected_seconds, ranks_of, rounds_with, times_of
+from dualtrain.bench.scale_plan import (
+    CONTENDERS,
+    LAYOUTS,
+    MEASURES,
+    Layout,
+    expected_seconds,
+    layouts_of,
+    rounds_with,
+    times_of,
+)
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
+from dualtrain.bench.virtual_nodes import NodesError, virtual_nodes
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 from tests import forked
+from tests.conftest import require_horovod
+from tests.launch.hosts import require_hosts
 from tests.pool import ROOT
 
 CPU = torch.device("cpu")
@@ -73,7 +87,8 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
     found = estimate(values)
     assert found.value == 1.2
     assert min(values) <= found.low < 1.2 < found.high <= max(values)
-    # The smallest and the largest of seven values: in 2 of 2⁷ cases, all seven are on one side of the true median.
+    # The interval reaches from the smallest to the largest of seven values. In 2 of 2⁷ cases, all seven values are on one
+    # side of the true median.
     assert (found.low, found.high, found.level) == (0.9, 9.0, 1 - 2 / 2**7)
 
 
@@ -235,7 +250,7 @@ def test_a_speed_with_other_weights_meets_no_target():
 
 
 def test_another_raw_script_may_have_other_weights():
-    """MPI adds in another order from 3 ranks on."""
+    """With 3 ranks or more, MPI adds in a different order."""
     rows = rows_of(results({"hvd-mpi": "in another order"}, shm=0.1, ddp_tuned=0.9, hvd_mpi=0.9))
     assert row(rows, "shm", TUNED).weights == "same"
     assert row(rows, "shm", "hvd-mpi").weights == "other numerics"
@@ -546,7 +561,10 @@ def test_calls_and_steps_of_the_scale_are_timed_on_each_rank(module):
 # -- growth with the number of ranks ------------------------------------------------------------------------------
 
 
-def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
+TWO, FOUR = Layout(1, 2), Layout(1, 4)
+
+
+def growth_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
     """Measure with simulated contenders, of which one fails.
 
     Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as long.
@@ -563,7 +581,7 @@ def growth_of(monkeypatch, tmp_path, ranks=(2, 4)):
     monkeypatch.setattr(scale, "run_forked", run_forked)
     monkeypatch.setattr(scale, "fork_server", lambda modules, threads: None)
     said: list[str] = []
-    growth = scale.Growth(ranks)
+    growth = scale.Growth(layouts)
     scale.measure_growth(growth, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
     return growth, specs, said
 
@@ -572,11 +590,11 @@ def test_a_number_of_ranks_that_fails_is_reported_and_the_others_are_measured(mo
     growth, specs, said = growth_of(monkeypatch, tmp_path)
     assert [spec.ranks for spec in specs] == [2] * 10 + [4] * 10
     assert all(0 < spec.timeout < 1000 for spec in specs)
-    assert growth.failures == {(4, "shm"): "no <memory>"}
-    assert growth.seconds("barrier", "native", 4).value == 8e-3  # of the slowest rank
-    assert growth.ratio("metric", "hvd", "horovod", 2).value == 0.5
-    assert growth.ratio("metric", "shm", "torch", 4) is None
-    assert scale_page.plain(growth)["barrier"]["shm"] == {2: 4.0, 4: "no <memory>"}
+    assert growth.failures == {(FOUR, "shm"): "no <memory>"}
+    assert growth.seconds("barrier", "native", FOUR).value == 8e-3  # the time of the slowest rank
+    assert growth.ratio("metric", "hvd", "horovod", TWO).value == 0.5
+    assert growth.ratio("metric", "shm", "torch", FOUR) is None
+    assert scale_page.plain(growth)["barrier"]["shm"] == {"2": 4.0, "4": "no <memory>"}
     assert said[0].startswith("this will take roughly 1 minutes on ")
     assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
     assert len([line for line in said if "failed: no <memory>" in line]) == 2
@@ -601,33 +619,33 @@ def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkey
     circles = figure.iter("{http://www.w3.org/2000/svg}circle")
     assert len([one for one in circles if len(one)]) == len(MEASURES) * (2 * len(CONTENDERS) - 1)
     assert not {"img", "script"} & {*shown.tags}
-    empty = scale.Growth(RANKS, failures={(2, "torch"): "no luck"})
+    empty = scale.Growth(LAYOUTS, failures={(TWO, "torch"): "no luck"})
     assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
 
 
 def test_a_ratio_has_an_interval_and_a_wide_one_around_1_is_not_shown():
     times = {"native": (1.0, 2.0, 3.0), "torch": (2.0, 2.0, 2.0), "hvd": (0.1, 0.2, 0.3), "horovod": (1.0, 1.0)}
-    growth = scale.Growth((2,))
+    growth = scale.Growth((TWO,))
     for name, values in times.items():
-        growth.rounds[2, name] = {number: {"barrier": seconds} for number, seconds in enumerate(values)}
+        growth.rounds[TWO, name] = {number: {"barrier": seconds} for number, seconds in enumerate(values)}
     cells = {row[0]: row[1:] for row in scale_page.rows_of(growth)}
     assert cells["dualtrain, native / raw torch"] == ["not shown (0.50–1.50)"]
     assert cells["dualtrain.hvd / raw torch"] == ["× 0.10 (0.05–0.15)"]
     ratios = scale_page.plain_ratios(growth)["barrier"]
-    assert ratios["native / torch"][2] == {"value": 1, "low": 0.5, "high": 1.5, "pairs": 3, "level": 0.75, "shown": False}
-    assert ratios["hvd / horovod"][2]["pairs"] == 2  # the rounds that both completed
+    assert ratios["native / torch"]["2"] == {"value": 1, "low": 0.5, "high": 1.5, "pairs": 3, "level": 0.75, "shown": False}
+    assert ratios["hvd / horovod"]["2"]["pairs"] == 2  # the rounds that both contenders completed
     assert "probability of 75.0 % (3 rounds), 50.0 % (2 rounds)" in scale_page.text(growth, MACHINE)
     assert "2 ranks: 2e+03 ms (1e+03–3e+03)" in scale_page.chart(growth)
 
 
 def test_there_are_fewer_rounds_with_more_ranks():
-    assert [rounds_with(ranks) for ranks in RANKS] == [7, 7, 6, 3, 1]
+    assert [rounds_with(ranks) for ranks in (2, 4, 8, 16, 32)] == [7, 7, 6, 3, 1]
     assert expected_seconds(32, 5, 1, 2) > expected_seconds(2, 5, 1, 2)
 
 
 def test_ranks_are_forked_and_their_results_are_collected(tmp_path):
     spec = LaunchSpec(2, "cpu", tmp_path)
-    before = set(multiprocessing.active_children())  # worlds of other tests
+    before = set(multiprocessing.active_children())  # the processes of other tests' worlds
     found = run_forked(forked.server(), CONTENDERS["native"], ["scale"], spec, 1.0)
     assert len(found) == 2 * len(set(MEASURES) - {"layers20"})
     assert {one["size"] for one in found} == {2}
@@ -644,9 +662,9 @@ def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(mo
     calls = []
 
     def measure_growth(growth, names, rounds, spec, log):
-        calls.append((growth.ranks, rounds))
+        calls.append((growth.layouts, rounds))
         if rounds != 3:
-            growth.rounds[2, "torch"] = {0: dict.fromkeys(MEASURES, 0.5)}
+            growth.rounds[TWO, "torch"] = {0: dict.fromkeys(MEASURES, 0.5)}
         if rounds == 2:
             raise KeyboardInterrupt
 
@@ -655,9 +673,50 @@ def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(mo
     for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
         assert main(["--scale", "--out", str(tmp_path), *flags]) == status
         assert shown in capsys.readouterr().out
-    assert calls == [(RANKS, None), ((2, 4), 2), (RANKS, 3)]
+    assert calls == [(LAYOUTS, None), ((TWO, FOUR), 2), (LAYOUTS, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
-    assert ranks_of("8,2,8") == (2, 8)
+
+
+def test_ranks_are_numbers_or_virtual_nodes_of_some_ranks_each():
+    assert layouts_of("4x2,8, 2,2x4,8") == (Layout(1, 2), Layout(1, 8), Layout(2, 4), Layout(4, 2))
+    assert [str(layout) for layout in LAYOUTS] == ["2", "4", "8", "16", "32", "2x4", "4x4"]
+    assert [layout.ranks for layout in LAYOUTS] == [2, 4, 8, 16, 32, 8, 16]
+    for given in ("", "2,", "1", "1x1", "0x4", "65x2", "64x17", "2x", "-2", "2x2x2", "²"):
+        with pytest.raises(UserError, match="--ranks must be"):
+            layouts_of(given)
+
+
+def test_virtual_nodes_that_cannot_be_made_are_reported_and_the_rest_is_measured(monkeypatch, tmp_path):
+    @contextlib.contextmanager
+    def refused(count, folder):
+        raise NodesError("not permitted")
+        yield
+
+    monkeypatch.setattr(scale, "virtual_nodes", refused)
+    growth, specs, said = growth_of(monkeypatch, tmp_path, (TWO, Layout(2, 4)))
+    assert [spec.ranks for spec in specs] == [2] * 10
+    assert growth.unavailable == {Layout(2, 4): "not permitted"}
+    assert said[-1] == "2 × 4 ranks: not measured: not permitted"
+    assert said[-1] in scale_page.text(growth, MACHINE)
+    assert scale_page.charted(growth) == [TWO]
+    only_nodes = scale.Growth((Layout(2, 4),), rounds={(Layout(2, 4), "torch"): {0: dict.fromkeys(MEASURES, 0.5)}})
+    assert "500.0" in scale_page.page(only_nodes, MACHINE)
+    assert [name for name, _ in scale._files(only_nodes, MACHINE)] == ["bench.json", "bench.html"]
+
+
+@pytest.mark.parametrize("name", ["native", "horovod"])
+def test_ranks_on_virtual_nodes_take_each_other_for_ranks_on_different_hosts(name, tmp_path):
+    require_hosts()
+    if name == "horovod":
+        require_horovod()
+    with virtual_nodes(2, tmp_path) as nodes:
+        spec = LaunchSpec(2, "cpu", tmp_path, nodes=tuple(nodes))
+        found = run_forked(forked.server(), CONTENDERS[name], ["scale"], spec, 1.0)
+        assert {one["rank"] for one in found} == {0, 1}
+        nodes[1].listen(lambda: socket.create_server((nodes[1].address, 0))).close()
+        with pytest.raises(OSError, match="assign"):
+            socket.create_server((nodes[1].address, 0))  # this process has stayed outside
+    assert not any(Path(f"/proc/{node.pid}").exists() for node in nodes)
 
 
 # -- launching ----------------------------------------------------------------------------------------------------
@@ -973,7 +1032,7 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--launch", "mpirun 'open"], "--launch"),
         (["extra"], "unrecognized"),
         (["--ranks", "2"], "--ranks has no effect without --scale"),
-        (["--scale", "--ranks", "2,1"], "--ranks must be numbers from 2 to 1024"),
+        (["--scale", "--ranks", "2,1"], "--ranks must be numbers of ranks from 2 to 1024"),
         (["--scale", "--quick"], "--scale cannot be combined with --quick"),
     ],
 )
