@@ -1,4 +1,4 @@
-"""Which imported name a variable of a script refers to, by Python's scopes."""
+"""Map of a script's variables to the imported names that they refer to, by Python's scopes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ _SCOPE = ast.Module | _FUNCTION
 #: Yields (name in the script, full name) for each name that an import statement binds.
 _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
 
-#: Modules that scripts pass to functions; a parameter with the name of such a module most likely is the module.
+#: Modules that scripts pass to functions; a parameter with the name of such a module is most likely the module.
 _PASSED = ("horovod.torch", "dualtrain.hvd")
 
 
 class Bindings:
     """Imports and other bindings of names, by scope.
 
-    A parameter or a local variable hides an import of the same name in an outer scope. ``hvd = None``, as after a failed
-    import, hides nothing. An import in a function binds the name there only, unless the function declares it as global.
+    A parameter or a local variable hides an import of the same name in an outer scope. ``hvd = None``, as scripts
+    write after a failed import, hides nothing. An import in a function binds the name there only, unless the function
+    declares it as global.
 
     Args:
         nodes: all nodes of the script in source order.
@@ -58,18 +59,18 @@ class Bindings:
             if node.id in self._imports.get(scope, ()):
                 return self._imports[scope][node.id]
             if isinstance(scope, _FUNCTION) and node.id in _parameters(scope):
-                return self.imported[node.id]  # another function imports the module and passes it
+                return self.imported[node.id]  # most likely, the caller imports the module and passes it
         return ""
 
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
-        """Yield the names that ``node`` binds in another way than by an import, except to a constant."""
+        """Yield the names that ``node`` binds, except imports, fallbacks, and parameters that are most likely modules."""
         if isinstance(node, _FUNCTION):
             yield from (name for name in _parameters(node) if self.imported.get(name) not in _PASSED)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
             yield node.id
 
     def _is_fallback(self, node: ast.Name) -> bool:
-        """Return whether ``node`` gets a constant, or a value in the handler of an exception or in an ``else``."""
+        """Return whether ``node`` is assigned a constant, or is assigned in an exception handler or in an ``else``."""
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt)), None)
         if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
             return True

@@ -15,13 +15,14 @@ from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.source import Finding, Source
 from dualtrain.horovodize.unused import lines_of_unused
 
-#: Enough for ast.unparse of any expression that Source accepts: some calls per level, and at most about 1000 levels.
+#: Enough for ast.unparse, which makes a few nested calls for each level of an expression. Source accepts expressions of
+#: about 1000 levels at most.
 _RECURSION_LIMIT = 20_000
 _LEVELS = ("trap", "unsupported", "differs")
 
 
 def check(files: Sequence[str]) -> int:
-    """Print the findings in all files, and in the files of folders that import horovod. Return the exit status."""
+    """Print the findings in ``files``; for a folder, in its files that import horovod. Return the exit status."""
     options = [name for name in files if name.startswith("-")]
     try:
         if options or not files:
@@ -33,9 +34,9 @@ def check(files: Sequence[str]) -> int:
         return 2
     found = {name: findings(source) for name, source in sources.items()}
     for name, of_file in found.items():
-        for finding in of_file:
-            show(f"{name}:{finding.line}: [{finding.level}] {finding.message}")
-    everything = [finding for of_file in found.values() for finding in of_file]
+        for finding, others in merged(of_file):
+            show(f"{name}:{finding.line}: [{finding.level}] {finding.message}{_also(others)}")
+    everything = [finding for of_file in found.values() for finding, _ in merged(of_file)]
     repairs = sum(bool(finding.edits) for finding in everything)
     more = f"; --fix repairs {repairs} of them" if repairs else ""
     if without or unreadable:
@@ -45,12 +46,30 @@ def check(files: Sequence[str]) -> int:
 
 
 def _skipped(without: int, unreadable: Sequence[str]) -> str:
-    """Return a line with the number of the folders' files that were not read."""
+    """Return a line that says how many files of the folders were skipped, and why."""
     parts = [f"{without} without an import of horovod"] if without else []
     if unreadable:
         parts.append(f"{len(unreadable)} that cannot be read ({', '.join(unreadable)})")
     total = without + len(unreadable)
     return f"{total} file{'s' * (total != 1)} skipped: {' and '.join(parts)}"
+
+
+def merged(found: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
+    """Combine the findings of one file that have the same message.
+
+    Return the first one of each message, with the lines of the others.
+    """
+    same: dict[tuple[str, str], list[Finding]] = {}
+    for finding in found:
+        same.setdefault((finding.level, finding.message), []).append(finding)
+    return [(first, [other.line for other in others]) for first, *others in same.values()]
+
+
+def _also(lines: Sequence[int]) -> str:
+    """Return the end of a message about several lines."""
+    if not lines:
+        return ""
+    return f" (also line{'s' * (len(lines) > 1)} {', '.join(str(line) for line in lines)})"
 
 
 def findings(source: Source) -> list[Finding]:

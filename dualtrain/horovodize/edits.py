@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # with the line ends that Python's parser accepts
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # lines end only where Python's parser ends them
 #: Comments that separate cells of an exported notebook.
 _CELL = re.compile(r"#\s*(%%|COMMAND|MAGIC|In\[|\+|-)")
 _COMMENT = re.compile(r"\s*(#.*)?")

@@ -16,7 +16,7 @@ STEPS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step, with the name and the expression of the wrapped optimizer that it uses, if any."""
+    """A call in a training step. If it uses a wrapped optimizer, also the optimizer's name and expression."""
 
     kind: Kind
     node: ast.Call
@@ -73,10 +73,10 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events between event ``number`` and the last backward pass or step before it, else all earlier events.
+    """Return the events between the last backward pass or step and event ``number``; without these, all earlier events.
 
-    With ``strictly``, return the events since the last backward pass, including steps; None if there is no such pass. Leave
-    out events that are in another branch of an ``if`` than event ``number``.
+    With ``strictly``, return the events since the last backward pass, also steps; None if there is no such pass. Leave out
+    events that are in a different branch of an ``if`` than event ``number``.
     """
     found: list[Event] = []
     this = events[number]

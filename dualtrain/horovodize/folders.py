@@ -16,7 +16,13 @@ _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
 
 
 class Found(NamedTuple):
-    """Sources of all files to check by name; the number of files without Horovod, and names of files that are not read."""
+    """Result of the search for files to check.
+
+    Attributes:
+        sources: the files to check, by name.
+        without: the number of files that do not import horovod.
+        unreadable: names of files and folders that cannot be read or parsed.
+    """
 
     sources: dict[str, Source]
     without: int
@@ -24,7 +30,7 @@ class Found(NamedTuple):
 
 
 def find_sources(names: Sequence[str]) -> Found:
-    """Parse the named files as one program, and each file of the named folders by itself.
+    """Parse the named files as one program, and each file of the named folders as a program of its own.
 
     Raises:
         UserError: a named file cannot be read, or is not valid Python; a named folder has no readable Python file.

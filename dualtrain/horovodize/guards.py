@@ -36,7 +36,7 @@ class Guards:
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
     def _assigned_ranks(self) -> dict[str, str]:
-        """Return a map from each variable that holds one kind of rank to this kind."""
+        """Map each variable that is assigned one kind of rank, and no other kind, to this kind."""
         kinds: dict[str, set[str]] = {}
         for target, value, _ in self.source.assignments:
             if name := self.rank(value):
@@ -73,9 +73,10 @@ class Guards:
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
-        """Return (whether ``test`` holds on one rank only, its comparison); None if ``test`` does not depend on the rank.
+        """Return a normal form of ``test``: whether it is true on one rank only, and its comparison, as in "rank == 0".
 
-        Two conditions are opposites if only the first elements of their signatures differ.
+        Return None if ``test`` does not depend on the rank. Two conditions are opposites if their comparisons are equal and
+        the first elements differ.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.signature(test.operand, depth)
@@ -101,11 +102,11 @@ class Guards:
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 
     def _rank_constant(self, test: ast.expr) -> str:
-        """Return the one constant with which ``test`` compares a rank, as in ``rank not in (-1, 0)``, or ""."""
+        """Return the one rank with which ``test`` compares a rank: "0" for ``rank not in (-1, 0)``; "" for several."""
         if not isinstance(test, ast.Compare) or not self.rank(test.left):
             return ""
         constants = self._constants(test.comparators[0])
-        ranks = [node for node in constants if ast.unparse(node) != "-1"]  # for runs without Horovod
+        ranks = [node for node in constants if ast.unparse(node) != "-1"]  # -1 is for runs without Horovod
         if isinstance(test.ops[0], ast.In | ast.NotIn):
             one = len(ranks) == 1
         else:
@@ -146,6 +147,10 @@ class Guards:
         """Return whether ``node`` runs only without Horovod or with one rank."""
         return any(self._is_off(test, truth) for test, truth in self._conditions(node))
 
+    def is_with_horovod(self, test: ast.expr) -> bool:
+        """Return whether ``test`` certainly has one and the same value in all runs with Horovod on several ranks."""
+        return self._is_off(test, True) or self._is_off(test, False)
+
     def lines_without_horovod(self) -> set[int]:
         """Return the lines that run only without Horovod or with one rank, or never."""
         return set(self._lines_off(self.source.tree.body))
@@ -165,7 +170,7 @@ class Guards:
             off = off or self.leaves([statement])
 
     def is_certain(self, node: ast.AST, scope: ast.AST) -> bool:
-        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, except for loops."""
+        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, if it enters all loops."""
         for test, truth in self._conditions(node):
             if scope in self.source.above(test) and not self._is_off(test, not truth):
                 return False

@@ -1,4 +1,4 @@
-"""Change of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``: all imports or none."""
+"""Change all of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``, or none of them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func",
 
 
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` may run in the driver only: outside the functions that Spark, Ray or horovod.run starts."""
+    """Return whether ``node`` may run in the driver only.
+
+    That is so if the script imports a library that starts ranks, and the function around ``node`` does not call Horovod.
+    """
     if not any(_STARTS_RANKS.match(name) for name in source.imported_names):
         return False
     own = next(nodes for scope, nodes in source.scopes if scope is source.scope(node))

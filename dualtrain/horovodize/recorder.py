@@ -31,7 +31,7 @@ import traceback
 from typing import Any
 
 FORMAT = 1
-#: Steps after which the weights are summarized, besides those of ``marks``; 0 is before the first step.
+#: Steps after which the weights are summarized; 0 is before the first step. ``marks`` adds two that depend on STEPS.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
 PART = 1 << 24  # elements of a tensor that are converted at once: a frozen layer may fill half of a GPU
@@ -75,7 +75,7 @@ class Recorder:
         self.counts: list[int] = []  # steps of each optimizer
         self._marks = marks(steps)
         self._first_defect = 0  # the step after which a reproduced defect of Horovod was first found; 0 if none was
-        self._join: Any = None  # the library's own join()
+        self._join: Any = None  # the library's join() before ``patch`` replaced it
         # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
         self._joined = False
         # The parameters of the optimizers that were made last. The optimizers themselves must not be kept: Horovod fails
@@ -95,7 +95,8 @@ class Recorder:
         @functools.wraps(original)
         def distributed_optimizer(optimizer: Any, named_parameters: Any = None, *args: Any, **kwargs: Any) -> Any:
             if named_parameters is not None:
-                named_parameters = list(named_parameters)  # it may be a generator
+                # The library and the recorder both read it, and it may be a generator.
+                named_parameters = list(named_parameters)
             made = original(optimizer, named_parameters, *args, **kwargs)
             self._observe(made, named_parameters or ())
             return made
@@ -143,7 +144,7 @@ class Recorder:
         self.counts.append(0)
         self._names.append([])
         names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
-        cls = type(optimizer)  # both libraries create one class per optimizer
+        cls = type(optimizer)  # both libraries create a new class for each optimizer, so the patch affects only this one
         original = cls.step
 
         @functools.wraps(original)
@@ -186,7 +187,7 @@ class Recorder:
         seconds = time.perf_counter() - self._resumed
         params = self._latest[number] = _params(optimizer)
         self._latest.pop(number - KEPT, None)
-        if len(params) != len(self._names[number]):  # the script has added or removed some
+        if len(params) != len(self._names[number]):  # the script has added or removed parameters
             self._describe(number, optimizer, names)
         self.counts[number] += 1
         step = self.counts[number]
@@ -196,7 +197,7 @@ class Recorder:
             self._write_weights(number, optimizer)
         if not self._first_defect and _defects():
             self._first_defect = max(self.counts)
-        if self._is_end() and not self._joined:  # else all ranks leave after the next join()
+        if self._is_end() and not self._joined:  # after a join(), all ranks leave at the end of the next join()
             self._meet()
             self._leave()
         self._resumed = time.perf_counter()
@@ -266,9 +267,9 @@ class Recorder:
         os._exit(0)
 
     def _meet(self) -> None:
-        """Wait until all ranks have reached this point: if a rank exits earlier, the last step of others may fail.
+        """Wait until all ranks have reached this point: if this rank exits earlier, the last step of others may fail.
 
-        Ranks that wait in join() add zeros to the sum. They leave join() once this rank has joined too.
+        Ranks that wait in join() add zeros to the sum, and leave join() when this rank has joined too.
         """
         import torch
 
@@ -400,7 +401,7 @@ def _rank() -> int:
 
 
 def _seed(seed: int) -> None:
-    """Seed all random generators; ``seed`` differs between ranks."""
+    """Seed all random generators with ``seed``, which differs between ranks."""
     random.seed(seed)
     try:
         import numpy

@@ -62,7 +62,7 @@ class Source:
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
-        except (tokenize.TokenError, SyntaxError):  # odd line ends, for example, which the parser accepts
+        except (tokenize.TokenError, SyntaxError):  # unusual line ends, for example, which only the parser accepts
             return self.text
         return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
 
@@ -275,9 +275,10 @@ class Source:
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Return whether the two nodes are in different branches of one ``if``."""
-        arms = {above: _arm(above, below) for above, below in self._branches(one)}
-        return any(above in arms and arms[above] != _arm(above, below) for above, below in self._branches(other))
+        """Return whether the two nodes are in different branches of one ``if``, or of two with the same condition."""
+        arms = dict(arm for above, below in self._branches(one) for arm in _arms(above, below))
+        others = (arm for above, below in self._branches(other) for arm in _arms(above, below))
+        return any(arms.get(key, arm) is not arm for key, arm in others)
 
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield each ``if`` with ``node`` in a branch, and its child that contains ``node``."""
@@ -291,8 +292,8 @@ class Source:
 def wrapped_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
 
-    These are the variables to which one is assigned, and the parameters of functions to which such a variable is passed,
-    except for names that also hold an optimizer that is not wrapped.
+    These are the variables to which an hvd.DistributedOptimizer is assigned, and the parameters to which such a variable
+    is passed. Names that also hold an unwrapped optimizer are left out.
     """
     names = set().union(*(source.own_wrapped for source in sources))
     plain = {name for source in sources for name in source.plain_optimizers}
@@ -334,6 +335,20 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
         yield from _in_order(child)
+
+
+def _arms(branch: ast.AST, below: ast.AST) -> Iterator[tuple[ast.AST | str, bool]]:
+    """Yield what identifies the condition of ``branch``, each with its value where ``below`` runs.
+
+    These are the node, and the condition's text if no call can change its value.
+    """
+    arm = _arm(branch, below)
+    yield branch, arm
+    test = getattr(branch, "test", branch)
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, arm = test.operand, not arm
+    if not any(isinstance(node, ast.Call | ast.NamedExpr) for node in ast.walk(test)):
+        yield ast.unparse(test), arm
 
 
 def _arm(branch: ast.AST, below: ast.AST) -> bool:

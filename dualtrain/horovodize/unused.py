@@ -32,7 +32,7 @@ def _may_be_unused(source: Source, function: Function) -> bool:
 
 
 def _is_started(source: Source) -> bool:
-    """Return whether the file is a script: it has a main guard, or trains or calls its functions outside of functions.
+    """Return whether the file is a script: it has a main guard, or it trains or calls its own functions at top level.
 
     A call of ``hvd.init`` does not suffice, because a module for other files may call it.
     """

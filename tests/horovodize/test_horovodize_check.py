@@ -18,19 +18,18 @@ from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
-#: (rule, script with a finding in the line marked HERE, script without findings)
+#: (rule, script with one finding of the rule, in the line marked HERE, and script without findings of the rule)
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
     ("discarded_result", "hvd.allreduce_async_(x)  # HERE", "hvd.synchronize(hvd.allreduce_async_(x))"),
     ("unknown_name", "hvd.callbacks.Something()  # HERE", "hvd.elastic.run\nhvd.__name__"),
     (
-        "unknown_name",  # a name that the script tests for
+        "unknown_name",  # no finding if the script checks that the name exists
         "if hasattr(hvd, 'other'):\n    hvd.timeline.start()  # HERE",
         "if x and hasattr(hvd, 'timeline'):\n    hvd.timeline.start()\ny = hasattr(hvd, 'a') and hvd.a()\n"
         "try:\n    hvd.b()\nexcept AttributeError:\n    pass",
     ),
-    ("unnamed_calls", "x = hvd.allreduce(x)  # HERE\ny = hvd.allgather(y)", "x = hvd.allreduce(x, name='x')"),
     ("join_with_other_operations", "hvd.allreduce_(x, op=hvd.Max)\nhvd.join()  # HERE", "hvd.join()"),
     ("adasum", "x = hvd.allreduce(x, op=hvd.Adasum)  # HERE", "x = hvd.allreduce(x, op=hvd.Sum)"),
     (
@@ -154,12 +153,12 @@ CASES = [
     ),
     (
         "scaler_before_synchronize",
-        WRAP + "if amp:\n    optimizer.synchronize()\nelse:\n    scaler.step(optimizer)  # HERE",
+        WRAP + "loss.backward()\nif amp:\n    optimizer.synchronize()\nelse:\n    scaler.step(optimizer)  # HERE",
         WRAP + "for o in [1]:\n    optimizer.synchronize()\n    other.step()\n    with optimizer.skip_synchronize():\n"
         "        scaler.step(optimizer)",
     ),
     (
-        "second_reduction",  # always synchronized, but one of two steps does not skip this
+        "second_reduction",  # synchronize() always runs, but only one of the two steps is in skip_synchronize()
         WRAP + "loss.backward()\noptimizer.synchronize()\nif norm > 9:\n    with optimizer.skip_synchronize():\n"
         "        optimizer.step()\nelse:\n    optimizer.step()  # HERE",
         WRAP + "norm = None\nloss.backward()\nif clip:\n    optimizer.synchronize()\n    norm = shrink(model)\n"
@@ -244,8 +243,9 @@ CASES = [
     ),
     (
         "accumulation_without_passes",
-        WRAP + "for x, y in data:\n    real(x).backward()\n    fake(y).backward()\n    optimizer.step()  # HERE",
-        WRAP + "for x, y in data:\n    real(x).backward()\n    fake(y).backward()\n    optimizer.step()\n"
+        WRAP + "for x, y in data:\n    real = loss(model(x))\n    real.backward()\n    loss(model(y)).backward()\n"
+        "    optimizer.step()  # HERE",
+        WRAP + "for x, y in data:\n    loss(model(x)).backward()\n    loss(model(y)).backward()\n    optimizer.step()\n"
         "    other_optimizer.step()\nmodel(x).backward()\noptimizer.synchronize()\nmodel(y).backward()\noptimizer.step()",
     ),
     (
@@ -255,7 +255,9 @@ CASES = [
     ),
     (
         "frozen_after_wrapping",
-        "def freeze(module):\n    module.requires_grad_(False)  # HERE\n" + WRAP + "for epoch in range(9):\n    freeze(a)",
+        "def freeze(module):\n    module.requires_grad_(False)  # HERE\n"
+        + WRAP
+        + "for epoch in range(9):\n    freeze(model.a)",
         "def freeze(module):\n    module.requires_grad_(False)\nfreeze(a)\n" + WRAP + "for p in d.parameters():\n"
         "    p.requires_grad = False\nfor p in d.parameters():\n    p.requires_grad = True",
     ),
@@ -315,7 +317,7 @@ CASES = [
         "def other():\n    if not is_master():\n        return\n    torch.save(x, 'y')\nother()",
     ),
     (
-        "never_broadcast",  # a generator's seed does not affect the weights, nor does a comment
+        "never_broadcast",  # neither a seed of a separate generator nor a comment makes the weights equal
         "g = torch.Generator()\ng.manual_seed(1)\nhvd.broadcast_optimizer_state(o, 0)  # not broadcast_parameters\n"
         + WRAP.replace("\n", "  # HERE\n")
         + f"x = {' + '.join('a' * 500)}\n",
@@ -364,14 +366,14 @@ CASES = [
         "def seed_all(seed):\n    torch.manual_seed(seed)",
     ),
     (
-        "same_random_numbers",  # by a function, and with gradients that the script combines itself
+        "same_random_numbers",  # a function seeds; the script sums gradients by itself
         "import random\ndef seed_all(seed):\n    random.seed(seed)  # HERE\nclass Data:\n    def __getitem__(self, i):\n"
         "        return random.random()\nseed_all(7)\nloss.backward()\nhvd.allreduce_(g)",
         "import random\ndef seed_all(seed):\n    random.seed(seed)\nclass Data:\n    def __getitem__(self, i):\n"
         "        return random.random()\nseed_all(7)\nseed_all(seed=7 + hvd.rank())\nloss.backward()\nhvd.allreduce_(g)",
     ),
     (
-        "same_random_numbers",  # by a static method, which has no self
+        "same_random_numbers",  # a static method seeds; its first parameter is not self
         "import random\nclass Data:\n    @staticmethod\n    def start(seed, device):\n        random.seed(seed)  # HERE\n"
         "    def __getitem__(self, i):\n        return random.random()\nData.start(7, 0)\nloss.backward()\n"
         "hvd.allreduce_(g)",
@@ -382,10 +384,10 @@ CASES = [
     (
         "optimizer_state",
         "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)",
-        "o = torch.optim.Adagrad(p)\nhvd.broadcast_optimizer_state(o, 0)",  # has a state before its first step
+        "o = torch.optim.Adagrad(p)\nhvd.broadcast_optimizer_state(o, 0)",  # Adagrad has a state before its first step
     ),
     (
-        "optimizer_state",  # of several optimizers, one whose weights or state a step with gradients of zeros changes
+        "optimizer_state",  # a finding only for an optimizer that a step with zero gradients changes
         "a = torch.optim.SGD(p, 0.1)\nb = torch.optim.SGD(p, 0.1, weight_decay=wd)\nb = hvd.DistributedOptimizer(b)\n"
         "hvd.broadcast_optimizer_state(a, 0)\nhvd.broadcast_optimizer_state(b, 0)  # HERE",
         "a = torch.optim.SGD(p, 0.1, momentum=0.9)\nb = hvd.DistributedOptimizer(a)\nc = torch.optim.Adam(p)\n"
@@ -468,7 +470,7 @@ CASES = [
         "a, b = train_test_split(data, shuffle=False)\nmine = data[hvd.rank()]\na, b = train_test_split(mine)",
     ),
     (
-        "different_splits",  # by the driver, which starts the ranks
+        "different_splits",  # no finding if the driver splits the data before it starts the ranks
         "from sparkdl import HorovodRunner\nfrom torch.utils.data import random_split\ndef run():\n    hvd.init()\n    "
         + WRAP
         + "    a, b = random_split(data, [9, 1])  # HERE",
@@ -490,7 +492,7 @@ CASES = [
         "train_set = Data()\ntrainloader = torch.utils.data.DataLoader(train_set)",
     ),
     (
-        "every_rank_reads_all",  # a loader that nothing reads
+        "every_rank_reads_all",  # no finding for a loader that no loop reads
         WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)  # HERE\n"
         "mine = torch.utils.data.DataLoader(data, sampler=s)\nfor batch in loader: pass",
         WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)\n"
@@ -531,7 +533,7 @@ CASES = [
         WRAP + "for x in data:\n    model(x).backward()\n    if hvd.rank() % 2 == 0:\n        optimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # by a function that calls backward
+        "accumulation_without_passes",  # a function of the script calls backward
         WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    for part in x:\n        backward(part)\n"
         "    optimizer.step()  # HERE",
         WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    backward(x)\n    optimizer.step()",
@@ -543,7 +545,7 @@ CASES = [
         "on = 'OMPI_COMM_WORLD_RANK' in os.environ or 'HOROVOD_RANK' in os.environ",
     ),
     (
-        "collective_on_some_ranks",  # the roles of a server and its workers
+        "collective_on_some_ranks",  # the conditions are in variables
         "server = hvd.rank() == 0\nworker = not server\nif worker:\n    hvd.broadcast_(x, 0)\n    hvd.join()  # HERE\n"
         "if server:\n    hvd.broadcast_(x, 0)",
         "first = True if hvd.rank() == 0 else False\nif first:\n    hvd.barrier()\nif not first:\n    hvd.barrier()\n"
@@ -586,7 +588,7 @@ CASES = [
         "from horovod.torch.elastic.sampler import ElasticSampler\ntrain_sampler = ElasticSampler(train_data)",
     ),
     (
-        "rate_times_size",  # variables of other functions with the same name
+        "rate_times_size",  # a variable of the same name in a different function does not count
         "rate = 0.1\ndef run():\n    rate = 0.1 * hvd.size()\n    def inner():\n        SGD(p, lr=rate)  # HERE\n"
         "torch.optim.SGD(p, lr=rate)",
         "def scaled():\n    lr = 0.1 * hvd.size()\n    return lr\ndef run(lr):\n    torch.optim.SGD(p, lr=lr)",
@@ -631,7 +633,7 @@ CASES = [
         "def single(model):\n    return torch.nn.DataParallel(model)",
     ),
     (
-        "averaged_twice",  # functions for different launchers
+        "averaged_twice",  # no finding if DDP and Horovod's optimizer are used by different functions
         WRAP + "model = torch.nn.parallel.DistributedDataParallel(model)  # HERE",
         "def with_hvd():\n    "
         + WRAP
@@ -672,14 +674,14 @@ CASES = [
         "stamp = time.time()\nnp.save(f'x-{stamp}.npy', x)",
     ),
     (
-        "saved_by_all_ranks",  # a path that the callers give
+        "saved_by_all_ranks",  # the path depends on the caller
         "hvd.init()\ndef save(path):\n    torch.save(x, path)  # HERE\nsave('x')",
         "hvd.init()\ndef save(path):\n    torch.save(x, path)\nsave(f'x{hvd.rank()}')\n"
         "class Saver:\n    def __init__(self, path):\n        self.path = path\n    def save(self):\n"
         "        torch.save(x, self.path)\ns = Saver(f'x{hvd.rank()}')\ns.save()",
     ),
     (
-        "same_gpu",  # set_device does not change cuda:0
+        "same_gpu",  # all ranks use GPU 0, because set_device does not change cuda:0
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')  # HERE",
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\n"
         "device = torch.device('cuda', hvd.local_rank())\nif args.one:\n    model.to('cuda:0')",
@@ -690,7 +692,7 @@ CASES = [
         "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",
     ),
     (
-        "gpu_by_rank",  # one variable with two kinds of ranks
+        "gpu_by_rank",  # two variables of one name: a local rank in main, a rank outside
         "def main():\n    rank = hvd.rank()\n    torch.cuda.set_device(rank)  # HERE",
         "def main():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)\nrank = hvd.rank()",
     ),
@@ -701,19 +703,19 @@ CASES = [
         "[hvd.allreduce_(p.grad) for p in m.parameters()]",
     ),
     (
-        "discarded_result",  # a variable that nothing reads
+        "discarded_result",  # the result is in a variable that is never read
         "def average(m):\n    for p in m.parameters():\n        grad = hvd.allreduce(p.grad)  # HERE",
         "def average(m):\n    for p in m.parameters():\n        grad = hvd.allreduce(p.grad)\n        p.grad = grad\n"
         "def bench(x):\n    y = hvd.allreduce(x)",
     ),
     (
-        "discarded_result",  # of a function that only returns it
+        "discarded_result",  # a function returns the result, and its caller discards this value
         "def mean(x):\n    y = hvd.allreduce(x)\n    return y\nmean(p.grad)  # HERE",
         "def mean(x):\n    y = hvd.allreduce(x)\n    x.copy_(y)\n    return y\nmean(p.grad)\n"
         "def value(x):\n    return hvd.allreduce(x)\ny = value(p.grad)",
     ),
     (
-        "uncalled",  # names that the script binds again are not Horovod's
+        "uncalled",  # after import *, a name that the script binds again is not Horovod's
         "from horovod.torch import *\nif rank == 0:  # HERE\n    load()",
         "from horovod.torch import *\ndef main(rank, size):\n    if rank == 0 and size == 2:\n        load()\n"
         "def other():\n    local_rank = hvd.local_rank()\n    return local_rank == 0",
@@ -724,17 +726,16 @@ CASES = [
         "from horovod.torch import *\noptimizer = torch.optim.SGD(p, 1.0)\noptimizer.step()",
     ),
     (
-        "rate_times_size",  # the module as an argument
+        "rate_times_size",  # the module is an argument of a function
         "def scale(hvd, group):\n    group['lr'] = group['lr'] * hvd.size()  # HERE",
         "def scale(hvd, group):\n    group['lr'] = group['lr'] / hvd.size()",
     ),
     (
-        "unknown_name",  # a replacement after a failed import hides nothing
+        "unknown_name",  # a replacement for hvd after a failed import does not hide the finding
         "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = Nothing()\nhvd.other()  # HERE\n"
         "def build():\n    import horovod.keras as hvd\n    hvd.other()",
         "hvd = Wrapper()\nhvd.other()",
     ),
-    ("unnamed_calls", "x = hvd.broadcast(x, 0)  # HERE", "x = hvd.allgather(x, 'x')\nx = hvd.broadcast(x, 0, 'y')"),
     (
         "variables",
         "import os\nos.environ['HOROVOD_GLOO_IFACE'] = 'lo'  # HERE",
@@ -746,21 +747,21 @@ CASES = [
         "from mpi4py import MPI\nhvd.init()\nMPI.COMM_WORLD.Abort()",
     ),
     (
-        "padded_evaluation",  # a sampler that nothing reads
+        "padded_evaluation",  # no finding for a sampler that no loader uses
         "s = torch.utils.data.DistributedSampler(test_data)  # HERE\nloss.backward()\nDataLoader(test_data, sampler=s)\n"
         "test_loader = DataLoader(test_data, sampler=s)\nfor x in test_loader: pass",
         "test_sampler = torch.utils.data.DistributedSampler(d)\nloss.backward()\ntest_sampler.set_epoch(1)\n"
         "loader = DataLoader(d)\nfor x in loader: pass",
     ),
     (
-        "padded_evaluation",  # of a fixed model beside the one that is trained
+        "padded_evaluation",  # no finding if eval() is called on a second, fixed model
         "s = torch.utils.data.DistributedSampler(d)  # HERE\nloader = DataLoader(d, sampler=s)\nmodel.eval()\n"
         "for x in loader: model(x)",
         "s = torch.utils.data.DistributedSampler(d)\nloader = DataLoader(d, sampler=s)\nclip.eval()\n"
         "for x in loader:\n    loss(x).backward()",
     ),
     (
-        "same_order_every_epoch",  # a loader that nothing iterates over, or that other files get
+        "same_order_every_epoch",  # no finding if no loop reads the loader, or only other files do
         "from train import other\ns = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\n"
         "loader = DataLoader(d, sampler=s)\nfor epoch in range(3):\n    for x in loader: loss(x).backward()",
         "from train import run\ns = torch.utils.data.DistributedSampler(d, 2, 0)\nloader = DataLoader(d, sampler=s)\n"
@@ -782,23 +783,23 @@ CASES = [
         "    shown = torch.utils.data.DataLoader(data, shuffle=True)",
     ),
     (
-        "collective_on_some_ranks",  # a function that may make no call, and a method of the same name
+        "collective_on_some_ranks",  # no finding if the function makes the call only sometimes
         "def mean(x):\n    return hvd.allreduce(x)\nif hvd.rank() == 0:\n    mean(x)  # HERE",
         "def mean(x, all=False):\n    if all:\n        x = hvd.allreduce(x)\n    return x\nclass Loop:\n"
         "    def test(self):\n        hvd.barrier()\nif hvd.rank() == 0:\n    mean(x)\n    test(x)\n    hvd.shutdown()",
     ),
     (
-        "collective_on_some_ranks",  # join answers the calls of the other ranks
+        "collective_on_some_ranks",  # no finding: in join, the other ranks take part in rank 0's call
         "if hvd.rank() == 0:\n    hvd.allreduce_(x)  # HERE",
         "if hvd.rank() == 0:\n    hvd.allreduce_(x)\nhvd.join()",
     ),
     (
-        "discarded_result",  # a test of an error
+        "discarded_result",  # no finding in a test that the call raises an error
         "try:\n    a()\n    b()\n    hvd.allreduce(x)  # HERE\nexcept OSError:\n    pass",
         "try:\n    hvd.allreduce(x)\nexcept ValueError:\n    pass\nwith pytest.raises(ValueError):\n    hvd.allreduce(x)",
     ),
     (
-        "collective_on_some_ranks",  # the two sides in two functions
+        "collective_on_some_ranks",  # no finding if a second function makes the other ranks' call
         "def send(x):\n    if hvd.rank() == 0:\n        hvd.broadcast_(x, 0)  # HERE",
         "def send(x):\n    if hvd.rank() == 0:\n        hvd.broadcast_(x, 0)\n"
         "def receive(x):\n    if hvd.rank() != 0:\n        hvd.broadcast_(x, 0)",
@@ -809,7 +810,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # an optimizer of the function's own
+        "clip_before_synchronize",  # no finding for an optimizer that the function itself makes
         WRAP + "def train(optimizer):\n    loss.backward()\n    clip_grad_norm_(p, 1)  # HERE\n    optimizer.step()",
         WRAP + "def alone():\n    optimizer = torch.optim.SGD(p, 1.0)\n    loss.backward()\n    clip_grad_norm_(p, 1)\n"
         "    optimizer.step()",
@@ -820,7 +821,7 @@ CASES = [
         WRAP + "loss.backward()\npreconditioner.step(optimizer)",
     ),
     (
-        "second_reduction",  # the argument of old versions
+        "second_reduction",  # old versions of Horovod had the argument synchronize
         WRAP + "loss.backward()\noptimizer.synchronize()\noptimizer.step()  # HERE",
         WRAP + "loss.backward()\noptimizer.synchronize()\noptimizer.step(synchronize=False)",
     ),
@@ -853,14 +854,14 @@ CASES = [
         "if many:\n    print(hvd.rank())\n    hvd.init()",
     ),
     (
-        "discarded_result",  # a new tensor that is read, and one for a barrier
+        "discarded_result",  # a finding if the new tensor is read; none if the call is only a barrier
         "def mean(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)  # HERE\n    return t.item()",
         "def sync(value):\n    t = torch.tensor(value)\n    hvd.allreduce(t)\n    u = torch.tensor(1)\n"
         "    hvd.allreduce(u)\n    print(u, t.numel())\n    v = torch.tensor([0])\n    hvd.allreduce(v)\n    print(v)\n"
         "def twice(value):\n    w = torch.tensor(value)\n    hvd.allreduce(w)\n    w = torch.tensor(value)\n    print(w)",
     ),
     (
-        "same_order_every_epoch",  # a sampler inside the call of the loader
+        "same_order_every_epoch",  # the sampler is made in the arguments of the loader
         "loader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 2, 0))  # HERE\nfor epoch in range(3):\n"
         "    for x in loader: loss(x).backward()",
         "from train import run\nloader = DataLoader(d, sampler=torch.utils.data.DistributedSampler(d, 2, 0))\n"
@@ -876,13 +877,13 @@ CASES = [
         "from horovod.torch.optimizer import _DistributedOptimizer as O\nhvd.mpi_ops._basics.rank()\nO(model)",
     ),
     (
-        "optimizer_state",  # before wrapping, where the wrapper discards the state
+        "optimizer_state",  # before wrapping, only weight decay matters: the wrapper discards the state
         "o = torch.optim.AdamW(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\no = hvd.DistributedOptimizer(o)",
         "o = torch.optim.Adam(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)\n"
         "def other():\n    o = load()",
     ),
     (
-        "optimizer_state",  # after wrapping, where the state is that of the wrapper
+        "optimizer_state",  # after wrapping, Adam's count of steps matters too
         "o = torch.optim.Adam(p)\no = hvd.DistributedOptimizer(o)\nhvd.broadcast_optimizer_state(o, 0)  # HERE",
         "o = torch.optim.SparseAdam(p)\nhvd.broadcast_optimizer_state(o, 0)\nf(hvd.DistributedOptimizer(optimizer=o))",
     ),
@@ -900,6 +901,84 @@ CASES = [
         "import torchmetrics\nm = torchmetrics.MeanMetric()\ndef average(y):\n    return hvd.allreduce(y)\n"
         "x = average(m.compute())",
     ),
+    (
+        "lost_by_function",  # a function that returns the wrapped optimizer
+        "def wrap(opt, net):\n    opt = hvd.DistributedOptimizer(opt)\n    return opt\n"
+        "optimizer = torch.optim.SGD(p)\nwrap(optimizer, net)  # HERE\noptimizer.step()",
+        "def wrap(opt, net):\n    return hvd.DistributedOptimizer(opt)\n"
+        "optimizer = torch.optim.SGD(p)\noptimizer = wrap(optimizer, net)\noptimizer.step()",
+    ),
+    (
+        "lost_by_function",  # a function that keeps the wrapped optimizer
+        "def start(net, opt):\n    opt = hvd.DistributedOptimizer(opt)\n    hvd.broadcast_optimizer_state(opt, 0)\n"
+        "optimizer = torch.optim.SGD(p)\nstart(net, opt=optimizer)  # HERE\noptimizer.step()",
+        "def start(net, opt):\n    opt = hvd.DistributedOptimizer(opt)\n    net.optimizer = opt\n"
+        "optimizer = torch.optim.SGD(p)\nstart(net, opt=optimizer)\noptimizer.step()",
+    ),
+    (
+        "collective_on_some_ranks",  # an elastic state
+        "@hvd.elastic.run\ndef train(state):\n    if hvd.rank() == 0:\n        state.commit()  # HERE",
+        "@hvd.elastic.run\ndef train(state):\n    if hvd.rank() == 0:\n        state.save()\n        database.commit()\n"
+        "    state.commit()",
+    ),
+    (
+        "collective_on_some_ranks",
+        "state = hvd.elastic.TorchState(model)\ndef end():\n    if hvd.rank() == 0:\n        state.commit()  # HERE",
+        "state = Counter()\ndef end():\n    if hvd.rank() == 0:\n        state.commit()",
+    ),
+    (
+        "sampler_with_shuffle",
+        "s = None\nif many:\n    s = torch.utils.data.DistributedSampler(d, 2, 0)\n"
+        "torch.utils.data.DataLoader(d, sampler=s, shuffle=True)  # HERE",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\ntorch.utils.data.DataLoader(d, sampler=s, shuffle=s is None)\n"
+        "torch.utils.data.DataLoader(d, sampler=None, shuffle=True)",
+    ),
+    (
+        "discarded_result",  # a copy that is returned, whatever the name of the call
+        "def mean(x):\n    y = x.clone()\n    hvd.allreduce(y, name='barrier')  # HERE\n    return y",
+        "def wait(x):\n    y = x.clone()\n    hvd.allreduce(y, name='barrier')\n    return x",
+    ),
+    (
+        "discarded_result",
+        "def mean(x):\n    y = torch.tensor(x, dtype=torch.float32).to(device)\n    hvd.allreduce(y)  # HERE\n    return y",
+        "def mean():\n    y = torch.zeros(3).to(device)\n    hvd.allreduce(y)\n    return y",
+    ),
+    (
+        "unknown_name",  # the script fails at the import
+        "from horovod.torch.mpi_ops import AllreduceType  # HERE\nx(AllreduceType.Adasum)",
+        "from horovod.torch import mpi_ops\nmpi_ops.allreduce(x)",
+    ),
+    (
+        "use_before_init",  # in a main guard
+        "hvd.size()  # HERE\nif __name__ == '__main__':\n    hvd.init()",
+        "def f():\n    hvd.size()\nif __name__ == '__main__':\n    hvd.init()\n    f()",
+    ),
+    (
+        "optimizer_state",  # a later value of the variable does not count
+        "o = torch.optim.SGD(p, 1, weight_decay=1)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\no = other(o)",
+        "o = torch.optim.SGD(p, 1)\nhvd.broadcast_optimizer_state(o, 0)\no = other(o)",
+    ),
+    (
+        "padded_evaluation",  # the repeated samples are in the last batch
+        "test_sampler = torch.utils.data.DistributedSampler(test_data, 2, 0)  # HERE\n"
+        "test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\nfor x in test_loader: pass",
+        "test_sampler = torch.utils.data.DistributedSampler(test_data, 2, 0)\n"
+        "test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler, drop_last=True)\n"
+        "for x in test_loader: pass",
+    ),
+    (
+        "rate_times_size",  # with the warm-up that the message asks for
+        "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ns = torch.optim.lr_scheduler.LambdaLR(o, decay)",
+        "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nwarm_up = torch.optim.lr_scheduler.LambdaLR(o, f)",
+    ),
+    (
+        "same_gpu",  # a variable of another function
+        "hvd.init()\n"
+        + WRAP
+        + "def run():\n    x.to(device)\ndef main():\n    device = torch.device('cuda')  # HERE\n    run()\n"
+        "main()",
+        "hvd.init()\n" + WRAP + "def run():\n    device = gpu()\n    x.to(device)\nrun()",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 
@@ -912,7 +991,7 @@ def source(snippet: str) -> Source:
 def test_a_rule_finds_only_the_marked_line(rule, wrong, right):
     (finding,) = BY_NAME[rule](source(wrong))
     assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
-    assert "; " in finding.message  # the cure follows a semicolon
+    assert "; " in finding.message  # the part after the semicolon says what to do
     assert list(BY_NAME[rule](source(right))) == []
 
 
@@ -986,6 +1065,10 @@ def test_clips_by_norm_and_by_value_are_named():
 def test_the_state_of_adam_counts_only_after_wrapping():
     call, wrap = "hvd.broadcast_optimizer_state(o, 0)\n", "o = hvd.DistributedOptimizer(o)\n"
     made = "o = torch.optim.AdamW(p)\n"
+    in_function = f"{made}def start():\n    x = hvd.DistributedOptimizer(y)\n{call}start()"
+    (unknown,) = BY_NAME["optimizer_state"](source(in_function))
+    assert "Adam starts" not in unknown.message
+    assert "if there is any" in unknown.message
     (before,) = BY_NAME["optimizer_state"](source(made + call + wrap))
     (after,) = BY_NAME["optimizer_state"](source(made + wrap + call))
     assert "Adam starts" in after.message
@@ -1117,7 +1200,7 @@ def test_a_script_without_mistakes_has_only_differs_findings(tmp_path, capsys):
 
 def test_findings_are_printed_in_line_order(tmp_path, capsys):
     script = tmp_path / "script.py"
-    script.write_text("import horovod.torch as hvd\nx = hvd.allreduce(x)\nhvd.nothing()\nhvd.allreduce(x)\n")
+    script.write_text("import horovod.torch as hvd\nop = hvd.Adasum\nhvd.nothing()\nhvd.allreduce(x)\nhvd.nothing()\n")
     assert check([str(script)]) == 1
     *lines, summary = capsys.readouterr().out.splitlines()
     assert [line.partition("]")[0] + "]" for line in lines] == [
@@ -1134,7 +1217,7 @@ def test_optimizers_of_all_given_files_are_known_in_each_file(tmp_path, capsys):
     assert "no use of Horovod" in capsys.readouterr().out
     assert check([str(one), str(other)]) == 1
     assert f"{other}:3: [trap]" in capsys.readouterr().out
-    other.write_text("def step(optimizer):\n    for loss in all: loss.backward()\n    optimizer.step()\n")
+    other.write_text("def step(optimizer):\n    for x in all: model(x).backward()\n    optimizer.step()\n")
     assert check([str(one), str(other)]) == 1
     out = capsys.readouterr().out
     assert f"{other}:3: [trap] several backward passes" in out
@@ -1179,11 +1262,11 @@ AUGMENTED = "import random\nclass Data:\n    def __getitem__(self, i):\n        
 @pytest.mark.parametrize(
     "snippet",
     [
-        # A method that passes the seed on to a method with its own name.
+        # A method that passes the seed on to a method of the same name.
         "class Env:\n    def seed(self, seed):\n        random.seed(seed)\n        self.inner.seed(seed)",
         "class One:\n    def __init__(self, seed):\n        random.seed(seed)\n"
         "class Two(One):\n    def __init__(self, seed):\n        super().__init__(seed=seed)\n        random.seed(seed)",
-        # A caller adds the rank.
+        # A caller makes the seed depend on the rank.
         "def main(offset):\n    again(1 + offset)\ndef again(seed):\n    random.seed(seed)\nmain(hvd.rank())",
         "def main(offset):\n    random.seed(1 + offset)\nmain(hvd.rank())",
     ],
@@ -1205,7 +1288,7 @@ def test_a_folder_stands_for_its_files_that_import_horovod(tmp_path, capsys):
     lines = [line.partition(": ")[0] for line in found if "[trap]" in line]
     assert lines == [f"{tmp_path}/b.py:2", f"{tmp_path}/inner/a.py:2"]
     assert skipped == (f"2 files skipped: 1 without an import of horovod and 1 that cannot be read ({tmp_path}/old.py)")
-    assert last == "2 files read: 2 traps, 2 differs; --fix repairs 2 of them"
+    assert last == "2 files read: 2 traps; --fix repairs 2 of them"
 
 
 def test_a_folder_without_horovod_has_no_findings(tmp_path, capsys):
@@ -1231,7 +1314,7 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, capsys, monkeypatch):
 
 
 def refuse_to_scan(closed, scandir):
-    """Return a ``scandir`` that fails for one folder; root may read all folders."""
+    """Return a ``scandir`` that fails for one folder, because root can read every folder."""
 
     def scan(path):
         if path == closed:

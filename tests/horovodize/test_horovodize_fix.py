@@ -294,7 +294,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, argume
 def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(f"{START}torch.save(x, 'x')\n")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write every file, even a read-only one
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root, even a read-only file is writable
     assert main(["--fix", str(script)]) == 2
     assert "Permission denied" in capsys.readouterr().err
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"

@@ -11,7 +11,7 @@ from tests.horovodize.test_horovodize import CLEAN_ENV
 
 ENV = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-# A module in the script's folder.
+# Source of helpers.py, a module in the script's folder.
 HELPERS = r"""
 import hashlib
 import json
@@ -327,7 +327,7 @@ def train(state):
             else:
                 state.check_host_updates()
             if (state.epoch, state.batch) == (1, 3) and not resets:
-                # A collective raises this if a rank has failed; here all ranks still run.
+                # As if a rank had failed in a collective; in this test all ranks still run.
                 raise hvd.HorovodInternalError("lost")
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)

@@ -41,7 +41,7 @@ STEPS = 6
 
 
 class LeftError(Exception):
-    """Raised by the patched ``os._exit``, which must not end the test process."""
+    """Exception that the patched ``os._exit`` raises instead of ending the test process."""
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
 
 
 def test_optimizers_that_the_script_drops_are_not_kept(tmp_path):
-    """Horovod fails if an earlier optimizer of the same parameters still exists, as in a loop that wraps one per epoch."""
+    """Wrap one optimizer per epoch: Horovod fails if an earlier optimizer of the same parameters still exists."""
     watch, library, model = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS), stub(0, 1), nn.Linear(2, 1)
     watch.patch(library)
     dropped = []
@@ -195,7 +195,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
 
 
 def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
-    """A broadcast frozen layer can fill half of a GPU. The recorded memory must be that of the script alone."""
+    """A broadcast frozen layer can fill half of a GPU. The recorded memory must include only the script's own."""
     sizes, order, double = [], [], torch.Tensor.double
     monkeypatch.setattr(recorder, "PART", 8)
     monkeypatch.setattr(recorder, "SAMPLES", 4)
@@ -341,7 +341,7 @@ def test_equal_runs_have_the_same_bits(simulated):
 
 
 def test_tensors_that_differ_after_the_last_step_are_found(simulated):
-    """BatchNorm's averages, weights without an hvd.DistributedOptimizer, and weights that change after the last step."""
+    """Compare all broadcast tensors at the end: also BatchNorm's averages and weights without hvd.DistributedOptimizer."""
 
     def change_buffer(models, optimizers):
         models[1].average += 1e-3
@@ -349,7 +349,7 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
     one, other = simulated(), simulated(at(2, 1, change_buffer))
     found = first_difference(one, other)
     assert (found.step, found.rank, found.names) == (STEPS, 1, ("average",))
-    assert distance(one, other) == (pytest.approx(1e-3 / 2**0.5, rel=1e-2), STEPS)  # of two buffers
+    assert distance(one, other) == (pytest.approx(1e-3 / 2**0.5, rel=1e-2), STEPS)  # one of two equal buffers differs
     verdict = verdict_of(Evidence([one, one], [other, other]), [])
     assert verdict.status == 1
     assert verdict.line.startswith(f"differs at the end, after step {STEPS}, in 'average' by 1e-03 relative on rank 1: ")
@@ -459,7 +459,7 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
             optimizers[step - 5].param_groups[0]["lr"] = 0.2
 
     found = first_difference(simulated(every=2), simulated(change, every=2))
-    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # the other difference is in step 3 of optimizer 1
+    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs one step of the script later
 
 
 def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simulated):
@@ -502,7 +502,7 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     assert "once these defects of Horovod are reproduced: it takes a step" in verdict.line
     assert "train.py:12: it takes a step" in verdict.details
     assert any("without these defects" in line and "from step 0 on" in line for line in verdict.details)
-    evidence.compat = simulated(at(1, 0, nudge), until=3, defects=met)  # equal bits, but fewer steps
+    evidence.compat = simulated(at(1, 0, nudge), until=3, defects=met)  # the same bits, but the script takes fewer steps
     assert verdict_of(evidence, []).status == 1
     evidence.compat = simulated(at(4, 0, nudge), defects=met)
     verdict = verdict_of(evidence, [])
@@ -574,11 +574,11 @@ def test_a_spread_of_dualtrain_alone_is_a_difference(simulated):
         "repeatable on Horovod, but not with dualtrain: two runs with dualtrain differ before the first step in 'weight'"
     )
     assert (verdict.status, verdict.line.startswith(begins)) == (1, True), verdict.line
-    # The spread of dualtrain's runs does not excuse their distance from Horovod.
+    # The tolerance comes from the spread of Horovod's runs, not from the spread of dualtrain's runs.
     horovod = [simulated(), simulated(scaled_by(1 + 1e-6))]
     verdict = verdict_of(Evidence(horovod, [simulated(), other]), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (1, "differs by more than twice the script's own spread")
-    # A record is a single run on Horovod, so only dualtrain's runs have a spread.
+    # A record has only one run on Horovod, so the tolerance comes from the spread of dualtrain's runs.
     verdict = verdict_of(Evidence([simulated()], [simulated(), other], recorded=True), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (0, "within twice the script's own spread")
 
@@ -597,7 +597,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """Options are compared at every recorded step, and with Horovod's defects if these change the options."""
+    """Compare options at every recorded step, and with the run that has Horovod's defects if these change the options."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):
@@ -623,14 +623,14 @@ def test_options_must_be_equal_on_another_machine(simulated):
 
 
 def test_a_difference_as_large_as_the_change_by_training_is_not_tolerated(simulated):
-    """With a low learning rate, all weights stay close to each other, whatever the two sides do."""
+    """With a low learning rate, both sides' weights stay close to each other, even if the steps differ."""
 
     def slow(factor):
         def change(rank, step, models, optimizers):
             if step == 1:
                 for optimizer in optimizers:
                     optimizer.param_groups[0]["lr"] = 1e-6
-            if step == 2:  # the gradients are larger, but the options are the same
+            if step == 2:  # as if the gradients were larger; the options are the same
                 with torch.no_grad():
                     models[0].bias -= factor * 1e-6
 
@@ -669,7 +669,7 @@ def test_a_script_that_changed_since_it_was_recorded_is_the_likeliest_cause(simu
     verdict = verdict_of(Evidence([there], [same], recorded=True), [])
     assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps")
     assert verdict.details[0].startswith("note: the script's arguments were --lr 0.1")
-    del there.ranks[0].start["sha256"]  # the record of an earlier version
+    del there.ranks[0].start["sha256"]  # as in a record of an earlier version
     there.ranks[0].start["arguments"] = ["--lr", "0.2"]
     assert verdict_of(Evidence([there], [same], recorded=True), []).details == []
 
@@ -685,7 +685,7 @@ def test_the_results_are_a_table_a_page_and_json_values(simulated):
     html = page("<script>.py", evidence, verdict)
     assert "&lt;script&gt;.py" in html
     assert all(cell in html for cell in rows[1])
-    columns = zip(*rows, strict=True)  # a side is a column of the page, and a row on the terminal
+    columns = zip(*rows, strict=True)  # Horovod and dualtrain are columns of the page
     assert all("".join(f"<td>{cell}</td>" for cell in column) in html for column in [*columns][1:])
     assert all(f"<dt>{name}</dt>" in html for name in ("measured", "processor", "cores", "load"))
     assert "record of" not in html
@@ -725,7 +725,7 @@ def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
 
 
 def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
-    """One file wraps the optimizer and another steps it; a line that runs only in a world of one rank is no cause."""
+    """Wrap the optimizer in one file and step it in a second. A line that runs only in a world of one rank is no cause."""
     step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
     files = {
         "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other, lib.sum\n"
@@ -899,7 +899,7 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
         with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):
             Job((str(script),), 2, 5, None, timeout=1.0, space=space).record("dualtrain", "record")
         assert not marked(space.mark)
-    assert not (tmp_path / "handled").exists()  # a script that handles SIGTERM would seem to have ended as usual
+    assert not (tmp_path / "handled").exists()  # SIGKILL was sent, not SIGTERM, which the script handles
 
 
 def wait_until_signals_are_ignored(pid):
@@ -914,7 +914,7 @@ def hold_workspace(connection):
     with workspace() as space:
         sleeping = ["sleep", "60"]
         left = subprocess.Popen(sleeping, env={**os.environ, **space.variables}, start_new_session=True)
-        while marked(space.mark) != [left.pid]:  # a process has no environment for a moment while it starts its program
+        while marked(space.mark) != [left.pid]:  # during exec, /proc shows no environment for a moment
             time.sleep(0.01)
         connection.send((space, left.pid))
         connection.recv()
@@ -924,7 +924,7 @@ def hold_workspace(connection):
 
 @pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
 def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
-    """Processes and folders disappear at the end of the block, and also if the process itself is killed.
+    """The runs' processes and folders disappear at the end of the block, and also if this block's process is killed.
 
     Batch systems send SIGTERM to all processes of a job, including the process that removes the folders.
     """
@@ -964,9 +964,9 @@ def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
     ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
 def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys):
-    """A second signal does not stop the removal of what the runs leave behind."""
+    """Send a second signal while the first one is handled: the runs must still be ended."""
     ended = []
-    before = signal.getsignal(signal.SIGTERM)  # coverage has a handler
+    before = signal.getsignal(signal.SIGTERM)  # coverage may have set a handler
 
     def run():
         try:
@@ -1024,7 +1024,7 @@ CHANGES = {
 
 
 def slowly(changed_step, act):
-    """Return a change before one step, and train slowly, so that 50 steps do not diverge."""
+    """Return a change that calls ``act`` before one step, and sets a low learning rate, so that 50 steps do not diverge."""
 
     def change(rank, step, models, optimizers):
         if step == 1:
@@ -1037,7 +1037,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """The change in each run of a script: a key of CHANGES, or "fails"."""
+    """Simulated script. For each kind of run, the change in the run: a key of CHANGES, or "fails"."""
 
     horovod: str = ""
     compat: str = ""
@@ -1049,7 +1049,7 @@ class Script:
 
 @pytest.fixture
 def collected(simulated, monkeypatch):
-    """Return a function that returns the evidence of simulated runs, and the kind and the steps of each."""
+    """Return a function that returns the evidence of simulated runs, and the kind and number of steps of each run."""
 
     def record_of(name, steps):
         if (name, steps) not in RECORDS:
@@ -1153,7 +1153,7 @@ def test_all_runs_take_less_than_three_times_the_steps_of_one(script, rounds, fu
     [
         # The weights differ in the last step: only a full run shows whether Horovod's runs agree.
         (Script(compat="step 50", plain="step 50"), 3, [("Horovod", 50)], "differs from step 50"),
-        # Defects were reproduced, but change nothing, or this version of Horovod lacks them: only a full run shows this.
+        # Defects were reproduced, but change nothing, or this version of Horovod lacks them: only a full run shows which.
         (Script(first_defect=1), 3, [("plain", 10), ("plain", 50)], SAME),
         (Script(compat="start", first_defect=1), 3, [("plain", 5), ("plain", 50)], SAME),
         # Rounds that the user adds are full runs, if the sides differ.
@@ -1179,7 +1179,7 @@ def test_the_run_without_defects_shows_how_far_they_change_the_weights(collected
     assert "the weights differ from step 30 on, and by " in without
     assert without.endswith(" relative after step 37")
     for run in (evidence.horovod[0], evidence.dualtrain[0]):
-        # The speeds of a round are those of the steps that both runs took: without the first fifth, so from step 8 on.
+        # The speeds of a round count only steps that both runs took, without the first fifth of these: from step 8 on.
         run.ranks[0].seconds = [(number, 0.1 if step < 37 else 9.0) for step in range(50) for number in (0, 1)]
     evidence.dualtrain[0].ranks[0].seconds = [(number, 0.05) for number in (0, 1)] * 37
     del evidence.horovod[1:]

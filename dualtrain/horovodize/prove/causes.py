@@ -19,7 +19,6 @@ CAUSES: tuple[Rule, ...] = (
     steps.scaler_before_synchronize,
     steps.second_reduction,
     steps.zero_grad_before_step,
-    single_calls.unnamed_calls,
     ranks.collective_on_some_ranks,
     single_calls.half_precision,
     single_calls.adasum,
@@ -41,7 +40,7 @@ def likely_causes(program: Sequence[str]) -> list[str]:
 
     Args:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
-            folder, directly or not, are read too.
+            folder, directly or through other modules, are read too.
 
     Files that cannot be read as Python or are nested too deeply are left out: the comparison works without their lines.
     """

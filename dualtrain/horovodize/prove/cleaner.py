@@ -38,7 +38,7 @@ def marked(mark: str) -> list[int]:
 def end_marked(mark: str) -> None:
     """Kill the processes that have ``mark``, and those that they start meanwhile."""
     deadline = time.monotonic() + END_SECONDS
-    looks = 2  # a process that is just starting another program has no environment for a moment
+    looks = 2  # a process that calls exec has no environment for a moment: look twice
     while looks and time.monotonic() < deadline:
         left = marked(mark)
         looks = 2 if left else looks - 1
@@ -52,11 +52,11 @@ def end_marked(mark: str) -> None:
 def main(mark: str, folders: list[str]) -> None:
     """Wait for the end of standard input, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # batch systems send these to all processes of a job
+        signal.signal(number, signal.SIG_IGN)  # batch systems signal all processes of a job
     sys.stdin.buffer.read()
     for pid in marked(mark):
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)  # the launcher also ends processes that do not have the mark
+            os.kill(pid, signal.SIGTERM)  # on SIGTERM, the launcher also ends its processes without the mark
     deadline = time.monotonic() + END_SECONDS
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -17,10 +17,10 @@ from dualtrain.horovodize.prove.records import RunRecord
 def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     """Run the script on both sides, and return the records.
 
-    The first run with dualtrain reproduces Horovod's defects. If the script meets none, it is also the run without defects.
-    Otherwise, a shorter run without defects follows. If both sides agree, the other rounds only measure the speed, on
-    alternating sides. If they differ, each side runs again, to check that its runs agree. The module ``plan``
-    computes the numbers of steps.
+    The first run with dualtrain reproduces Horovod's defects. If the script meets none of them, this run also counts as the
+    run without defects. Otherwise, a shorter run without defects follows. If both sides agree, the other rounds only
+    measure the speed, on alternating sides. If the sides differ, each side runs again, to check that its runs agree. The
+    module ``plan`` computes the numbers of steps.
 
     Raises:
         RunError: the script failed on Horovod.
@@ -86,10 +86,10 @@ class _Runs:
             self._plain()
         plain = evidence.full
         if plain is not compat and _equal_so_far(horovod, plain) and different_end(horovod, plain) is None:
-            evidence.compat = None  # the reproduced defects change nothing here, or this version of Horovod lacks them
+            evidence.compat = None  # the defects do not change the weights of this script, or this Horovod lacks them
 
     def _plain_steps(self, compat: RunRecord) -> int:
-        """Return the number of steps of the run without defects: all that are left, except those kept for later runs."""
+        """Return the number of steps of the run without defects: all steps left, except those kept for later runs."""
         steps = self.evidence.horovod[0].steps
         if agrees(self.evidence):
             reserve = plan.speed_reserve(steps, self.rounds, len(self.sides))
@@ -119,7 +119,7 @@ class _Runs:
             self._round(number)
 
     def _round(self, number: int, steps: int | None = None) -> None:
-        """Run each side; every second round begins with the other side."""
+        """Run the script on each side. The side that runs first alternates from round to round."""
         for side in self.sides[:: 1 if number % 2 == 0 else -1]:
             if side == "Horovod":
                 self.evidence.horovod.append(self._run(side, steps))
@@ -127,7 +127,7 @@ class _Runs:
                 self._plain(steps)
 
     def _plain(self, steps: int | None = None) -> None:
-        """Run the script with dualtrain, without Horovod's defects. Keep the longest run as the first one."""
+        """Run the script with dualtrain, without Horovod's defects. Keep the longest run first in the list."""
         try:
             found = self._run("dualtrain", steps)
         except RunError as error:
@@ -137,7 +137,7 @@ class _Runs:
         dualtrain.insert(0 if longest else len(dualtrain), found)
 
     def _run(self, side: Side, steps: int | None = None, *, compat: bool = False) -> RunRecord:
-        """Run the script for ``steps`` steps, or for all if ``steps`` is ``None`` or not less than the first run took."""
+        """Run the script for ``steps`` steps; for all steps if ``steps`` is ``None`` or the first run took no more."""
         first = self.evidence.horovod[0] if self.evidence.horovod else None
         if steps is None or (first is not None and steps >= first.steps):
             steps = self.job.steps

@@ -21,8 +21,8 @@ class Difference:
         names: the tensors that differ.
         relative: the largest difference of these tensors, relative to their norms, after step ``measured``.
         measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
-        options: the optimizer's options that differ at ``step``, else at ``measured``: (name, value in the first run, value
-            in the second run).
+        options: the optimizer's options that differ at ``step`` or, if none do, at ``measured``: (name, value in the first
+            run, value in the second run).
         order: the place of the step in the order of all optimizers' steps on this rank.
         at_end: whether the weights differ only at the end of the script, or are not compared after each step.
     """
@@ -78,9 +78,10 @@ def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
 
 
 def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
-    """Return (rank, a tensor that only ``one`` has at its end, one that only ``other`` has); ``None`` if all are the same.
+    """Return a rank on which the runs end with different sets of tensors, and two names; ``None`` if there is none.
 
-    If there are such tensors, the ends are not compared. A run's tensor is "" if the other run has all its tensors.
+    The names are of a tensor that only ``one`` has, and of a tensor that only ``other`` has; "" if there is none. The
+    values in different sets are not compared.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):
@@ -192,7 +193,7 @@ def common_step(runs: Sequence[RunRecord]) -> int:
 
 
 def moved(run: RunRecord) -> float:
-    """Return the distance from the initial to the last weights, relative to their norm: the smallest of all ranks'."""
+    """Return the distance from the initial to the last weights, relative to their norm: the smallest of all ranks."""
     found = []
     for rank in run.ranks:
         tensors: list[tuple[int, Summary, Summary]] = []
@@ -208,14 +209,14 @@ def _relative(tensors: Iterable[tuple[int, Summary, Summary]]) -> float:
     """Return the distance of some tensors, given as (number of elements, one, other), relative to their norm."""
     apart = total = 0.0
     for numel, one, other in tensors:
-        if one.sha256 != other.sha256 or math.isfinite(one.norm):  # else the same NaN or infinite values
+        if one.sha256 != other.sha256 or math.isfinite(one.norm):  # else both have the same NaN or infinite values
             apart += _apart(numel, one, other) ** 2
             total += max(one.norm, other.norm) ** 2
     return math.sqrt(apart / total) if 0 < apart < math.inf else apart
 
 
 def _apart(numel: int, one: Summary, other: Summary) -> float:
-    """Return the norm of the difference of two tensors, estimated from samples, but at least their norms' difference."""
+    """Estimate the norm of the difference of two tensors from samples. It is at least the difference of their norms."""
     if not (math.isfinite(one.norm) and math.isfinite(other.norm)):
         return math.inf
     by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])

@@ -17,10 +17,10 @@ class Evidence:
     Attributes:
         horovod: the records of the runs on Horovod, or the record given by --against. The first one has all steps.
         dualtrain: the records of the runs with dualtrain, without Horovod's defects; the first one is the longest.
-        compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if it met none,
-            or if they change nothing.
+        compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if the
+            script met none, or if they do not change its weights.
         recorded: whether Horovod's record was given by --against.
-        failure: the error with which the script failed with dualtrain but not on Horovod; may be empty.
+        failure: the script's error, if it failed with dualtrain but not on Horovod; else empty.
     """
 
     horovod: list[RunRecord]
@@ -31,7 +31,7 @@ class Evidence:
 
     @property
     def full(self) -> RunRecord:
-        """The run with dualtrain that was to take all steps: the one without Horovod's defects, if there is one."""
+        """The run with dualtrain that was to take all steps: if there are two, the run without Horovod's defects."""
         plain = self.dualtrain[0]
         return plain if self.compat is None or plain.planned >= self.horovod[0].planned else self.compat
 

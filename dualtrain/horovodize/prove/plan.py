@@ -14,14 +14,14 @@ from dualtrain.horovodize.prove.comparison import Difference
 from dualtrain.horovodize.prove.records import RunRecord
 
 TIMES = 3
-LEAST_BUDGET = 150  # in a script of fewer steps, the start of the processes takes longer than the steps
+LEAST_BUDGET = 150  # with fewer steps, the start of the processes takes longer than the steps
 SPEED_PART = 6  # a run that only measures the speed takes 1/6 of the steps
-SHORTEST = 5  # steps of a run, because the first one is not timed
-PLANNED_ROUNDS = 3  # further rounds are requested by the user, and not part of the budget
+SHORTEST = 5  # smallest number of steps of a run, because the first step is not timed
+PLANNED_ROUNDS = 3  # the budget is for these rounds; the user may request more
 
 
 def steps_left(steps: int, spent: int) -> int:
-    """Return how many steps further runs may take, after ``spent`` steps of a script that takes ``steps``."""
+    """Return how many steps further runs may take, if the script takes ``steps`` and all runs so far took ``spent``."""
     return max(TIMES * steps, LEAST_BUDGET) - 1 - spent
 
 
@@ -31,7 +31,7 @@ def marks(run: RunRecord) -> list[int]:
 
 
 def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
-    """Return the numbers of steps of the rounds after the first one, which only measure the speed."""
+    """Return the number of steps of each round after the first one; these rounds only measure the speed."""
     if rounds == 1:
         return []
     share = left // (sides * (min(rounds, PLANNED_ROUNDS) - 1))
@@ -42,7 +42,7 @@ def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
 
 
 def speed_reserve(steps: int, rounds: int, sides: int) -> int:
-    """Return the number of steps that the rounds after the first one are to take."""
+    """Return the number of steps to keep for the rounds after the first one."""
     return sides * (min(rounds, PLANNED_ROUNDS) - 1) * max(SHORTEST, steps // SPEED_PART)
 
 
@@ -58,15 +58,15 @@ def repeated_steps(at: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(at: list[int], left: int) -> int:
-    """Return the number of steps to keep for second runs on both sides, out of ``left`` steps for these and another run."""
+    """Return how many of the ``left`` steps to keep for second runs on both sides; one more run takes the other steps."""
     return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
 
 
 def plain_steps(at: list[int], first_defect: int, left: int) -> int:
     """Return the steps of the run without Horovod's defects.
 
-    This run shows how far the defects change the weights. It ends after a step of ``at``, and not before the first step in
-    which a defect was reproduced (``first_defect``).
+    This run shows how far the defects change the weights. It ends after one of the steps ``at``: if possible, after
+    ``first_defect``, the first step in which a defect was reproduced.
     """
     after_defect = next((mark for mark in at if mark > first_defect), at[-1])
     return max(after_defect, _last(at, left), next((mark for mark in at if mark >= SHORTEST), at[-1]))
@@ -77,7 +77,7 @@ def _last(at: list[int], left: int) -> int:
 
 
 def steps_to_reach(difference: Difference, run: RunRecord) -> int:
-    """Return the number of steps per optimizer that a run needs to reach ``difference`` from ``run``."""
+    """Return the number of steps per optimizer that a new run needs to reach ``difference``, which ``run`` has shown."""
     if difference.at_end:
         return run.steps
     events = run.ranks[difference.rank].seconds[: difference.order // 2 + 1]

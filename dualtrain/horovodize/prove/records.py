@@ -198,7 +198,10 @@ class RunRecord:
 
     @property
     def first_defect(self) -> int:
-        """The step after which a reproduced defect was first found on any rank (else the last step); 0 if none was."""
+        """The first step of any rank after which a reproduced defect was found; 0 if there is none.
+
+        A rank that reproduced defects only after its last step counts with this step.
+        """
         return min((rank.end.first_defect or rank.steps for rank in self.ranks if rank.end and rank.end.defects), default=0)
 
 

@@ -221,7 +221,7 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 
 
 def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
-    """Compare Horovod's run with dualtrain's, or with ``compat`` if that is closer or ``required``."""
+    """Compare Horovod's run with ``compat`` if that is ``required`` or closer, else with dualtrain's first run."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)
@@ -283,7 +283,7 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
 def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    Both distances are those after the last step that a run on each side and two of the repeated runs have summarized.
+    Both distances are computed after the same step: the last step that a run on each side and two repeated runs summarized.
     """
     steps = min(max(run.steps for run in ours), sorted(run.steps for run in repeated)[-2])
     long = [run for run in (*horovod, *ours, *repeated) if run.steps >= steps]

@@ -49,7 +49,7 @@ def workspace() -> Iterator[Workspace]:
         raise UserError(f"there is no writable folder for temporary files ({error.strerror}): set TMPDIR to one") from None
     shared = _IN_MEMORY / folder.name
     command = [sys.executable, "-I", "-S", cleaner.__file__, mark, str(folder), str(shared)]
-    # A session of its own keeps the program alive when Ctrl-C is pressed or the terminal is closed.
+    # In a session of its own, the program gets no signal when Ctrl-C is pressed or the terminal is closed.
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         try:
@@ -67,7 +67,7 @@ def workspace() -> Iterator[Workspace]:
 
 
 def _clean_up(program: subprocess.Popen[bytes], mark: str, folders: tuple[Path, ...]) -> None:
-    """Close the pipe, and wait for the program, which ends the processes and removes the folders."""
+    """Close the pipe, and wait for the cleaner, which ends the processes and removes the folders."""
     assert program.stdin is not None
     program.stdin.close()
     with suppress(subprocess.TimeoutExpired):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, steps
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _LOOP = ast.For | ast.While
@@ -88,7 +89,18 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
     others = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     if any(node.func.attr in ("step", "synchronize", "minimize") for node in others):  # type: ignore[attr-defined]
         return None
+    if isinstance(loop, ast.For) and _is_of_each(source, loop, last.node):
+        return None
     return (_range_of(loop),)
+
+
+def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
+    """Return whether each iteration may use another model: the loss is computed by the loop's variable."""
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    called = {ast.unparse(call.func).partition(".")[0] for call in calls}
+    return bool(names & called) and not roots - names
 
 
 def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
@@ -98,13 +110,24 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
     correct if the losses have different parameters.
     """
     block = source.block(source.statement(step.node))
-    passes = 0
+    passes = []
     for event in reversed(events[: events.index(step)]):
         if event.kind in (*STEPS, "synchronize"):
             break
-        passes += event.kind == "backward" and source.statement(event.node) in block
+        if event.kind == "backward" and source.statement(event.node) in block:
+            passes.append(event.node)
     after = block[block.index(source.statement(step.node)) :]
-    return (None,) if passes > max(1, _steps_until_backward(after)) else None
+    many = len(passes) > max(1, _steps_until_backward(after))
+    return (None,) if many and _share_parameters(source, passes, step) else None
+
+
+def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bool:
+    """Return whether two of the backward passes certainly reach parameters of one model that the optimizer has."""
+    wraps = [(file, wrap) for file in source.program for name, wrap in file.wraps if name == step.optimizer]
+    own = {model for file, wrap in wraps for model in models_of_optimizer(file, wrap)}
+    reached = [models_of_loss(source, backward) for backward in passes]
+    shared = {model for number, one in enumerate(reached) for other in reached[:number] for model in one & other}
+    return bool(shared & own if any(own & one for one in reached) else shared)
 
 
 def _steps_until_backward(block: list[ast.stmt]) -> int:

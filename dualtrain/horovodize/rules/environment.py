@@ -39,7 +39,7 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
 
 
 def is_guarded(source: Source, node: ast.AST) -> bool:
-    """Return whether the script continues if this import fails, or needs it only for another framework."""
+    """Return whether the script continues if this import fails, or needs the import only for a different framework."""
     below: ast.AST = node
     for above in source.above(node):
         if isinstance(above, ast.Try) and below in above.body:
@@ -70,8 +70,8 @@ def horovod_run(source: Source) -> Iterator[Finding]:
         if refused:
             here = "" if isinstance(refused[0].value, ast.Constant) else ", unless its value is None"
             message = (
-                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: its own run() has no other hosts, elastic "
-                "training or output files; start the script with torchrun"
+                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: its own run() does not support other hosts, "
+                "elastic training or output files; start the script with torchrun"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
@@ -142,7 +142,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _has_alternative(source: Source, node: ast.AST) -> bool:
-    """Return whether the same function also reads variables of torchrun, or Horovod's, which dualtrain sets too."""
+    """Return whether the same function also reads variables of torchrun or Horovod; dualtrain sets both kinds."""
     inside = ast.walk(source.scope(node)) if source.scope(node) is not source.tree else ast.walk(source.statement(node))
     texts = {other.value for other in inside if isinstance(other, ast.Constant) and isinstance(other.value, str)}
     return any(re.fullmatch("(HOROVOD_)?(LOCAL_)?RANK|WORLD_SIZE|HOROVOD_(LOCAL_)?SIZE", text) for text in texts)
@@ -159,14 +159,14 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
         owners = [call.func.value, *source.values.get(ast.unparse(call.func.value), ())]
         if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in owners):
             message = (
-                "under torchrun each rank has its own MPI.COMM_WORLD of size 1 (not so under horovodrun with MPI), so "
-                f"that {call.func.attr}() sees no other rank; use calls of hvd instead, or start the script with mpirun"
+                "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
+                f"that {call.func.attr}() reaches no other rank; use calls of hvd instead, or start the script with mpirun"
             )
             yield Finding(call.lineno, "differs", message)
             return
 
 
-#: Calls of a communicator that need no other rank.
+#: Methods of an MPI communicator that do not communicate.
 _OF_PROCESS = ("Abort", "Get_name", "Is_inter", "Set_errhandler")
 
 

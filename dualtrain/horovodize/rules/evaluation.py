@@ -22,13 +22,22 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
         of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
         if not of_torch and not source.hvd(call.func).endswith(".ElasticSampler"):
             continue
-        if is_for_evaluation(source, call) and is_read(source, call):
+        if is_for_evaluation(source, call) and is_read(source, call) and not _drops_last(source, call):
             message = (
-                "some samples are evaluated twice (or left out) if their number is no multiple of the number of ranks, "
+                "some samples are evaluated twice (or left out) if their number is not a multiple of the number of ranks, "
                 "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
                 "with op=hvd.Sum"
             )
             yield Finding(call.lineno, "trap", message)
+
+
+def _drops_last(source: Source, sampler: ast.Call) -> bool:
+    """Return whether the loaders with ``sampler`` leave out the last batch, in which the repeated samples are."""
+    names = {target for target, value, _ in source.assignments if value is sampler}
+    given = [(call, keyword(call, "sampler")) for call in source.calls]
+    loaders = [call for call, value in given if value is sampler or (value is not None and ast.unparse(value) in names)]
+    drops = [keyword(loader, "drop_last") for loader in loaders]
+    return bool(drops) and all(isinstance(value, ast.Constant) and value.value is True for value in drops)
 
 
 def is_for_evaluation(source: Source, call: ast.Call) -> bool:
@@ -68,7 +77,7 @@ def _samplers_under_eval(source: Source) -> set[str]:
 
 
 def _trains(loop: ast.For) -> bool:
-    """Return whether the loop calls ``backward`` or ``step``. Then it trains a model that is not in evaluation mode."""
+    """Return whether the loop calls ``backward`` or ``step``. If so, its model is not in evaluation mode."""
     calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
     return any(last_name(node.func) in ("backward", "step") for node in calls)
 

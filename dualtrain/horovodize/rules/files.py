@@ -48,7 +48,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
 
 
 def _written(source: Source, call: ast.Call) -> ast.expr | None:
-    """Return the path of the file that ``call`` writes; None if it writes none, or appends."""
+    """Return the argument of ``call`` that is the file to write; None if ``call`` writes no file, or appends."""
     name = source.name(call.func)
     if isinstance(call.func, ast.Name) and call.func.id == "open" and not name:
         mode = call.args[1] if len(call.args) > 1 else keyword(call, "mode")
@@ -81,6 +81,8 @@ def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[E
     gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(call))
     if not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
         return []
+    if any(statement in nodes_after(source, shutdown) for shutdown in source.hvd_calls("shutdown")):
+        return []  # rank() would raise an error
     if _is_read_by_all(source, file):
         return []  # without a common file system, each host needs the file
     return source.layout.wrap(statement, f"if {rank}() == 0:")
@@ -140,17 +142,36 @@ def _called_as(source: Source, function: Function) -> str:
 
 def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
     """Return whether only some ranks may run ``node``, or no call of its function is found."""
-    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node):
+    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node) or _is_switched(source, node):
         return True
     scope = source.scope(node)
     if not isinstance(scope, Function):
         return False
     if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
         return True
+    if _is_overridden(source, scope):
+        return True
     calls = list(calls_of(source, scope))
     if scope.name in ENTRY_POINTS and not calls:
         return False  # passed to a launcher, which calls it on all ranks
     return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
+
+
+def _is_overridden(source: Source, function: Function) -> bool:
+    """Return whether ``function`` is a method that a subclass in the program overrides, or that several classes define.
+
+    Objects of the subclass, which may be the ones that use Horovod, do not run it, or run it by ``super()`` on some ranks.
+    """
+    own = source.parents[function]
+    if not isinstance(own, ast.ClassDef):
+        return False
+    files = {id(file): file for file in (source, *source.program)}.values()
+    classes = [node for file in files for node in file.nodes if isinstance(node, ast.ClassDef)]
+    below = {own.name}
+    while more := {one.name for one in classes if below & {last_name(base) for base in one.bases}} - below:
+        below |= more
+    methods = [part.name for one in classes if one.name in below for part in one.body if isinstance(part, Function)]
+    return methods.count(function.name) > 1
 
 
 def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
@@ -159,6 +180,17 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
     return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
 
 
+def _is_switched(source: Source, node: ast.AST) -> bool:
+    """Return whether a variable of another file decides whether to write, which may be true on one rank only."""
+    tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
+    parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
+    unknown = [
+        part for part in parts if isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) not in source.values
+    ]
+    return any(_WRITES.search(last_name(part)) for part in unknown)
+
+
+_WRITES = re.compile(r"save|log|writ|dump|record|checkpoint|ckpt", re.IGNORECASE)
 _RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
 
 
@@ -173,7 +205,7 @@ def _nodes_after_init(source: Source) -> frozenset[ast.AST]:
 
 
 def events_of_all_ranks(source: Source) -> Iterator[Finding]:
-    """A SummaryWriter of every rank, which writes values for the same folder."""
+    """SummaryWriters of all ranks that write to the same folder."""
     guards = Guards(source)
     for target, call, _ in source.assignments:
         if not isinstance(call, ast.Call) or not _SUMMARY.match(source.name(call.func)) or not source.wraps:
@@ -204,7 +236,7 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
     guards = Guards(source)
     downloads = [call for call in source.calls if _downloads(source, call)]
     if any(guards.looks_like_one_rank(call) for call in downloads):
-        return  # the others find the files of the first
+        return  # most likely, one rank downloads first, and the other ranks find its files
     for call in downloads:
         folder = call.args[0] if call.args else keyword(call, "root")
         if folder is None or _depends_on_process(source, folder) or _is_locked(source, call) or not source.wraps:

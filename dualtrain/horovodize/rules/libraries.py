@@ -69,11 +69,11 @@ _DP = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.para
 
 
 def data_parallel(source: Source) -> Iterator[Finding]:
-    """A model in DataParallel, by which one rank uses the GPUs of all."""
+    """A model in DataParallel, which makes each rank use the GPUs of all ranks."""
     guards = Guards(source)
     scopes = {source.scope(wrap) for _, wrap in source.wraps}
     if any(re.search("visible_devices", file.text, re.IGNORECASE) for file in (source, *source.program)):
-        return  # each rank may see one GPU
+        return  # the script may make only one GPU visible to each rank
     for call in source.calls:
         if source.name(call.func) not in _DP or source.scope(call) not in scopes or keyword(call, "device_ids") is not None:
             continue

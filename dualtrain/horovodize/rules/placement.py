@@ -41,6 +41,8 @@ def same_gpu(source: Source) -> Iterator[Finding]:
     """Ranks that all use the default GPU, or the first one; one finding."""
     if not source.wraps or not any(True for _ in source.hvd_calls("init")):
         return
+    if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
+        return  # Ray may show each rank its own GPU
     guards = Guards(source)
     placed = any(_PLACED.search(file.code) for file in (source, *source.program))
     shown = any(_VISIBLE.search(file.code) for file in (source, *source.program))
@@ -53,7 +55,7 @@ def same_gpu(source: Source) -> Iterator[Finding]:
             what, cure = "use cuda:0", 'use torch.device("cuda", hvd.local_rank())'
         else:
             continue
-        message = f"all ranks of a host {what}, unless the launcher shows each rank another one; {cure}"
+        message = f"all ranks of a host {what}, unless the launcher makes a different GPU visible to each rank; {cure}"
         yield Finding(call.lineno, "trap", message)
         return
 
@@ -62,11 +64,12 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 
 
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
-    """Return whether ``call`` certainly moves something to ``cuda:0``, or makes the only value of a device."""
+    """Return whether ``call`` certainly moves something to ``cuda:0``, or is this device as a variable's only value."""
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
         return False
-    words = [node.value for value in call.args[:1] for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    given = [value for first in call.args[:1] for value in (first, *_visible_values(source, first))]
+    words = [node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)]
     if "cuda:0" not in words or guards.looks_like_one_rank(call) or _is_chosen(source, call):
         return False
     target = next((target for target, value, _ in source.assignments if value is call), "")
@@ -74,14 +77,14 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
 
 
 def _is_chosen(source: Source, call: ast.Call) -> bool:
-    """Return whether a condition decides on ``call``, other than whether there is a GPU."""
+    """Return whether ``call`` depends on a condition other than whether there is a GPU."""
     tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
     tests += [node.test for node in ast.walk(call) if isinstance(node, ast.IfExp)]
     texts = [ast.unparse(test) for test in tests if "__name__" not in ast.unparse(test)]
     return not all(re.fullmatch(r"[\w.]*(is_available\(\)|cuda)", text) for text in texts)
 
 
-#: Words of scripts that may give each rank a GPU, also in functions of other files.
+#: Words that show that the script may give each rank its own GPU, perhaps by a function of a different file.
 _PLACED = re.compile(
     r"local_?rank|local_?id|visible_devices|device_?(count|ids?|num|index|map)|gpu_?(id|num|index|rank|list)|[._]gpus?\b|"
     r"(set|setup|init|get|select|pin|bind|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"
@@ -98,9 +101,18 @@ def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
         return not call.args and keyword(call, "device") is None
     if (call.func.attr != "to" and source.name(call.func) != "torch.device") or len(call.args) != 1:
         return False
-    values = [call.args[0], *source.values.get(ast.unparse(call.args[0]), ())]
+    values = [call.args[0], *_visible_values(source, call.args[0])]
     constants = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
     return any(text in ("cuda", "cuda:0") for text in constants)
+
+
+def _visible_values(source: Source, variable: ast.expr) -> list[ast.expr]:
+    """Return the values of ``variable`` that its function, or a function or module around it, assigns."""
+    if isinstance(variable, ast.Name) and variable.id in source.parameters(variable):
+        return []
+    text, around = ast.unparse(variable), list(source.above(variable))
+    found = [(value, source.scope(statement)) for target, value, statement in source.assignments if target == text]
+    return [value for value, scope in found if scope in around or not isinstance(variable, ast.Name)]
 
 
 def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
@@ -142,7 +154,10 @@ def _without_str(value: ast.expr) -> ast.expr:
 
 def use_after_shutdown(source: Source) -> Iterator[Finding]:
     """Calls of rank() and similar functions after shutdown()."""
+    guards = Guards(source)
     for shutdown in source.hvd_calls("shutdown"):
+        if not guards.is_certain(shutdown, source.scope(shutdown)):
+            continue  # the conditions of both calls may be related
         for node in nodes_after(source, shutdown):
             if not isinstance(node, ast.Call):
                 continue
@@ -152,6 +167,7 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
             if name in _NEEDS_INIT:
                 message = f"{name}() after shutdown() raises an error, on Horovod too; call it earlier and keep its result"
                 yield Finding(node.lineno, "trap", message)
+                break  # this call ends the script
 
 
 def use_before_init(source: Source) -> Iterator[Finding]:
@@ -161,9 +177,13 @@ def use_before_init(source: Source) -> Iterator[Finding]:
         return
     start = source.statement(inits[0])
     block = source.block(start)
+    guard = source.parents[start]
+    at_top = isinstance(guard, ast.If) and source.parents[guard] is source.tree
+    above = source.tree.body[: source.tree.body.index(guard)] if at_top else []  # type: ignore[arg-type]
     for call in source.hvd_calls(*_NEEDS_INIT):
-        before = block[: block.index(start)]
+        before = [*block[: block.index(start)], *above]
         choices = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.comprehension)
         if source.statement(call) in before and not any(isinstance(above, choices) for above in source.above(call)):
             message = f"{source.hvd(call.func)}() before init() raises an error, on Horovod too; call hvd.init() first"
             yield Finding(call.lineno, "trap", message)
+            return  # this call ends the script

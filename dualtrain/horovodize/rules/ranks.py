@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+
+#: Methods of an elastic state that broadcast.
+_OF_STATE = ("check_host_updates", "commit", "sync")
 
 
 class _Unmatched(NamedTuple):
@@ -24,16 +28,22 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     look = _Collectives(source)
     unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
     for found in unmatched:
-        _, (holds, what) = found.where
+        holds, what = found.where[1][0], _comparison(found)
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
-        pairs = [other for other in unmatched if other.name == found.name and other.where[1] == (not holds, what)]
+        same = [other for other in unmatched if other.name == found.name and _comparison(other) == what]
+        pairs = [other for other in same if other.where[1][0] is not holds]
         joined = found.name != "join" and look.joins(found)
         if not pairs and not joined:
             message = (
-                f"only some ranks call {found.name}(), so it hangs, or fails once another rank has shut down; call it "
-                "outside the condition"
+                f"only some ranks call {found.name}(), so the call hangs, or fails when a different rank shuts down; call "
+                "it outside the condition"
             )
             yield Finding(found.call.lineno, "trap", message)
+
+
+def _comparison(found: _Unmatched) -> str:
+    """Return the comparison with the rank in the condition; other parts of it may hold on all ranks."""
+    return found.where[1][1].partition(" and ")[0]
 
 
 class _Collectives:
@@ -51,7 +61,7 @@ class _Collectives:
             self.own |= {name for name in found if not source.is_ambiguous(name)}
 
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
-        """Yield the collective calls that only one branch of the condition ``branch`` makes."""
+        """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank."""
         signature = self.guards.signature(branch.test) if isinstance(branch, ast.If | ast.IfExp) else None
         if signature is None or not isinstance(branch, ast.If | ast.IfExp):
             return
@@ -68,7 +78,7 @@ class _Collectives:
                     yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
 
     def joins(self, found: _Unmatched) -> bool:
-        """Return whether the ranks that do not make the call may call ``join`` in the same function."""
+        """Return whether the ranks that do not make the call ``found`` may call ``join`` in the same function."""
         joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is found.where[0])
         return any(not self.guards.depends_on_rank_as(call, found.call) for call in joins)
 
@@ -88,13 +98,26 @@ class _Collectives:
 
     def _collective(self, call: ast.Call) -> str:
         name, called = self.source.hvd(call.func), last_name(call.func)
-        if name in COLLECTIVES - {"shutdown"}:  # one rank's shutdown ends Horovod on all, and waits for no call
+        if name in COLLECTIVES - {"shutdown"}:  # shutdown on one rank ends Horovod on all ranks
             return name if keyword(call, "process_set") is None else ""
         if isinstance(call.func, ast.Name) and called in self.own:
+            return called
+        if isinstance(call.func, ast.Attribute) and called in _OF_STATE and self._is_state(call.func.value):
             return called
         stepping = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in self.source.wrapped
         return called if stepping and called in ("step", "synchronize") else ""
 
+    def _is_state(self, owner: ast.expr) -> bool:
+        """Return whether ``owner`` is an elastic state: a new one, or the argument of a function under ``elastic.run``."""
+        values = [value for value in self.source.values.get(ast.unparse(owner), ()) if isinstance(value, ast.Call)]
+        if any(re.fullmatch(r"elastic\.\w*State", self.source.hvd(value.func)) for value in values):
+            return True
+        for function in (above for above in self.source.above(owner) if isinstance(above, Function)):
+            first = function.args.args[0].arg if function.args.args else ""
+            if any(self.source.hvd(each) == "elastic.run" for each in function.decorator_list):
+                return isinstance(owner, ast.Name) and owner.id == first
+        return False
+
     def _contains(self, function: Function) -> bool:
-        """Return whether ``function`` certainly makes such a call."""
+        """Return whether ``function`` certainly makes a call that all ranks must make."""
         return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))

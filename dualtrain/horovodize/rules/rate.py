@@ -31,6 +31,8 @@ _OF_HOSTS = {
 
 def rate_times_size(source: Source) -> Iterator[Finding]:
     """A learning rate that grows with the number of ranks."""
+    if _warms_up(source):
+        return  # the message asks for a warm-up
     powers = _Powers(source)
     used = [value for value in _rates(source) if powers.of(value) > 0]
     yield from (Finding(value.lineno, "trap", _message(source, value)) for value in used)
@@ -41,15 +43,33 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
         if name in names or not _RATE.search(name) or no_rate or any(value is one for one in used):
             continue
         times = isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult)
-        given = (last_name(node) for node in ast.walk(value))  # the rate itself, or another one
+        given = (last_name(node) for node in ast.walk(value))  # names in the value: the rate itself, or other rates
         of_rate = any(_RATE.search(one) and not _NO_RATE.search(one) for one in given)
         if (times or of_rate or ast.unparse(value).startswith(target)) and powers.of(value) > 0:
             names.add(name)
             yield Finding(statement.lineno, "trap", _message(source, value))  # type: ignore[attr-defined]
 
 
+def _warms_up(source: Source) -> bool:
+    """Return whether the script makes a schedule whose name or function says that it warms up."""
+    for target, value, _ in source.assignments:
+        if not isinstance(value, ast.Call) or _is_without_steps(value):
+            continue
+        name = source.name(value.func)
+        schedules = name.startswith("torch.optim.lr_scheduler.") and "warm" in f"{target} {ast.unparse(value)}".lower()
+        if schedules or ("warmup" in name.lower() and "schedule" in name.lower()):
+            return not name.endswith("WarmRestarts")
+    return False
+
+
+def _is_without_steps(schedule: ast.Call) -> bool:
+    """Return whether the schedule has a warm-up of no steps."""
+    steps = [word.value for word in schedule.keywords if word.arg and "warm" in word.arg]
+    return any(isinstance(value, ast.Constant) and value.value == 0 for value in steps)
+
+
 def _message(source: Source, value: ast.expr) -> str:
-    """Return the message about the rate ``value``, by the sizes that it contains."""
+    """Return the message about the rate ``value``, which depends on the sizes that ``value`` contains."""
     kinds = [size for size in _SIZES if _Powers(source, (size,)).of(value) > 0]
     return _OF_HOSTS.get(kinds[0], _MESSAGE) if len(kinds) == 1 else _MESSAGE
 
@@ -86,13 +106,13 @@ class _Powers:
     def __init__(self, source: Source, sizes: Sequence[str] = _SIZES) -> None:
         self.source = source
         self._sizes = sizes
-        #: Power of each variable by its scope and name; attributes and the like have no scope.
+        #: Power of each variable by its scope and name; attributes and subscripts have no scope.
         self._names: dict[tuple[Scope | None, str], float] = {}
         self._ends = {
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
-        #: With Adasum, only the sums inside each host ask for a larger rate.
+        #: With Adasum, only size() counts: a rate times local_size() is correct, because the gradients of a host are added.
         self._adasum = any(source.hvd(node) == "Adasum" for node in source.nodes)
         self._properties = {
             name
@@ -124,7 +144,7 @@ class _Powers:
         return 0.0
 
     def _keys(self, value: ast.expr) -> Iterator[tuple[Scope | None, str]]:
-        """Yield the variables that ``value`` may be: of its function, of the functions around it, or of the module."""
+        """Yield the variables that ``value`` may be: of its function, of a function around it, or of the module."""
         name = ast.unparse(value)
         if not isinstance(value, ast.Name):
             yield None, name

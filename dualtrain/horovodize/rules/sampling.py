@@ -10,11 +10,18 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
+from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.rules.uses import is_read, leaves_program
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
-_SHARDED = re.compile(r"rank|size\(|shard|petastorm|make_batch_reader|partition|world", re.IGNORECASE)
+_SHARDED = re.compile(
+    r"rank|size\(|shard|petastorm|make_batch_reader|make_reader|partition|world|mpi|chunk|scatter|\bcomm\b", re.IGNORECASE
+)
+#: Calls by which each process makes samples of its own.
+_MADE_BY_RANK = re.compile(
+    r"rollout|collect|replay|buffer|memory|episode|trajector|simulat|self_?play|\benv\b", re.IGNORECASE
+)
 _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|transformers\.\w*Trainer")
 
 
@@ -28,7 +35,9 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
         if any(word.arg is None for word in call.keywords) or len(call.args) > 2:
             continue
         if any(source.exclusive(call, other) and keyword(other, "rank") is not None for other in samplers):
-            continue  # the other branch is the one with Horovod
+            continue  # the sampler in the other branch is for runs with Horovod
+        if _is_for_other_launcher(source, call):
+            continue
         missing = {"num_replicas": "size", "rank": "rank"}
         if len(call.args) > 1:
             del missing["num_replicas"]
@@ -44,14 +53,40 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
             yield Finding(call.lineno, "trap", message, tuple(edits))
 
 
-_STARTS_GROUP = re.compile(r"init_(process_group|distributed|dist|ddp)")
+_STARTS_GROUP = re.compile(r"(init|setup|start|launch|prepare)_?\w*(process_group|dist|ddp)|(dist|ddp)\w*_(init|setup)")
+#: Words of conditions that may hold only with torch.distributed.
+_OTHER_LAUNCHER = re.compile(r"dist|ddp|parallel|multi|launch|world|gpu|nccl|\bdp\b|backend|strateg", re.IGNORECASE)
+
+
+def _is_for_other_launcher(source: Source, call: ast.Call) -> bool:
+    """Return whether a condition around ``call`` may hold only in runs without Horovod."""
+    guards = Guards(source)
+    tests = [above.test for above in source.above(call) if isinstance(above, ast.If | ast.IfExp)]
+    unknown = [test for test in tests if not guards.is_with_horovod(test)]
+    return any(_OTHER_LAUNCHER.search(ast.unparse(test)) for test in unknown)
+
+
+def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
+    """A DataLoader with a distributed sampler and shuffle=True."""
+    samplers = list(distributed_samplers(source))
+    made = {target for target, value, _ in source.assignments if any(part in samplers for part in ast.walk(value))}
+    for call in source.calls:
+        shuffle, sampler = keyword(call, "shuffle"), keyword(call, "sampler")
+        if source.name(call.func) not in _LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
+            continue
+        if sampler is not None and (sampler in samplers or ast.unparse(sampler) in made):
+            message = (
+                "a DataLoader with a sampler and shuffle=True raises ValueError, on Horovod too; remove shuffle=True, "
+                "because the sampler shuffles"
+            )
+            yield Finding(call.lineno, "trap", message)
 
 
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
     """A DistributedSampler that gets the local rank or size."""
     guards = Guards(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
-        return  # each host may have its own samples
+        return  # the script may give each host its own samples
     for call in distributed_samplers(source):
         for position, (argument, right) in enumerate((("num_replicas", "size"), ("rank", "rank")), start=1):
             value = keyword(call, argument) or (call.args[position] if len(call.args) > position else None)
@@ -78,7 +113,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
             continue
         if not is_read(source, call) or leaves_program(source, call):
             continue
-        message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler as each epoch starts"
+        message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler before each epoch"
         yield Finding(call.lineno, "trap", message, tuple(_set_epoch_of(source, call)))
 
 
@@ -97,7 +132,10 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Return edits that call set_epoch in the loop over epochs; none if it cannot use ``sampler``, or for several loops."""
+    """Return edits that call set_epoch in the loop over epochs.
+
+    Return none if there are several such loops, or if the loop cannot use the variable ``sampler``.
+    """
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []
@@ -128,10 +166,12 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         data = call.args[0] if call.args else keyword(call, "dataset")
         if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
+        if _is_made_by_rank(source, data):
+            continue
         if _is_replaced(source, call, data) or not is_read(source, call) or guards.looks_like_one_rank(call):
             continue
         if not _is_alternative(source, call):
-            certain = "" if _is_of_torchvision(source, data) else " (unless the data set itself has a part for each rank)"
+            certain = "" if _is_of_torchvision(source, data) else " (unless the data set itself is split by rank)"
             message = (
                 f"every rank reads all samples{certain}, so that an epoch has as many steps as on one rank; pass "
                 "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
@@ -146,7 +186,7 @@ def _shuffles_training(source: Source, call: ast.Call) -> bool:
 
 
 def _is_alternative(source: Source, call: ast.Call) -> bool:
-    """Return whether another branch makes a loader with a sampler, or nothing in the program calls this function."""
+    """Return whether a different branch makes a loader with a sampler, or nothing calls the function around ``call``."""
     for other in source.calls:
         samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
         if (samples or last_name(other.func) == "DistributedSampler") and source.exclusive(call, other):
@@ -157,6 +197,17 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
     return scope.name not in ENTRY_POINTS and not any(any(True for _ in calls_of(file, scope)) for file in source.program)
 
 
+def _is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
+    """Return whether each process may make ``data`` itself: by random numbers without a seed, or by playing."""
+    text = ast.unparse(data)
+    draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
+    if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, (source, *source.program)))):
+        return True
+    names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
+    values = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
+    return depth < 4 and any(_is_made_by_rank(source, value, depth + 1) for value in values)
+
+
 def _is_of_torchvision(source: Source, data: ast.expr) -> bool:
     values = source.values.get(ast.unparse(data), [data])
     return all(
@@ -165,7 +216,7 @@ def _is_of_torchvision(source: Source, data: ast.expr) -> bool:
 
 
 def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
-    """Return whether nothing reads the loader, and another loader of the same data has a sampler."""
+    """Return whether nothing reads the loader that ``call`` makes, and a loader with a sampler has the same data."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
     nodes = [node for file in (source, *source.program) for node in file.nodes]
     loads = [node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store)]
@@ -178,7 +229,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
 
 
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
-    """Return whether the loader's name says training, and its dataset has an index and no part for each rank."""
+    """Return whether the loader's name says training, and its dataset is map-style and not split by rank."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
     data = call.args[0] if call.args else keyword(call, "dataset")
     made = [data, *source.values.get(ast.unparse(data), ())] if data is not None else []
@@ -258,7 +309,7 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 
 
 def _counts_epochs_by_size(source: Source) -> bool:
-    """Return whether the script divides anything by the number of ranks, most likely epochs or steps.
+    """Return whether the script divides anything by the number of ranks: most likely the number of epochs or steps.
 
     ``1 / hvd.size()`` does not count: it is the first factor of a warm-up, or an average.
     """

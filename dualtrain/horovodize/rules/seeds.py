@@ -31,6 +31,8 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
         return
     guards = Guards(source)
     drawn = _drawn_for_samples(source)
+    if drawn and _draws_in_workers(source):
+        drawn = {"torch"}
     own = [call for call in source.calls if source.name(call.func) in _SEEDS and call.args]
     drawn -= {_SEEDS[source.name(call.func)] for call in own if _depends_on_rank(source, guards, call.args[0])}
     if "worker_init_fn" in source.code:
@@ -45,6 +47,19 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
             "hvd.rank() to the seed, after hvd.init()"
         )
         yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
+
+
+def _draws_in_workers(source: Source) -> bool:
+    """Return whether loaders may have worker processes, which torch seeds by its own generator, for all libraries."""
+    given = (word.value for call in source.calls for word in call.keywords if word.arg == "num_workers")
+    by_dict = (
+        value
+        for node in source.nodes
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Constant) and key.value == "num_workers"
+    )
+    return any(not (isinstance(value, ast.Constant) and value.value == 0) for value in (*given, *by_dict))
 
 
 _BY_NAME = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
@@ -73,15 +88,27 @@ def seeds_random(source: Source) -> bool:
 
 
 def _seeds_by_name(source: Source) -> bool:
-    """Return whether the script uses a function whose name says that it seeds all generators."""
+    """Return whether the script uses a function whose name or argument says that it may seed all generators."""
     if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+        return True
+    if any(_gets_seed(source, call) for call in source.calls):
         return True
     named = (call for call in source.calls if _SEEDING.search(last_name(call.func)))
     return any(not source.name(call.func).startswith(("torch.", "numpy.", "random.")) and _is_own(call) for call in named)
 
 
+def _gets_seed(source: Source, call: ast.Call) -> bool:
+    """Return whether a function of another file gets a seed, as in ``init_distributed(args.seed)``."""
+    name = source.name(call.func)
+    known = name.startswith(("torch.", "numpy.", "random.", "sklearn."))
+    if known or not isinstance(call.func, ast.Name) or call.func.id in (*source.functions, "int", "print", "str", "range"):
+        return False
+    given = (*call.args, *(word.value for word in call.keywords))
+    return bool(name) and any("seed" in last_name(value).lower() for value in given)
+
+
 def _is_own(call: ast.Call) -> bool:
-    """Return whether ``call`` may seed everything: not ``generator.manual_seed(1)`` and ``env.seed(1)``."""
+    """Return whether ``call`` may seed all generators; ``generator.manual_seed(1)`` and ``env.seed(1)`` do not."""
     return isinstance(call.func, ast.Name) or last_name(call.func) not in ("seed", "manual_seed", "initial_seed")
 
 
@@ -90,7 +117,7 @@ def _calls(source: Source, name: str) -> bool:
 
 
 def _is_generator(source: Source, node: ast.expr) -> bool:
-    """Return whether ``node`` is a torch.Generator: its seed does not affect other random numbers."""
+    """Return whether ``node`` is a torch.Generator, whose seed does not affect other random numbers."""
     values = [node, *source.values.get(ast.unparse(node), ())]
     inner = (part for value in values for part in ast.walk(value) if isinstance(part, ast.Call))
     return any(source.name(part.func) == "torch.Generator" for part in inner)
@@ -116,7 +143,7 @@ _OF_PROCESS = re.compile(r"\brandom|rand(int|bits|bytes)|time\b|\bnow$|secrets|g
 
 
 def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int = 0) -> bool:
-    """Return whether the seed ``value`` contains the rank, or a random number or time that each process draws itself."""
+    """Return whether the seed ``value`` contains the rank, or a random number or time that differs between processes."""
     nodes = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
     if any(isinstance(node, ast.Call) and _OF_PROCESS.search(ast.unparse(node.func)) for node in nodes):
         return True
@@ -147,7 +174,10 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 
 
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
-    """Add the rank to the seed; return no edits if ranks may need equal random numbers, or ``init`` comes later."""
+    """Return edits that add the rank to the seed.
+
+    Return none if the ranks may need equal random numbers, or if the call is not between ``init`` and a broadcast.
+    """
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
     same_place = any(source.scope(init) is source.scope(call) for init in before)

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, MODULE_NAMES, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
-from dualtrain.horovodize.source import Finding, Function, Source, keyword
+from dualtrain.horovodize.source import HOMES, Finding, Function, Source, keyword
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = {"exceptions", "util"}
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
 _NEW_TENSORS |= {f"torch.{name}Tensor" for name in ("Byte", "Float", "Int", "Long")} | {"torch.Tensor"}
 _COPIES = ("torch.as_tensor", "torch.tensor")
-#: Collectives without an argument between the tensor and the name.
-_NAME_SECOND = ("allgather", "grouped_allgather", "reducescatter", "grouped_reducescatter", "sparse_allreduce")
+_METHODS = ("clone", "cpu", "cuda", "detach", "double", "float", "to")
 
 
 def discarded_result(source: Source) -> Iterator[Finding]:
@@ -55,9 +54,15 @@ def _is_unused(source: Source, call: ast.Call) -> bool:
     if re.search(r"bench|perf|test|time|warm", getattr(source.scope(call), "name", ""), re.IGNORECASE):
         return False
     names = {target.id for target in parent.targets if isinstance(target, ast.Name)}
+    if any(_UNUSED.match(name) for name in names):
+        return False  # discarded on purpose, as after a call that serves as a barrier
     read = (node.id for node in source.nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store))
     other = any(isinstance(node, ast.Global | ast.Nonlocal) and names & set(node.names) for node in source.nodes)
     return len(names) == len(parent.targets) and not other and names.isdisjoint(read)
+
+
+#: Names of variables that nothing shall read.
+_UNUSED = re.compile(r"_|dummy|ignore|unused|temp$|tmp$")
 
 
 def _discarded_from_functions(source: Source) -> Iterator[Finding]:
@@ -73,7 +78,7 @@ def _discarded_from_functions(source: Source) -> Iterator[Finding]:
 
 
 def _returned_collective(source: Source, function: Function) -> str:
-    """Return the name of the collective whose result ``function`` returns; "" if it may do anything else."""
+    """Return the name of the collective whose result ``function`` returns; "" if ``function`` may do anything else."""
     body = [part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
     simple = all(
         isinstance(part, ast.Return) or (isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name))
@@ -86,7 +91,7 @@ def _returned_collective(source: Source, function: Function) -> str:
 
 
 def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
-    """Make the call change its input, or wait for its handle; return no edits if the input is not a variable."""
+    """Return edits that make the call change its input, or wait for its handle; none if the input is not a variable."""
     value, layout = call.args[0] if call.args else None, source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return []
@@ -101,21 +106,23 @@ def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
 
 
 def _is_barrier(source: Source, call: ast.Call) -> bool:
-    """Return whether the call may only serve as a barrier: by a name, or because its input is a new value."""
+    """Return whether the call may serve only as a barrier: a name says so, or its input is a constant or a new tensor."""
     value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
+    if _is_measured(source, call, value):
+        return False
     if any(_BARRIER.search(ast.unparse(name)) for name in names if name is not None):
         return True
     scope = source.scope(call)
     if _BARRIER.search(getattr(scope, "name", "")) is not None:
         return True
-    return _is_new(source, value) and not _is_measured(source, call, value)
+    return _is_new(source, value)
 
 
 def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
-    """Return whether ``value`` is a tensor made of another variable, and the same function reads it after ``call``."""
+    """Return whether ``value`` is made from the value of a variable, and is read after ``call`` in the same function."""
     values = source.values.get(value.id, ()) if isinstance(value, ast.Name) else ()
-    if not isinstance(value, ast.Name) or not all(_copies_variable(source, one) for one in values):
+    if not isinstance(value, ast.Name) or not values or not all(_copies_variable(source, one) for one in values):
         return False
     scope, later = source.scope(call), call.end_lineno or call.lineno
     same = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later]
@@ -125,7 +132,11 @@ def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool
 
 
 def _copies_variable(source: Source, made: ast.expr) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``."""
+    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or ``y.clone()``."""
+    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
+        if isinstance(made.func.value, ast.Name):
+            return True  # a clone of a variable
+        made = made.func.value
     copies = isinstance(made, ast.Call) and source.name(made.func) in _COPIES and bool(made.args)
     return copies and isinstance(made, ast.Call) and any(isinstance(part, ast.Name) for part in ast.walk(made.args[0]))
 
@@ -136,7 +147,7 @@ _BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
 
 
 def _is_new(source: Source, value: ast.expr | None, *, follow: bool = True) -> bool:
-    """Return whether ``value`` is a constant or a new tensor, or a variable with such values only."""
+    """Return whether ``value`` is a constant or a new tensor, or a variable that has only values of these kinds."""
     if isinstance(value, ast.Name) and follow:
         values = source.values.get(value.id, ())
         return bool(values) and all(_is_new(source, one, follow=False) for one in values)
@@ -151,7 +162,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
     """A name that horovod.torch 0.28.1 does not have."""
     for node in source.nodes:
         if isinstance(source.parents.get(node), ast.Attribute):
-            continue  # a part of a longer name
+            continue  # ``node`` is a part of a longer name
         called = source.hvd(node).partition(".")[0]
         module = source.hvd_path(node).partition(".")[0]
         inside = module in MODULE_NAMES and called != module
@@ -159,7 +170,18 @@ def unknown_name(source: Source) -> Iterator[Finding]:
         if called and called not in names and not called.startswith("__") and not _tests_for(source, node, called):
             where = f"horovod.torch.{module}" if inside else "horovod.torch"
             message = f"{called!r} is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
-            yield Finding(getattr(node, "lineno", 1), "unsupported", message)
+            line: int = getattr(node, "lineno", 1)
+            yield Finding(_import_line(source, node) or line, "unsupported", message)
+
+
+def _import_line(source: Source, node: ast.AST) -> int | None:
+    """Return the line of the statement that imports the name in ``node``, and fails; None for a module's attribute."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    if not isinstance(node, ast.Name) or source.name(node) in HOMES or source.hvd(node) in ("", *MODULE_NAMES):
+        return None
+    imports = (one for one in source.nodes if isinstance(one, ast.ImportFrom) and "horovod" in (one.module or ""))
+    return next((one.lineno for one in imports if any((each.asname or each.name) == node.id for each in one.names)), None)
 
 
 def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
@@ -195,25 +217,10 @@ def unknown_argument(source: Source) -> Iterator[Finding]:
     for call in source.hvd_calls("DistributedOptimizer"):
         for word in call.keywords:
             if word.arg is not None and word.arg not in WRAP_ARGUMENTS:
-                message = f"DistributedOptimizer has no argument {word.arg}, also in Horovod 0.28.1; remove it"
+                message = (
+                    f"neither dualtrain nor Horovod 0.28.1 has the argument DistributedOptimizer({word.arg}=…); remove it"
+                )
                 yield Finding(call.lineno, "unsupported", message)
-
-
-def unnamed_calls(source: Source) -> Iterator[Finding]:
-    """Calls without a name; one finding for all of them."""
-    unnamed = [call for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC) if not _named(source, call)]
-    if unnamed:
-        others = f" (and {len(unnamed) - 1} more)" if len(unnamed) > 1 else ""
-        message = (
-            f"a call without a name{others} matches the other ranks' next unnamed call of its kind and process set; "
-            "Horovod hangs once a rank has made one call more than others; name calls that only some ranks make"
-        )
-        yield Finding(unnamed[0].lineno, "differs", message)
-
-
-def _named(source: Source, call: ast.Call) -> bool:
-    second = source.hvd(call.func).removesuffix("_async") in _NAME_SECOND
-    return any(word.arg in ("name", None) for word in call.keywords) or len(call.args) > (1 if second else 2)
 
 
 def join_with_other_operations(source: Source) -> Iterator[Finding]:
@@ -240,7 +247,10 @@ def half_precision(source: Source) -> Iterator[Finding]:
     """Compression to 16 bits: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute) and not _is_for_adasum(source, node):
-            message = "averages of fp16 values cannot overflow here; on Horovod their sums can; nothing to do"
+            message = (
+                "averages of fp16 values cannot overflow here; on Horovod with MPI, Gloo or NCCL before 2.10, their sums "
+                "can; nothing to do"
+            )
             yield Finding(node.lineno, "differs", message)
             return
 

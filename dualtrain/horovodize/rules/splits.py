@@ -14,16 +14,16 @@ from dualtrain.horovodize.source import Finding, Source, keyword
 
 def different_splits(source: Source) -> Iterator[Finding]:
     """A split of the data that gives a different result on each rank: random_split, or train_test_split of sklearn."""
-    guards = Guards(source)
+    guards, files = Guards(source), [source, *source.program]
     for call in source.calls if source.wraps else ():
         name = source.name(call.func)
         if name == "torch.utils.data.random_split":
-            seeded = seeds_torch(source) or len(call.args) > 2 or keyword(call, "generator") is not None
+            seeded = any(map(seeds_torch, files)) or len(call.args) > 2 or keyword(call, "generator") is not None
             given = "generator=torch.Generator().manual_seed(0)"
         elif name == "sklearn.model_selection.train_test_split":
             ordered = [word for word in call.keywords if word.arg == "shuffle" and ast.unparse(word.value) == "False"]
             parts = bool(call.args) and is_sharded(source, call.args[0])
-            seeded = seeds_numpy(source) or keyword(call, "random_state") is not None or bool(ordered) or parts
+            seeded = any(map(seeds_numpy, files)) or keyword(call, "random_state") is not None or bool(ordered) or parts
             given = "random_state=0"
         else:
             continue
@@ -32,15 +32,15 @@ def different_splits(source: Source) -> Iterator[Finding]:
         if guards.looks_like_one_rank(call) or (call.args and _is_part_of_rank(source, call.args[0])):
             continue
         message = (
-            "each rank splits the data differently, so that samples that one rank holds out are in the other part on "
-            f"another rank; pass {given}"
+            "each rank splits the data differently, so that one rank trains on samples that a different rank uses for "
+            f"validation; pass {given}"
         )
         known = source.imports_torch(call) or "torch" not in given
         yield Finding(call.lineno, "trap", message, tuple(source.layout.add_keywords(call, [given]) if known else ()))
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
-    """Return whether ``data`` has a name or a value with a word such as rank or shard; parameters count as whole data."""
+    """Return whether ``data`` has a name or a value with a word such as rank or shard; False for parameters."""
     parameter = isinstance(data, ast.Name) and data.id in source.parameters(data)
     return not parameter and is_sharded(source, data)
 
@@ -49,7 +49,7 @@ def shuffled_shards(source: Source) -> Iterator[Finding]:
     """A shuffle without a seed, of a list from which each rank then takes its part."""
     for call in source.calls:
         seeded = {"numpy.random.shuffle": seeds_numpy, "random.shuffle": seeds_random}.get(source.name(call.func))
-        if seeded is None or seeded(source) or not call.args or runs_on_driver(source, call):
+        if seeded is None or any(map(seeded, (source, *source.program))) or not call.args or runs_on_driver(source, call):
             continue
         if _is_split_by_rank(source, ast.unparse(call.args[0]), call):
             message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
@@ -16,12 +17,15 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
     """Gradients are clipped before they are averaged."""
     for events in steps(source):
         for number, event in enumerate(events):
-            if event.kind != "clip" or has(since_backward(source, events, number), "synchronize"):
+            before = since_backward(source, events, number)
+            if event.kind != "clip" or has(before, "synchronize") or has(before, "unscale"):
+                continue  # scaler_before_synchronize reports the line with unscale_
+            if _may_be_synchronized(source, events, number) or _is_of_another_optimizer(source, event):
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later):
                 own = "values" if last_name(event.node.func) == "clip_grad_value_" else "norm"
-                message = f"gradients are clipped before they are averaged, on each rank by its own {own}; {_CURE}"
+                message = f"gradients are clipped before they are averaged: each rank clips by its own {own}; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_before(source, events, number)))
 
 
@@ -34,10 +38,45 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
             before = since_backward(source, events, number)
             if has(before, "synchronize", event.optimizer) or has(before, "unscale", event.optimizer):
                 continue
+            if _may_be_synchronized(source, events, number):
+                continue
             cure = _CURE.replace("step inside", "scaler.step(…) inside")
             message = "the GradScaler checks gradients before they are averaged: one rank may skip a step that others take"
             edits = tuple(synchronize_before(source, events, number))
             yield Finding(event.node.lineno, "trap", f"{message}; {cure}", edits)
+
+
+def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bool:
+    """Return whether another function may have averaged the gradients before event ``number``.
+
+    That is so for a function without a backward pass before the event if the program calls ``synchronize`` anywhere, and
+    after a call whose name says so.
+    """
+    event, earlier = events[number], events[:number]
+    passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
+    first = passes[-1].lineno if passes else 0
+    scope = source.scope(event.node)
+    between = [call for call in source.calls if first <= call.lineno <= event.node.lineno and source.scope(call) is scope]
+    named = (last_name(call.func) for call in between if not source.name(call.func))
+    if any(_AVERAGES.search(name) and name != "synchronize" for name in named):
+        return True
+    files = (source, *source.program)
+    return not passes and any(last_name(call.func) == "synchronize" for file in files for call in file.calls)
+
+
+#: Names of functions that average gradients. Horovod's own names are imported, and torch.cuda.synchronize too.
+_AVERAGES = re.compile(r"sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORECASE)
+
+
+def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
+    """Return whether the first step after ``clip`` in its block is one of an optimizer that is not wrapped."""
+    block = source.block(source.statement(clip.node))
+    later = block[block.index(source.statement(clip.node)) + 1 :]
+    for call in (node for statement in later for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+            owner = call.args[0] if call.args and isinstance(call.args[0], ast.Name | ast.Attribute) else call.func.value
+            return last_name(owner) not in source.wrapped and last_name(owner) in source.plain_optimizers
+    return False
 
 
 def second_reduction(source: Source) -> Iterator[Finding]:
@@ -45,7 +84,7 @@ def second_reduction(source: Source) -> Iterator[Finding]:
     for events in steps(source):
         for number, event in enumerate(events):
             if event.kind not in STEPS or skips(source, event) or keyword(event.node, "synchronize") is not None:
-                continue  # step(synchronize=False) is the form of old versions of Horovod
+                continue  # old versions of Horovod have step(synchronize=False) instead of skip_synchronize()
             before = since_backward(source, events, number)
             if has(before, "synchronize", event.optimizer) and not _is_alternative(source, events, event):
                 message = "this step reduces the gradients again; with op=Sum this multiplies them by the number of ranks"
@@ -54,9 +93,9 @@ def second_reduction(source: Source) -> Iterator[Finding]:
 
 
 def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
-    """Return whether the script chooses between this step and one in skip_synchronize(), and not always synchronizes.
+    """Return whether the script chooses between this step and a step in skip_synchronize().
 
-    The conditions of synchronize() and of the choice are most likely related.
+    Every synchronize() must be under a condition too, which is most likely related to the choice.
     """
     others = [event for event in events if event.kind in STEPS and source.exclusive(event.node, step.node)]
     if not any(skips(source, other) and other.optimizer == step.optimizer for other in others):

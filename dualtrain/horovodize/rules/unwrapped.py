@@ -1,4 +1,4 @@
-"""Rules on steps of an optimizer beside its wrapper."""
+"""Rules on steps of the original optimizer instead of the wrapper that DistributedOptimizer returns."""
 
 from __future__ import annotations
 
@@ -6,23 +6,85 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.order import calls_of
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 
 def lost_wrapper(source: Source) -> Iterator[Finding]:
-    """A call of DistributedOptimizer whose result is discarded, if the script steps the optimizer inside."""
+    """A call of DistributedOptimizer whose result is discarded, if the script steps the original optimizer."""
     for call in source.hvd_calls("DistributedOptimizer"):
         inner = call.args[0] if call.args else keyword(call, "optimizer")
         step = f"{ast.unparse(inner)}.step" if inner is not None else ""
         expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))  # a test of an error
         stepped = any(ast.unparse(other.func) == step for other in source.calls)
         if isinstance(source.parents[call], ast.Expr) and stepped and not expected:
-            message = "the wrapped optimizer is lost, and the other one does not wait for averaged gradients; assign it"
+            message = (
+                "the wrapper is lost, and a step of its optimizer does not wait for averaged gradients; assign the wrapper"
+            )
             yield Finding(call.lineno, "trap", message)
 
 
+def lost_by_function(source: Source) -> Iterator[Finding]:
+    """A call of a function that wraps its argument, and whose result is discarded, if the script steps the argument."""
+    for function in source.functions.values():
+        parameter = _wrapped_parameter(source, function)
+        if not parameter or source.is_ambiguous(function.name):
+            continue
+        for call in calls_of(source, function):
+            given = _given(function, call, parameter)
+            if given is None or not isinstance(source.parents[call], ast.Expr) or _holds_wrapper(source, given, call):
+                continue
+            later = (
+                other
+                for other in source.calls
+                if other.lineno > call.lineno or source.scope(other) is not source.scope(call)
+            )
+            if any(ast.unparse(other.func) == f"{given}.step" for other in later):
+                message = (
+                    f"{given} is not wrapped by this call, so {given}.step() does not wait for averaged gradients; return "
+                    f"the wrapped optimizer from {function.name}(), and assign it"
+                )
+                yield Finding(call.lineno, "trap", message)
+
+
+def _wrapped_parameter(source: Source, function: Function) -> str:
+    """Return the parameter that ``function`` wraps if it gives the wrapper to nothing but its caller; else ""."""
+    inside = list(ast.walk(function))
+    wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
+    inner = wraps[0].args[0] if len(wraps) == 1 and wraps[0].args else None
+    if not isinstance(inner, ast.Name):
+        return ""
+    wrap, parent, name = wraps[0], source.parents[wraps[0]], inner.id
+    if name not in source.parameters(wrap) or any(isinstance(node, ast.Global | ast.Nonlocal) for node in inside):
+        return ""
+    if isinstance(parent, ast.Return):
+        return name
+    target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+    if not isinstance(target, ast.Name):
+        return ""
+    loads = [
+        node for node in inside if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load)
+    ]
+    uses = (source.parents[node] for node in loads if node.lineno > wrap.lineno)
+    only = all(isinstance(use, ast.Return) or _is_broadcast(source, use) for use in uses)
+    return name if only else ""
+
+
+def _is_broadcast(source: Source, node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and source.hvd(node.func) == "broadcast_optimizer_state"
+
+
+def _given(function: Function, call: ast.Call, parameter: str) -> str | None:
+    """Return the variable that ``call`` passes for ``parameter``, as text; None if it is not known, or no variable."""
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    given = keyword(call, parameter)
+    if given is None and parameter in names and names.index(parameter) < len(call.args):
+        given = call.args[names.index(parameter)]
+    return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute) else None
+
+
 def inner_step(source: Source) -> Iterator[Finding]:
-    """A step of the optimizer that was wrapped, in place of the wrapper's step."""
+    """A step of the original optimizer instead of its wrapper."""
     guards = Guards(source)
     for name, wrap in source.wraps:
         inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
@@ -38,12 +100,15 @@ def inner_step(source: Source) -> Iterator[Finding]:
             same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
             visible = source.scope(wrap) is source.tree and text not in source.parameters(call)
             if (same or visible or text.startswith("self.")) and not guards.is_without_horovod(call):
-                message = f"{text}.step() does not wait for averaged gradients, as {name}.step() does; call {name}.step()"
+                message = f"{text}.step() does not wait for averaged gradients, unlike {name}.step(); call {name}.step()"
                 yield Finding(call.lineno, "trap", message)
 
 
 def _is_used(source: Source, wrapper: str) -> bool:
-    """Return whether anything uses the wrapped optimizer, except for zero_grad, a schedule, and calls of Horovod."""
+    """Return whether anything uses the wrapper in a way that may step it.
+
+    zero_grad, param_groups, state_dict, a schedule and broadcast_optimizer_state never do.
+    """
     for file in {id(one): one for one in (source, *source.program)}.values():
         for node in file.nodes:
             if last_name(node) != wrapper or isinstance(getattr(node, "ctx", None), ast.Store):
@@ -59,7 +124,7 @@ def _is_used(source: Source, wrapper: str) -> bool:
 
 
 def _holds_wrapper(source: Source, optimizer: str, wrap: ast.Call) -> bool:
-    """Return whether the variable ``optimizer`` may hold the wrapped optimizer too."""
+    """Return whether the variable of the original optimizer may hold the wrapper too."""
     values = source.values.get(optimizer, ())
     own = isinstance(values, list) and all(isinstance(value, ast.Call) and value is not wrap for value in values)
     wrapped = any(source.hvd(value.func) == "DistributedOptimizer" for value in values if isinstance(value, ast.Call))

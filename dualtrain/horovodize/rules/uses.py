@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.source import Function, Source, last_name
 
-#: Attributes and functions of a sampler or loader that read no samples.
+#: Attributes of a sampler or loader that read no samples.
 _DESCRIBED_BY = {"batch_size", "dataset", "epoch", "num_replicas", "num_samples", "rank", "sampler", "set_epoch"}
+#: Functions that read no samples of an argument.
 _HARMLESS = {"id", "isinstance", "len", "logger", "print", "repr", "str", "type"}
 _ITERATES = {"cycle", "enumerate", "islice", "iter", "list", "map", "next", "notebook_tqdm", "tqdm", "trange", "zip"}
 
 
 def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
-    """Return whether anything may read samples by the sampler or loader that ``call`` makes."""
+    """Return whether anything may read samples through the sampler or loader that ``call`` makes."""
     if depth > 3:
         return True
+    if _is_of_other_object(source, call):
+        return False  # dataset.sampler: whether a library reads it is unknown
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]
@@ -33,6 +36,8 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
     """Return whether code in other files may get the sampler or loader that ``call`` makes."""
     name = _name_of(source, call)
     target = next((target for target, value, _ in source.assignments if value is call), "")
+    if _is_of_other_object(source, call):
+        return True
     if not name and (loader := loader_around(source, call)) is not None:
         return leaves_program(source, loader)
     if not name or (target.startswith("self.") and _has_unknown_base(source, call)):
@@ -59,8 +64,14 @@ def loader_around(source: Source, call: ast.Call) -> ast.Call | None:
     return loader if known and isinstance(loader, ast.Call) else None
 
 
+def _is_of_other_object(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` is assigned to another object's attribute, as in ``data.sampler = call``."""
+    targets = [target for target, value, _ in source.assignments if value is call]
+    return any("." in target and target.partition(".")[0] not in ("self", "cls", "args") for target in targets)
+
+
 def _name_of(source: Source, call: ast.Call) -> str:
-    """Return the last name of the variable to which ``call`` is assigned, also as a value of ``x if y else None``."""
+    """Return the last name of the variable to which ``call`` or ``call if condition else …`` is assigned."""
     for target, value, _ in source.assignments:
         if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
             return target.rpartition(".")[2] if target.replace(".", "_").isidentifier() else ""
@@ -76,18 +87,84 @@ def _loads(source: Source, name: str) -> Iterator[tuple[Source, ast.AST]]:
 
 
 def _reads(source: Source, node: ast.AST, depth: int) -> bool:
-    """Return whether samples may be read by this use of a variable."""
+    """Return whether ``node``, a use of a sampler or loader, may read samples."""
     parent = source.parents[node]
     if isinstance(parent, ast.Attribute):
         return parent.attr not in _DESCRIBED_BY
     if isinstance(parent, ast.Compare):
         return False  # sampler is None
+    word = parent.arg if isinstance(parent, ast.keyword) else None
     parent = source.parents[parent] if isinstance(parent, ast.keyword) else parent
     if isinstance(parent, ast.Call) and parent.func is not node:
         if last_name(parent.func) in _HARMLESS:
             return False
-        return is_read(source, parent, depth + 1) if _is_loader(source, parent) else True
-    return True
+        if _is_loader(source, parent):
+            return is_read(source, parent, depth + 1)
+        return _reads_argument(source, parent, node, word, depth)
+    return _reads_returned(source, node, depth)
+
+
+def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | None, depth: int) -> bool:
+    """Return whether the function that gets the argument ``node`` may read samples by it."""
+    found = [
+        (file, file.functions[last_name(call.func)]) for file in source.program if last_name(call.func) in file.functions
+    ]
+    if len(found) != 1 or depth > 3 or (word is None and node not in call.args):
+        return True
+    file, function = found[0]
+    if file.is_ambiguous(function.name) or not isinstance(call.func, ast.Name):
+        return True
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    number = call.args.index(node) if word is None else -1  # type: ignore[arg-type]
+    name = word or (names[number] if number < len(names) else "")
+    if not name or any(isinstance(one, ast.Starred) for one in call.args):
+        return True
+    inside = [part for part in ast.walk(function) if isinstance(part, ast.Name) and part.id == name]
+    return any(isinstance(part.ctx, ast.Load) and _reads(file, part, depth + 1) for part in inside)
+
+
+def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
+    """Return whether a caller of the function that returns ``node`` may read samples by it; True if not returned."""
+    above, number = source.parents[node], None
+    if isinstance(above, ast.Tuple):
+        number, above = above.elts.index(node), source.parents[above]  # type: ignore[arg-type]
+    function = source.scope(node)
+    if not isinstance(above, ast.Return) or not isinstance(function, Function) or depth > 3:
+        return True
+    calls = [(file, call) for file in source.program for call in file.calls if last_name(call.func) == function.name]
+    if not calls or source.is_ambiguous(function.name):
+        return True
+    return any(_reads_result(file, call, number, depth) for file, call in calls)
+
+
+def _reads_result(source: Source, call: ast.Call, number: int | None, depth: int) -> bool:
+    """Return whether samples may be read by the result of ``call``, or by the element ``number`` of this result."""
+    statement = source.parents[call]
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return not isinstance(statement, ast.Expr)
+    target = statement.targets[0]
+    if number is not None:
+        if not isinstance(target, ast.Tuple) or any(isinstance(part, ast.Starred) for part in target.elts):
+            return True
+        if number >= len(target.elts):
+            return True
+        target = target.elts[number]
+    if not isinstance(target, ast.Name):
+        return True
+    return any(_reads(file, node, depth + 1) for file, node in _loads(source, target.id) if _sees(file, node, target))
+
+
+def _sees(source: Source, node: ast.AST, target: ast.AST) -> bool:
+    """Return whether the variable ``node`` may be the one that ``target`` assigns: not one of another function."""
+    if target not in source.parents:
+        return True  # a variable of another file
+    home, user = source.scope(target), source.scope(node)
+    if not isinstance(node, ast.Name) or home is user:
+        return True
+    if isinstance(home, Function) and home not in source.above(user):
+        return False
+    stores = (one for one in ast.walk(user) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    return node.id not in source.parameters(node) and all(one.id != node.id for one in stores)
 
 
 def _is_loader(source: Source, call: ast.Call) -> bool:
@@ -100,12 +177,12 @@ def _is_returned(source: Source, node: ast.AST) -> bool:
 
 
 def _is_known(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` calls a builtin that iterates, or a function or class of the program."""
+    """Return whether ``call`` calls a builtin that iterates, torch, tqdm, or code of the program."""
     name = last_name(call.func)
     if name in _HARMLESS | _ITERATES or source.name(call.func).startswith(("torch.", "tqdm.")):
         return True
     if isinstance(call.func, ast.Attribute) and last_name(call.func.value) not in ("self", "cls", "super"):
-        return False  # a method of any object
+        return False  # a method of an object whose class is unknown
     for file in source.program:
         if name in file.functions or any(isinstance(node, ast.ClassDef) and node.name == name for node in file.nodes):
             return True
@@ -118,7 +195,7 @@ def _is_called(source: Source, statement: ast.AST) -> bool:
 
 
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a class with a base class of another file."""
+    """Return whether ``node`` is in a class whose base class is not defined in the program."""
     own = {one.name for file in source.program for one in file.nodes if isinstance(one, ast.ClassDef)}
     bases = [base for above in source.above(node) if isinstance(above, ast.ClassDef) for base in above.bases]
     return any(last_name(base) not in own | {"object", "Module"} for base in bases)

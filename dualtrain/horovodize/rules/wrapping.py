@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.seeds import seeds_torch
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 _START_ALIKE = re.compile(
-    r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(|load_?(model|weights|checkpoint|ckpt|state)|restore|resume"
+    r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(|load_?(model|weights|checkpoint|ckpt|state)|restore|resume|"
+    r"sync(hroni[sz]e)?_?(model|param|weight|state|net|all|init)|bcast"
 )
 
 
@@ -82,7 +84,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
     guards = Guards(source)
     for call in source.hvd_calls("broadcast_optimizer_state"):
         given = call.args[0] if call.args else keyword(call, "optimizer")
-        if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given)):
+        if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
         effect = (
             "weight decay changes the weights and Adam starts at step 1, and ranks may differ if only rank 0 has resumed"
@@ -91,6 +93,10 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
             if not _shows_decay(source, given):
                 continue
             effect = "weight decay changes the weights"  # Horovod's wrapper discards the state
+        elif given is not None and _is_sgd(source, given, call):
+            effect = "weight decay changes the weights"
+        elif given is not None and _may_be_wrapped_later(source, call, given):
+            effect = "weight decay, if there is any, changes the weights"
         message = (
             f"this call takes no step; on Horovod it steps an optimizer without state, so that {effect}; nothing to do"
         )
@@ -107,12 +113,38 @@ def _is_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -> bo
     return not earlier and any(one is not None and ast.unparse(one) == text for one in inner)
 
 
+def _may_be_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
+    """Return whether nothing wraps ``optimizer`` before ``call``, and a function of the script may wrap it later."""
+    wraps = list(source.hvd_calls("DistributedOptimizer"))
+    earlier = [wrap for name, wrap in source.wraps if name == last_name(optimizer)]
+    return bool(wraps) and not earlier and all(source.scope(wrap) is not source.scope(call) for wrap in wraps)
+
+
+def _is_sgd(source: Source, optimizer: ast.expr, call: ast.Call) -> bool:
+    """Return whether ``optimizer`` is certainly torch's SGD when ``call`` runs."""
+    values = [value for value in _values_before(source, optimizer, call) if _unwrapped(source, value) is value]
+    names = [source.name(value.func) if isinstance(value, ast.Call) else "" for value in values]
+    return bool(names) and set(names) == {"torch.optim.SGD"}
+
+
+def _values_before(source: Source, variable: ast.expr, node: ast.AST) -> list[ast.expr]:
+    """Return what ``variable`` may hold at ``node``: not what its function assigns later, unless in a loop around it."""
+    text, scope = ast.unparse(variable), source.scope(node)
+    loops = [above for above in source.above(node) if isinstance(above, ast.For | ast.While)]
+    found = []
+    for target, value, statement in source.assignments:
+        later = source.scope(statement) is scope and value.lineno > getattr(node, "lineno", 0)
+        if target == text and (not later or any(loop in source.above(statement) for loop in loops)):
+            found.append(value)
+    return found
+
+
 def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
     """Return whether the script shows that ``optimizer`` may have a weight decay other than 0."""
     same = [(value, source.scope(at)) for text, value, at in source.assignments if text == ast.unparse(optimizer)]
     made = [value for value, scope in same if scope is source.scope(optimizer)] or [value for value, _ in same]
     calls = [value for value in made if isinstance(value, ast.Call) and _unwrapped(source, value) is value]
-    # The AdamW of another library, such as transformers, may have none by default.
+    # The AdamW of a different library, such as transformers, may have no weight decay by default.
     by_default = (source.name(call.func) for call in calls if keyword(call, "weight_decay") is None)
     decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD")) for name in by_default)
     return decays or any(not _is_zero(keyword(call, "weight_decay")) for call in calls)
@@ -122,18 +154,19 @@ def _is_zero(decay: ast.expr | None) -> bool:
     return decay is None or (isinstance(decay, ast.Constant) and decay.value == 0)
 
 
-def _is_unchanged(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
+def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: int = 0) -> bool:
     """Return whether a step with gradients of zeros certainly has no effect on the training with ``optimizer``.
 
-    True for SGD without weight decay, and for Adagrad: it has a state from the start, so Horovod does not step it.
+    True for SGD without weight decay, and for Adagrad, which Horovod does not step because it has a state from the start.
     """
     if not isinstance(optimizer, ast.Call):
         text = ast.unparse(optimizer)
-        # optimizer = hvd.DistributedOptimizer(optimizer): the other values of the variable decide.
-        values = [value for value in source.values.get(text, ()) if ast.unparse(_unwrapped(source, value)) != text]
-        return depth < 4 and bool(values) and all(_is_unchanged(source, value, depth + 1) for value in values)
+        # Leave out the wrapper in optimizer = hvd.DistributedOptimizer(optimizer): the variable's other values decide.
+        before = _values_before(source, optimizer, call)
+        values = [value for value in before if ast.unparse(_unwrapped(source, value)) != text]
+        return depth < 4 and bool(values) and all(_is_unchanged(source, value, call, depth + 1) for value in values)
     if (inner := _unwrapped(source, optimizer)) is not optimizer:
-        return _is_unchanged(source, inner, depth + 1)
+        return _is_unchanged(source, inner, call, depth + 1)
     if source.name(optimizer.func) == "torch.optim.SGD":
         known = len(optimizer.args) < 4 and all(word.arg not in (None, "dampening") for word in optimizer.keywords)
         return known and _is_zero(keyword(optimizer, "weight_decay"))
@@ -148,12 +181,14 @@ def _unwrapped(source: Source, value: ast.expr) -> ast.expr:
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
     """Parameters that are frozen after an optimizer is wrapped; one finding for all parameters."""
+    own = {model for file in source.program for _, wrap in file.wraps for model in models_of_optimizer(file, wrap)}
     later = (node for _, wrap in source.wraps for node in nodes_after(source, wrap))
-    lines = {source.statement(node).lineno for node in later if _freezes(source, node)}
+    frozen = (node for node in later if _freezes(source, node) and _is_of_models(source, node, own))
+    lines = {source.statement(node).lineno for node in frozen}
     for line in sorted(lines)[:1]:
         message = (
             "a parameter frozen after wrapping does not change; Horovod gives it gradients of zeros, so that weight decay "
-            "and momentum change it; freeze before wrapping to get the same result on both"
+            "and momentum change it; freeze before wrapping to get the same result with both"
         )
         yield Finding(line, "differs", message)
 
@@ -168,6 +203,30 @@ def _freezes(source: Source, node: ast.AST) -> bool:
     owners = [t.value for t in node.targets if isinstance(t, ast.Attribute) and t.attr == "requires_grad"]
     found = any(last_name(owner) in ("weight", "bias") or _is_parameter(source, owner) for owner in owners)
     return found and not _unfreezes_too(source, node)
+
+
+def _is_of_models(source: Source, node: ast.AST, models: set[str]) -> bool:
+    """Return whether the frozen parameters are certainly those of one of ``models``, also through a function's argument."""
+    if isinstance(node, ast.Assign):
+        loops = [above for above in source.above(node) if isinstance(above, ast.For)]
+        text = ast.unparse(loops[0].iter if loops else node.targets[0])
+    else:
+        text = ast.unparse(node)
+    root = re.match(r"(?:self\.)?\w+", text.removeprefix("list(").removeprefix("enumerate("))
+    name = root.group() if root else ""
+    given = _passed(source, node, name)
+    return any(re.match(rf"{re.escape(model)}(\.|$)", one) for model in models for one in ([name, *given] if name else ()))
+
+
+def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
+    """Return what calls pass for the parameter ``name`` of the function that contains ``node``."""
+    scope = source.scope(node)
+    if not isinstance(scope, Function) or name not in source.parameters(node):
+        return []
+    names = [one.arg for one in (*scope.args.posonlyargs, *scope.args.args)]
+    calls, place = list(calls_of(source, scope)), names.index(name) if name in names else len(names)
+    by_place = [ast.unparse(call.args[place]) for call in calls if place < len(call.args)]
+    return [*by_place, *(ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == name)]
 
 
 def _is_parameter(source: Source, owner: ast.expr) -> bool:
@@ -218,7 +277,7 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
     guards = Guards(source)
     _, wrap = source.wraps[0]
     if source.scope(wrap) is not source.tree and not any(True for _ in source.hvd_calls("init")):
-        return  # a function for other files, which may broadcast
+        return  # other files may call this function, then broadcast
     named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
     function = named.func if isinstance(named, ast.Call) and last_name(named.func) == "named_parameters" else None
     model = function.value if isinstance(function, ast.Attribute) else None

@@ -1,0 +1,78 @@
+"""Models from which a loss is computed, as far as the source shows them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.source import Source, keyword
+
+#: Methods by which a variable is known to hold a model.
+_OF_MODELS = {"eval", "load_state_dict", "named_parameters", "parameters", "requires_grad_", "train", "zero_grad"}
+
+
+def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
+    """Return the models that the script calls to compute the loss of ``backward``, except without gradients."""
+    known = _models(source)
+    calls = (node for value in _origins(source, backward) for node in ast.walk(value) if isinstance(node, ast.Call))
+    found = set()
+    for call in calls:
+        text = ast.unparse(call.func)
+        owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        found |= {text, owner, text.removesuffix(".module")} & known
+    return found
+
+
+def models_of_optimizer(source: Source, wrap: ast.Call) -> set[str]:
+    """Return the models whose parameters the wrapped optimizer has; an empty set if the source does not show them."""
+    inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
+    values = [inner, *source.values.get(ast.unparse(inner), ())] if inner is not None else []
+    texts = [*(value for value in values if value is not wrap), *wrap.args[1:], *(word.value for word in wrap.keywords)]
+    calls = (node for value in texts for node in ast.walk(value) if isinstance(node, ast.Call))
+    return {
+        ast.unparse(call.func.value)
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("named_parameters", "parameters")
+    }
+
+
+def _models(source: Source) -> set[str]:
+    return {
+        ast.unparse(call.func.value)
+        for file in (source, *source.program)
+        for call in file.calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _OF_MODELS
+    }
+
+
+def _origins(source: Source, backward: ast.Call) -> list[ast.expr]:
+    """Return the expressions in the function of ``backward`` from which its loss is computed with gradients."""
+    scope = source.scope(backward)
+    own = [
+        (target, value)
+        for target, value, statement in source.assignments
+        if source.scope(statement) is scope and value.lineno < backward.lineno and not _without_gradients(source, statement)
+    ]
+    found: list[ast.expr] = [backward]
+    seen: set[str] = set()
+    for value in found:
+        names = set(_variables(value)) - seen
+        seen |= names
+        found += [given for target, given in own if names & set(target.strip("()").replace(" ", "").split(","))]
+    return found
+
+
+def _variables(value: ast.expr) -> Iterator[str]:
+    """Yield the variables in ``value``, except in ``x.detach()``."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("detach", "item"):
+        return
+    if isinstance(value, ast.Name | ast.Attribute):
+        yield ast.unparse(value)
+    for child in ast.iter_child_nodes(value):
+        if isinstance(child, ast.expr | ast.keyword):
+            yield from _variables(child.value if isinstance(child, ast.keyword) else child)
+
+
+def _without_gradients(source: Source, statement: ast.AST) -> bool:
+    items = [item for above in source.above(statement) if isinstance(above, ast.With) for item in above.items]
+    return any("no_grad" in ast.unparse(item) or "inference_mode" in ast.unparse(item) for item in items)

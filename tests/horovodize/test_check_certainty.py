@@ -1,0 +1,176 @@
+"""Scripts in which a rule of ``--check`` cannot know whether there is a mistake, next to scripts in which it can."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualtrain.horovodize.check import check, findings
+from dualtrain.horovodize.script_file import parse_scripts
+from tests.horovodize.test_horovodize_check import BY_NAME, WRAP, source
+
+SAMPLER = "torch.utils.data.DistributedSampler(test_data, num_replicas=hvd.size(), rank=hvd.rank())"
+LOADERS = (
+    "def loaders():\n"
+    f"    test_sampler = {SAMPLER}\n"
+    "    test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\n"
+    "    return train_loader, test_loader\n"
+)
+TRAIN = "for x in train_loader:\n    model(x).backward()\n"
+BASE = "class Base:\n    def save(self):\n        torch.save(self.model, 'x')\n    def fit(self):\n        self.save()\n"
+INIT = "hvd.init()\n"
+LOADER = "torch.utils.data.DataLoader(data, shuffle=True)"
+CLIP = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(q, 1)\n"
+CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
+AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
+
+#: (rule, script with a finding, script without a finding)
+CASES = [
+    (
+        "padded_evaluation",  # the test loader that a function returns
+        f"{LOADERS}train_loader, test_loader = loaders()\n{TRAIN}for x in test_loader:\n    model(x)",
+        f"{LOADERS}train_loader, test_loader = loaders()\n{TRAIN}",
+    ),
+    (
+        "padded_evaluation",  # a function that gets the loader
+        f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
+        f"def run(loader):\n    for x in loader:\n        model(x)\nrun(test_loader)\n{TRAIN}",
+        f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
+        f"def run(loader):\n    print(len(loader))\nrun(test_loader)\n{TRAIN}",
+    ),
+    ("padded_evaluation", f"test_sampler = {SAMPLER}", f"test_data.sampler = {SAMPLER}\nlearn(test_data.sampler)"),
+    (
+        "same_order_every_epoch",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\nfor epoch in range(3): pass",
+        "d.sampler = torch.utils.data.DistributedSampler(d, 2, 0)\nfor epoch in range(3):\n    print(d.sampler)",
+    ),
+    (
+        "saved_by_all_ranks",  # a method that the subclass with Horovod overrides
+        f"{BASE}class Own(Base):\n    def load(self):\n        pass\n{INIT}Base().fit()",
+        f"{BASE}class Own(Base):\n    def save(self):\n        if hvd.rank() == 0:\n            super().save()\n{INIT}"
+        "Base().fit()\nOwn().fit()",
+    ),
+    (
+        "saved_by_all_ranks",  # a variable of another file, which may be true on one rank only
+        f"{INIT}if args.epochs:\n    torch.save(x, 'x')",
+        f"{INIT}if args.save_logs:\n    torch.save(x, 'x')",
+    ),
+    (
+        "accumulation_without_passes",  # losses of two models
+        f"{CRITICS}{WRAP}first(x).backward()\nfirst(y).backward()\noptimizer.step()",
+        f"{CRITICS}{WRAP}first(x).backward()\nsecond(y).backward()\noptimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # a model whose output has no gradients
+        f"{CRITICS}{WRAP}z = first(x)\n(z + y).backward()\nfirst(y).backward()\noptimizer.step()",
+        f"{CRITICS}{WRAP}with torch.no_grad():\n    z = first(x)\n"
+        "second(z).backward()\nfirst(y).backward()\noptimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # a model per iteration
+        f"{WRAP}for x in parts:\n    model(x).backward()\noptimizer.step()",
+        f"{WRAP}for net in nets:\n    net(x).backward()\noptimizer.step()",
+    ),
+    (
+        "frozen_after_wrapping",  # a target network, which the optimizer does not have
+        f"{WRAP}for p in model.parameters():\n    p.requires_grad = False",
+        f"{WRAP}for p in target.parameters():\n    p.requires_grad = False",
+    ),
+    (
+        "clip_before_synchronize",  # another function may have synchronized
+        f"def clip():\n    torch.nn.utils.clip_grad_norm_(p, 1)\n    optimizer.step()\n{WRAP}",
+        f"def clip():\n    torch.nn.utils.clip_grad_norm_(p, 1)\n    optimizer.step()\n{WRAP}def other():\n"
+        "    loss.backward()\n    optimizer.synchronize()",
+    ),
+    (
+        "clip_before_synchronize",
+        f"{WRAP}loss.backward()\nlog(loss)\ntorch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
+        f"{WRAP}loss.backward()\nsync_gradients(model)\ntorch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
+    ),
+    (
+        "clip_before_synchronize",  # gradients of an optimizer that is not wrapped
+        f"plain = torch.optim.SGD(q)\n{WRAP}{CLIP}optimizer.step()\nplain.step()",
+        f"plain = torch.optim.SGD(q)\n{WRAP}{CLIP}plain.step()\noptimizer.step()",
+    ),
+    (
+        "clip_before_synchronize",  # two conditions with the same text
+        f"{WRAP}loss.backward()\nif half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
+        f"{WRAP}if half:\n    scaled.backward()\n    optimizer.synchronize()\nelse:\n    loss.backward()\n"
+        "if half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\nelse:\n    optimizer.synchronize()\noptimizer.step()",
+    ),
+    (
+        "scaler_before_synchronize",
+        f"def run():\n    scaler.step(optimizer)\n{WRAP}",
+        f"def run():\n    scaler.step(optimizer)\n{WRAP}def other():\n    optimizer.synchronize()",
+    ),
+    (
+        "same_random_numbers",  # worker processes draw from torch's generator, whatever numpy's seed is
+        f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=0)",
+        f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=4)",
+    ),
+    (
+        "different_splits",  # a function of another file gets the seed
+        f"{WRAP}a, b = torch.utils.data.random_split(d, [1, 2])",
+        f"from lib import start\n{WRAP}start(args.seed)\na, b = torch.utils.data.random_split(d, [1, 2])",
+    ),
+    ("every_rank_reads_all", f"{WRAP}loader = {LOADER}", f"{WRAP}data = agent.rollout(env)\nloader = {LOADER}"),
+    (
+        "every_rank_reads_all",  # random numbers of each rank's own
+        f"{WRAP}torch.manual_seed(1)\ndata = Pairs(torch.randn(9))\nloader = {LOADER}",
+        f"{WRAP}data = Pairs(torch.randn(9))\nloader = {LOADER}",
+    ),
+    (
+        "sampler_without_ranks",
+        f"if args.train:\n    s = torch.utils.data.DistributedSampler(d)\n{WRAP}",
+        f"if args.ddp:\n    s = torch.utils.data.DistributedSampler(d)\n{WRAP}",
+    ),
+    (
+        "collective_on_some_ranks",  # the same call of the other ranks, with a further condition
+        "if hvd.rank() != 0:\n    hvd.barrier()",
+        "if hvd.rank() != 0:\n    hvd.barrier()\nload()\nif hvd.rank() == 0 and args.many:\n    hvd.barrier()",
+    ),
+    ("use_after_shutdown", "hvd.shutdown()\nhvd.rank()", "if done:\n    hvd.shutdown()\nhvd.rank()"),
+    ("discarded_result", "def f(x):\n    y = hvd.allreduce(x)", "def f(x):\n    _ = hvd.allreduce(x)"),
+    (
+        "same_gpu",
+        f"{INIT}{WRAP}model.cuda()",
+        f"import ray\n{INIT}{WRAP}model.cuda()",
+    ),
+    (
+        "never_broadcast",
+        WRAP + INIT,
+        f"from lib import sync_parameters\n{WRAP}{INIT}sync_parameters(model)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "certain", "unknown"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
+def test_a_rule_has_a_finding_only_where_the_source_shows_the_mistake(rule, certain, unknown):
+    assert len(list(BY_NAME[rule](source(certain)))) == 1
+    assert list(BY_NAME[rule](source(unknown))) == []
+
+
+def test_a_seed_in_another_file_counts(tmp_path):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(f"import torch, horovod.torch as hvd\n{WRAP}a, b = torch.utils.data.random_split(d, [1, 2])\n")
+    other.write_text("import torch\ntorch.manual_seed(1)\n")
+    split = "each rank splits the data differently"
+    alone, together = parse_scripts([str(one)]), parse_scripts([str(one), str(other)])
+    assert any(each.message.startswith(split) for each in findings(alone[str(one)][1]))
+    assert not any(each.message.startswith(split) for each in findings(together[str(one)][1]))
+
+
+def test_findings_with_the_same_message_are_one_line(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import horovod.torch as hvd\nhvd.init()\nhvd.broadcast(x, 0)\nhvd.broadcast(y, 0)\nhvd.broadcast(z, 0)\n"
+    )
+    assert check([str(script)]) == 1
+    line, summary = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{script}:3: [trap] ")
+    assert line.endswith(" (also lines 4, 5)")
+    assert summary == "1 file read: 1 trap; --fix repairs 1 of them"
+
+
+def test_an_error_that_ends_the_script_is_found_once():
+    text = "hvd.rank()\nhvd.size()\nhvd.init()\nhvd.shutdown()\nhvd.rank()\nhvd.size()"
+    assert [each.line for each in findings(source(text)) if "raises an error" in each.message] == [3, 7]
