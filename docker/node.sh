@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One host of a cluster of containers (compose.yaml's profile "cluster"). Each host runs sshd; the first of HOSTS trains on
-# all hosts with both backends, and prints a table.
+# One host of a cluster of containers (compose.yaml's profile "cluster"). Each host runs sshd. The first host in HOSTS starts
+# training on all hosts, with both backends one after the other, and prints a table.
 #
 #   bash docker/node.sh [flags of dualtrain train, for both runs]
 #

@@ -22,17 +22,18 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would; return the status: 0, 2 or 130.
+    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would.
 
-    The command itself exits with its own status.
+    A command exits with its own status. If it does not exit, return 0; without a known command, return 0 or 2; after
+    Ctrl-C, return 130.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
-        sys.path[0] = os.getcwd()  # the user's modules are found there, as with python -m
+        sys.path[0] = os.getcwd()  # so that the user's modules are found in this folder, as with python -m
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "train":
         from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
 
-        note_early_requests()  # before the imports, as dualtrain.main does
+        note_early_requests()  # before the slow imports, as in dualtrain.main
         end_on_early_interrupt()
     from dualtrain import console
 
@@ -55,7 +56,7 @@ def main() -> int:
         runpy.run_module(f"dualtrain.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if name == "horovodize":
-            raise  # the traceback of the user's script
+            raise  # show the traceback of the user's script
         console.print_error("interrupted")
         return 128 + signal.SIGINT
     return 0

@@ -88,7 +88,10 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input`` (N, C, …) normalized. Collective in training, and without running statistics; blocks."""
+        """Return ``input`` (N, C, …) normalized.
+
+        Collective in training, and in evaluation if the layer has no running statistics; then blocks.
+        """
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -150,8 +153,8 @@ class RankNorm(SyncBatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """See the base class.
 
-        In evaluation without running statistics, use those of this rank's batch, without communication: a rank may have
-        fewer batches than the others.
+        In evaluation without running statistics, use the statistics of this rank's batch, without communication: a rank may
+        have fewer batches than the others.
         """
         return super().forward(input) if self.training else _BatchNorm.forward(self, input)
 
@@ -171,7 +174,7 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     """Replace torch's BatchNorm layers in ``model``, in place. Collective; blocks.
 
     ``FrozenNorm`` layers are not changed. Subclasses of torch's layers are not changed either; rank 0 logs the names of
-    those in training mode.
+    such subclasses in training mode.
     """
     # A layer may be used under several names, each of which needs the new layer.
     layers = [

@@ -21,7 +21,7 @@ Run = tuple[str, dict[str, Any]]  # its label and its summary
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format finished runs, given by label and summary, as a table; the last line says which runs have equal weights."""
+    """Format finished runs (pairs of label and summary) as a table. The last line says which runs have equal weights."""
     models: dict[str, list[str]] = {}
     for label, summary in runs:
         models.setdefault(summary["weights_sha256"], []).append(label)

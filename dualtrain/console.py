@@ -44,7 +44,8 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open returns the lowest free number: ``number``
+            # os.open returns the lowest free descriptor, which is ``number``.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
@@ -185,12 +186,12 @@ def logging_to_stderr() -> Iterator[None]:
 def refuse_on_all(error: UserError, world: World) -> int:
     """Print an error that most likely occurs on all ranks, and return the exit status. If possible, only rank 0 prints it.
 
-    The other ranks wait for 3 s, in which the launcher stops them because rank 0 has exited. A rank that still runs after
-    that prints its error too: its command line may differ from that of rank 0.
+    The other ranks wait for 3 s. In this time the launcher stops them, because rank 0 has exited. A rank that still runs
+    after that prints its error too: its command line may differ from that of rank 0.
     """
     if world.rank != 0:
         time.sleep(3.0)
-    # Only torchrun might start the same command line again; its user reads that a restart would not help.
+    # Only torchrun restarts ranks with the same command line. Under torchrun, say that a restart would not help.
     print_error(error, world.rank, world.size, final=world.launcher == "torchrun")
     return 2
 

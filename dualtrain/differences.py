@@ -55,7 +55,7 @@ def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
     """Refuse ranks whose values, in rank order, are not all the same.
 
     Raises:
-        UserError: names each rank's value, and the ``cure``.
+        UserError: the values differ. The message names each rank's value and the ``cure``.
     """
     if len(set(values)) > 1:
         raise UserError(f"the ranks do not have the same {what} ({by_value(values)}): {cure}")
@@ -79,7 +79,8 @@ def _excerpts(values: Sequence[str | None]) -> list[str]:
     texts = [value for value in values if value is not None]
     start = 0
     if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
-        low, high = min(texts), max(texts)  # their common prefix is the common prefix of all
+        # In sorted order, the common prefix of the first and the last text is the common prefix of all texts.
+        low, high = min(texts), max(texts)
         common = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
         start = max(0, common - _WIDTH // 2)
     return ["missing" if value is None else _cut(value, start) for value in values]

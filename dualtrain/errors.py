@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-#: Messages of torch's exceptions, of several types, for too little memory or a size beyond 64 bits.
+#: Messages of torch's exceptions (of several types) for too little memory, or for a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
 
 
 class UserError(ValueError):
     """An error that the user can fix. The message states the fact, the cause and the cure.
 
-    ``shared`` is true if every rank raises the same error, so that one rank is enough to print it. ``trace`` is the
-    traceback of the user's own code, if that has failed; it is printed above the message. ``transient`` is true if the
+    ``shared`` is true if every rank raises the same error, so that only one rank needs to print it. ``trace`` is the
+    traceback of the user's own code, if this code has failed; it is printed above the message. ``transient`` is true if the
     same command may succeed later, as with a full disk or a folder that is in use. ``forbids_restart`` is true if the run's
     folder records the error, so that later starts with the same settings are refused.
     """
@@ -91,7 +91,7 @@ class RankFailedError(RuntimeError):
     Attributes:
         rank: the rank that failed.
         trace: the traceback of the exception on that rank; empty if its process ended without one.
-        by_peer: whether the exception was that of a collective operation, so that another rank may be its cause.
+        by_peer: whether a collective operation raised the exception, so that a different rank may be its cause.
     """
 
     def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:

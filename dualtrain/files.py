@@ -24,7 +24,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-#: Errors for directories that cannot be synchronized: on some network file systems, or without permission to read.
+#: Errors of directories that cannot be synchronized: on some network file systems, or without permission to read.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
@@ -70,7 +70,8 @@ def readable_path(path: str | Path) -> Iterator[str]:
         OSError: the file cannot be opened, or is not a regular file.
     """
     with open_regular(path) as file:
-        yield f"/proc/self/fd/{file.fileno()}"  # the file that was checked, even if its name now belongs to another file
+        # This path leads to the file that was checked, even if the file's name now belongs to a different file.
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -107,10 +108,10 @@ def _allow() -> None:
 
 @contextmanager
 def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` at the end of the block, once its content is durable.
+    """Yield a new file. At the end of the block, make its content durable, then replace ``path`` by it.
 
-    An error in the block, or a full disk, leaves ``path`` as it was. So does an error of ``check``, which is called before
-    anything is written, and again before the file is replaced.
+    An error in the block, or a full disk, leaves ``path`` as it was. The same holds for an error of ``check``, which is
+    called before anything is written, and again before the file is replaced.
 
     Raises:
         OSError: the file cannot be written.

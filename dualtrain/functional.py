@@ -1,7 +1,7 @@
 """Collectives with gradients for autograd, as if all ranks were one program whose loss is the sum of the ranks' losses.
 
-The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: those of ``allgather`` and ``broadcast`` are averages,
-and those of a summing ``reducescatter`` are multiplied by the number of ranks.
+The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradients of ``allgather`` and ``broadcast`` are
+averages, and the gradient of a summing ``reducescatter`` is multiplied by the number of ranks.
 
 The backward pass is collective too: every rank must run it. All functions return new tensors, block, and raise the errors
 of the backend's own calls. If the input of any rank requires a gradient, the result requires one on every rank, so that all
@@ -78,7 +78,7 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     Raises:
         ValueError: ``tensor`` cannot be split equally, or ``splits`` does not fit it.
     """
-    # The asynchronous form returns the count of rows from each rank even without splits.
+    # The asynchronous form returns the number of rows from each rank, even without splits.
     answer, graded = _forward(tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait())
     result, received = answer
     rows = tensor.shape[0]
@@ -104,7 +104,7 @@ def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> t
 
 
 def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, backward: Backward) -> torch.Tensor:
-    """Return ``result``. If ``graded``, autograd gives its gradient to ``backward``, which returns that of ``tensor``.
+    """Return ``result``. If ``graded``, ``backward`` converts the gradient of ``result`` to the gradient of ``tensor``.
 
     ``graded`` says whether the ``tensor`` of any rank requires a gradient. Then all ranks run ``backward``, since it is
     collective, even if their own ``tensor`` requires no gradient.

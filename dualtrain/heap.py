@@ -17,7 +17,7 @@ from collections.abc import Mapping, MutableMapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
-_MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and that its own adjustment reaches
+_MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts; glibc's own adjustment stops there too
 #: Variables of glibc's own settings. If the user has set one of them, this module changes nothing.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -25,8 +25,8 @@ _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD
 def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
     """Disable heap trimming (M_TRIM_THRESHOLD) for this process, so that freed blocks below 32 MB are reused.
 
-    Call it once, at the start of a program that trains on the CPU. The setting lasts as long as the process. It applies to
-    glibc's main heap, which the main thread uses; the arenas of other threads may still return freed memory.
+    Call this function once, at the start of a program that trains on the CPU. The setting lasts as long as the process. It
+    applies to glibc's main heap, which the main thread uses; the arenas of other threads may still return freed memory.
     Does nothing with a C library other than glibc, or if the user has set glibc's own variables, such as
     MALLOC_TRIM_THRESHOLD_.
 
@@ -46,9 +46,9 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
 
 
 def use_huge_pages(env: MutableMapping[str, str] | None = None) -> None:
-    """Make torch request huge pages (MADV_HUGEPAGE) for CPU tensors of 2 MB or more, unless the user has decided on this.
+    """Make torch request huge pages (MADV_HUGEPAGE) for CPU tensors of 2 MB or more, unless the user has set its variable.
 
-    Call it before the first tensor is created: torch then reads the variable that this sets. Child processes inherit it.
+    Call this before the first tensor is created, when torch reads the variable that this sets. Child processes inherit it.
     Linux grants the request if /sys/kernel/mm/transparent_hugepage/enabled is "madvise" or "always".
 
     Args:

@@ -14,7 +14,7 @@ from dualtrain.launchers import World, detect_world
 
 log = logging.getLogger("dualtrain.hvd")
 
-#: Seconds after which a wait ends in an error by default, as in torch.distributed over Gloo.
+#: Default number of seconds after which a wait ends in an error, the same as in torch.distributed over Gloo.
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -63,7 +63,7 @@ class Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a variable that should be a finite number is not one, or there is no such transport.
+            UserError: a numeric variable is not a finite number, or DUALTRAIN_TRANSPORT is unknown.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)
@@ -98,7 +98,7 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Return whether the variable is set to a number above 0, as Horovod reads it: other texts do not set a flag."""
+    """Return whether the variable begins with a whole number above 0, which is how Horovod reads it."""
     number = re.match(r"\s*[+-]?\d+", env.get(name, ""))
     return number is not None and int(number[0]) > 0
 
@@ -113,7 +113,7 @@ def mention_others(env: Mapping[str, str]) -> None:
 def publish_place(world: World | None = None) -> None:
     """Set HOROVOD_RANK and so on as ``horovodrun --gloo`` does, unless they are set: scripts read them before ``init``.
 
-    Under MPI nothing is set: scripts read MPI's own variables there, and would take HOROVOD_RANK as a sign of Gloo.
+    Under MPI nothing is set: scripts read MPI's own variables there, and HOROVOD_RANK would make them expect Gloo.
     """
     world = detect_world() if world is None else world
     if world.launcher.startswith("mpi"):

@@ -24,16 +24,16 @@ class World:
         local_rank, local_size: this process's rank among the processes on this host, and the number of these processes.
         cross_rank, cross_size: this host's rank among the hosts that have a process with this local rank, and the number of
             these hosts.
-        launcher: name of the launcher; "none" for a process that was started without one.
-        rendezvous: (host, port) at which the ranks meet, if the launcher provides one.
+        launcher: name of the launcher; "none" for a process that was started without a launcher.
+        rendezvous: (host, port) at which the ranks meet, if the launcher provides an address.
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
             launcher does not reserve a port.
-        secret: text that only the processes of this job know, if the launcher or the user has given them one.
+        secret: text that only the processes of this job know, if the launcher or the user has given them a secret.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
-        job_key: key of the job's name in torchrun's store, which outlives restarts; empty without such a store.
-        served: whether the process that started the ranks serves their store, also for worlds of only some of the ranks.
+        job_key: key under which torchrun's store keeps the job's name over restarts; empty without such a store.
+        served: whether the process that started the ranks serves their store, which all worlds of the job then share.
     """
 
     rank: int = 0
@@ -84,13 +84,13 @@ class World:
         return self.local_size == self.size
 
 
-#: Environment variable of ranks that dualtrain has started: "1", or the name of the engine that started them.
+#: Environment variable of ranks that dualtrain has started: "1", or "spark" or "ray" if it used that system.
 SPAWNED = "DUALTRAIN_SPAWNED"
 #: Environment variable of the job's shared secret; the user or a launch script sets it if the launcher has none.
 SECRET = "DUALTRAIN_SECRET"
 #: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-#: Exit status of a rank of the launcher "spawn" after an error that a restart may not repeat. The job's status is then 2.
+#: Exit status of a rank of the launcher "spawn" after an error that may not occur again. The job's status is then 2.
 TRY_AGAIN = os.EX_TEMPFAIL
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16
@@ -121,7 +121,7 @@ class _Variables:
             found = [other for other in sorted(self.env) if re.fullmatch(_VARIABLES[self.launcher], other)]
             raise UserError(
                 f"{name} is not set, but {', '.join(found)} {'is' if len(found) == 1 else 'are'}: the process has only "
-                "a part of its environment, and would train alone; pass all of it on, or unset the rest"
+                "a part of its environment, and would train alone; pass on all of the launcher's variables, or none"
             )
         return value
 
@@ -198,7 +198,7 @@ def _pmi(v: _Variables) -> World:
     return v.world(v.number("PMI_RANK"), size, v.number("MPI_LOCALRANKID", 0), v.number("MPI_LOCALNRANKS", size))
 
 
-# Steps with a number from here on are batch scripts and shells of salloc, not ranks.
+# Slurm gives this step number and greater ones to batch scripts and to shells of salloc, which are not ranks.
 _SLURM_RESERVED_STEPS = 0xFFFF_FFF0
 
 
@@ -243,8 +243,8 @@ def _by_pmi(env: Mapping[str, str]) -> bool:
 
 
 def _by_ray(env: Mapping[str, str]) -> bool:
-    # dualtrain.ray sets SPAWNED. Ray Train sets torch's variables in its workers, which have RAY_RAYLET_PID. Processes that
-    # a worker starts inherit all of them.
+    # dualtrain.ray sets SPAWNED. Ray Train's workers have RAY_RAYLET_PID and torch's variables. Processes that they start
+    # inherit these variables, so SPAWNED has precedence.
     train = all(name in env for name in ("RAY_RAYLET_PID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return env.get(SPAWNED, "ray" if train else "") == "ray"
 
@@ -285,8 +285,8 @@ def spawned(
 ) -> dict[str, str]:
     """Return the variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
 
-    A restart of the ranks gets the same ``job``. ``local`` is the local rank and size; without it, all ranks are on this
-    host. ``by`` is the engine that starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` if this process starts them.
+    After a restart, the ranks must get the same ``job``. ``local`` is the local rank and size; without it, all ranks are on
+    this host. ``by`` is what starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` for this process.
     """
     host, port = rendezvous
     local_rank, local_size = (rank, size) if local is None else local
@@ -303,7 +303,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
 
 # The innermost launcher wins: torchrun inside an srun step counts as torchrun; a batch script inside Slurm has no
 # launcher. horovodrun over MPI calls mpirun and counts as mpirun. "spawn" comes after the launchers that a spawned rank
-# may start itself: it counts only if none of their variables is set.
+# may start itself: it is chosen only if none of their variables is set.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
     # HOROVOD_RANK alone is not enough: dualtrain.hvd sets it for scripts that read it.
@@ -328,7 +328,7 @@ _REMNANTS = {
 
 
 def detect_world(env: Mapping[str, str] | None = None) -> World:
-    """Detect this process's launcher and return the world that it describes; a world of one without a launcher.
+    """Detect this process's launcher, and return the world that it describes. Without a launcher, the size is 1.
 
     Raises:
         UserError: a launcher is recognised, but one of its variables is missing or not a number.

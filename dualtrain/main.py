@@ -5,7 +5,7 @@ from __future__ import annotations
 from dualtrain.training.signals import end_on_early_interrupt, ignore_late_requests, note_early_requests
 
 if __name__ == "__main__":
-    # Install the handlers before the other imports, which take seconds: until then, a signal ends the process.
+    # Install the handlers before the other imports, which take seconds: without a handler, a signal ends the process.
     note_early_requests()
     end_on_early_interrupt()
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dualtrain.errors import PeerFailure
 
 _INTERRUPTED = "interrupted"  # the reason that a rank reports when Ctrl-C ends it
-_SAME_SECONDS = 0.5  # longest time from the report of an interrupted rank to this rank's own SIGINT by the same Ctrl-C
+_SAME_SECONDS = 0.5  # after a Ctrl-C, this rank's own SIGINT may arrive this much later than another rank's report
 _interrupted = threading.Event()  # whether SIGINT has ended this run outside of the training
 
 
@@ -75,11 +75,11 @@ def _run(config: Config, world: World) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
-        signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
+        signal_at_parents_end(signal.SIGTERM, parent)  # if the agent is killed: save, and end
     from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.training.progress import Waiting
 
-    use_huge_pages()  # before connect() creates tensors, when the device is not known yet
+    use_huge_pages()  # must come before connect() creates tensors; the device is not known yet
     with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
         # Change GC settings only if this module is the program.
         with loading() if __name__ == "__main__" else nullcontext():
@@ -141,7 +141,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
             print_error(error, backend.rank, backend.size, final=final)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
-        if not peer_failed:  # otherwise the failure is reported already
+        if not peer_failed:  # otherwise _report_peer_failure has printed the failure
             print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError):
         print_error(error, backend.rank, backend.size, final=final)
@@ -178,7 +178,7 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 
 def _wait_for_all(backend: Backend) -> None:
-    """Wait until rank 0 has printed the error that all ranks share: a launcher ends all ranks once one exits."""
+    """Wait until rank 0 has printed the error that all ranks share: a launcher ends all ranks as soon as one rank exits."""
     try:
         backend.barrier()
         backend.close()
@@ -187,7 +187,7 @@ def _wait_for_all(backend: Backend) -> None:
 
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
-    """Print at once that a rank has failed: a launcher may end this process before the training loop detects that."""
+    """Print at once that a rank has failed: a launcher may end this process before the training loop sees the failure."""
     if failure.reason.endswith(f": {_INTERRUPTED}") and _interrupted.wait(_SAME_SECONDS):
         reported.set()
         return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
@@ -199,7 +199,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
 
 
 def _leave_on_sigterm(reported: threading.Event) -> None:
-    """Exit on SIGTERM, but first wait until a failure is printed: launchers send SIGTERM when a rank has failed."""
+    """Exit on SIGTERM. Launchers send it when a rank has failed, so first wait until the failure is printed."""
     if not _is_stopping():
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)

@@ -14,7 +14,7 @@ _Problem = tuple[str, bool, bool]
 
 
 def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
-    """Run ``task()`` on every rank, and return once it has succeeded on all. Collective; blocks.
+    """Run ``task()`` on every rank, and return its result after it has succeeded on all ranks. Collective; blocks.
 
     Raises:
         UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.
@@ -35,7 +35,7 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
 
 
 def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
-    """Run ``task()`` on rank 0, and return its result, plain values and tensors, on every rank. Collective; blocks.
+    """Run ``task()`` on rank 0, and return its result (plain values, tensors) on every rank. Collective; blocks.
 
     Raises:
         UserError: on every rank, if the task raised UserError or OSError.

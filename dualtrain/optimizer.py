@@ -1,7 +1,7 @@
-"""``DistributedOptimizer``: wrapper of any torch optimizer, for steps on gradients averaged over the ranks.
+"""``DistributedOptimizer``: wrapper of any torch optimizer. It averages the gradients over the ranks before each step.
 
-``gradients/`` averages the gradients; everything else is left to the wrapped optimizer. Parameter groups and state are the
-same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
+``gradients/`` averages the gradients; the wrapped optimizer does everything else. The wrapper uses the wrapped optimizer's
+own parameter groups and state, so that schedulers, GradScaler and checkpoints see one optimizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
-            does the same by hand.
+            is the manual alternative.
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
         sum_order: ``"backend"``: the order of the library and transport (with two ranks, every library and transport gives
@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
         self._order = order = _order(sum_order, backend)
         self._changing = False  # whether ``step`` has begun to change the parameters
-        self._interrupted = False  # whether an exception such as KeyboardInterrupt has stopped such a step
+        self._interrupted = False  # whether Ctrl-C has stopped ``step`` while it changed the parameters
         self.reducer = GradientReducer(
             named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer, order=order
         )
@@ -97,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state
 
     def __getattr__(self, name: str) -> Any:
-        # Optimizers may have methods of their own (train() and eval() of schedule-free ones). Assignments are not passed
+        # Optimizers may have methods of their own (schedule-free ones: train() and eval()). Assignments are not passed
         # on. During construction and unpickling there is no wrapped optimizer yet.
         if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
@@ -107,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     grad_scale = _of_wrapped("grad_scale")
     found_inf = _of_wrapped("found_inf")
 
-    # Private in torch 2.5 to 2.15: GradScaler reads this name, and has no public way to ask an optimizer.
+    # Private in torch 2.5 to 2.15: GradScaler reads this property; there is no public one.
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
@@ -137,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.reducer.extra
 
     def close(self) -> None:
-        """Stop averaging: backward gives this rank's own gradients from then on. May be called again."""
+        """Stop averaging: backward gives this rank's own gradients from then on. A second call does nothing."""
         self.reducer.close()
 
     def synchronize(self) -> None:
@@ -245,16 +245,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
 
 
-#: ``_step`` together with the step hooks of the distributed optimizer, which torch runs for every optimizer in this way.
+#: ``_step`` in torch's wrapper for ``step`` methods, which runs the step hooks of the distributed optimizer.
 _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Combine the losses that the ranks' closures returned. If ``loss`` is no number, return it. Collective; blocks.
+    """Combine the losses that the ranks' closures returned. Return any other value unchanged. Collective; blocks.
 
     Args:
-        loss: a tensor of one element or a real number; or anything else, on every rank.
+        loss: a tensor of one element or a real number on every rank, or something else on every rank.
         reduce: reduces a float64 tensor over the ranks in the same way as gradients.
 
     Raises:

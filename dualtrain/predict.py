@@ -1,8 +1,8 @@
-"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: print the likeliest classes of image files, by a trained model.
+"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: print the likeliest classes of images, according to a trained model.
 
 An image is converted to the size and channels of the dataset's images, then transformed as in evaluation. Colours are not
-inverted; digits and mnist are light on dark. If IMAGE is a folder, all images below it are classified. All images are read
-before the first line is printed.
+inverted: a model of digits or mnist needs light strokes on a dark background. If IMAGE is a folder, all images below it are
+classified. All images are read before the first line is printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # printed classes per image
 BATCH = 64  # images per forward pass
-# For each dataset whose images are held in memory: their mode in PIL, and the length of their sides.
+# For each dataset that is held in memory: the images' mode in PIL, and the length of their sides in pixels.
 IMAGES = {"digits": ("L", 8), "mnist": ("L", 28), "fashion-mnist": ("L", 28), "cifar10": ("RGB", 32)}
 
 
@@ -61,7 +61,7 @@ def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any],
     config = _read_json(folder / "config.json", f"{str(folder)!r} is no run's folder")
     task = _read_json(folder / "task.json", f"{str(folder)!r} does not describe its model's input")
     if task.get("kind") != "classes" or not _is_shape(task.get("shape")) or not _is_shape([task.get("classes")] * 3):
-        raise UserError(f"{str(folder)!r} is not a run that classifies images: name one")
+        raise UserError(f"{str(folder)!r} is not a run that classifies images: name a run that does")
     weights, other = folder / "model.safetensors", folder / "model-best.safetensors"
     if best:
         weights, other = other, weights
@@ -105,7 +105,7 @@ def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
 
 
 def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads an image file as the model's input, float32 (1, c, h, w), as in the run's evaluation."""
+    """Return a function that reads an image file, and transforms it as the run's evaluation does: float32 (1, c, h, w)."""
     import torch
 
     from dualtrain.config import SETTINGS
@@ -170,7 +170,7 @@ def _expanded(paths: Sequence[str]) -> list[str]:
             found = images_below(path)
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(f"the folder {path!r} cannot be read ({reason}): give one that you may read") from error
+            raise UserError(f"the folder {path!r} cannot be read ({reason}): give a folder that you may read") from error
         if not found:
             raise UserError(f"the folder {path!r} holds no images, which end in {', '.join(EXTENSIONS)}: name another")
         files += found

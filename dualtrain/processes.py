@@ -19,17 +19,17 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import FrameType
 
-#: The signals that only ranks act on: save and stop (the first two), save (the last one).
+#: The signals that only ranks act on: SIGTERM and SIGINT (save and stop), and SIGUSR1 (save).
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"  # a key of multiprocessing's process configuration, which children inherit
-#: Ids of processes that have started a fork server: a forked process inherits this set, but no server.
+#: Ids of the processes that have started a fork server. A forked process inherits this set, but the server is its parent's.
 _starters: set[int] = set()
 
 
 def signal_at_parents_end(number: int, parent: int) -> None:
-    """Ask the kernel to send this process the signal ``number`` when its parent, the thread that started it, ends.
+    """Ask the kernel to send this process the signal ``number`` when the parent's thread that started this process ends.
 
     If the process ``parent`` has ended before the call, the signal is sent at once.
     """
@@ -84,7 +84,7 @@ def _note_own_folder() -> None:
     """Record the temporary folder of multiprocessing if this process made it; the workers inherit the record."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
-        # A process that multiprocessing has started uses its parent's folder, which the parent still needs.
+        # A process that multiprocessing has started uses its parent's folder, so it must not remove the folder.
         inherited = config.get("tempdir") is not None
         config[_OWN_FOLDER] = os.getpid(), None if inherited else util.get_temp_dir()
 
@@ -106,8 +106,9 @@ def _remove_own_folder(pid: int | None) -> None:
 
 
 def release() -> None:
-    """Remove multiprocessing's files, for a process that exits without its exit handlers. Kills its fork server."""
-    # A server that has not finished its imports would fork requested workers later; they would fail with a traceback.
+    """Remove multiprocessing's files, for a process that will not run its exit handlers. Kills its fork server."""
+    # A server that still imports modules would fork the requested workers after this process has exited, and they would
+    # print tracebacks.
     server = forkserver._forkserver._forkserver_pid if os.getpid() in _starters else None  # type: ignore[attr-defined]
     _starters.discard(os.getpid())
     if server is not None:
@@ -126,7 +127,7 @@ def _run_finalizers() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal; unlike SIG_IGN, this is not inherited by programs that the worker starts."""
+    """Ignore a signal. Unlike SIG_IGN, programs that the worker starts do not inherit this handler."""
 
 
 @contextmanager

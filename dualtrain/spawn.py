@@ -1,7 +1,7 @@
 """``--nproc N``: start N ranks on this host without a launcher; all have the same command line.
 
 The parent takes no part in the training. It serves the store in which the ranks meet, passes signals on to them, and
-ends the remaining ranks when one has failed. The ranks detect and report a failed rank by themselves.
+ends the remaining ranks when a rank has failed. The ranks detect and report a failed rank by themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank does not end with its parent until it has imported this file.
+# Don't import torch: the parent does not need it, and a rank outlives a killed parent until it has imported this file.
 
 Body = Callable[[list[str]], int]
 
@@ -53,20 +53,20 @@ log = logging.getLogger("dualtrain")
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until the processes have exited: without a limit while all run, but at most a few seconds after one has failed,
-    or after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
-    program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
-    rank imports the program again.
+    Blocks until the processes have exited: without a limit while all run, but at most a few seconds after a process has
+    failed, or after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main
+    thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since
+    every rank imports the program again.
 
     Args:
-        body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` for status 2 after an
-            error that a restart might not repeat, as with a full disk.
+        body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` (status 2) after
+            an error that may not occur again, such as a full disk.
         arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
+        restarts: how often all ranks are started again after a rank has failed; never after status 2 (an error that
             a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after ``TRY_AGAIN`` are 1 s,
             2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has lasted longer than 30 s or
-            has ended with another status.
+            has ended with a different status.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
@@ -133,10 +133,10 @@ class _Job:
     def __init__(self, inbox: int, *, save: bool = False) -> None:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
-        self._status: int | None = None  # the job's exit status, once a rank has failed
+        self._status: int | None = None  # the job's exit status, after a rank has failed
         self._save = save  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
-        self._unsent = [signal.SIGTERM, signal.SIGKILL]  # signals not sent yet that end the ranks, in order
+        self._unsent = [signal.SIGTERM, signal.SIGKILL]  # the signals that end the ranks and were not sent yet, in order
         self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
@@ -156,7 +156,7 @@ class _Job:
                     if self._stopped[0] == signal.SIGINT and not self._processes:
                         print_error("interrupted")  # otherwise rank 0 prints it
                 if self._status is not None:
-                    break  # ranks that were started get the signal, or exit since one has failed
+                    break  # ranks that were started get the signal, or exit since a rank has failed
                 given = (body, list(arguments), os.getpid(), sys.orig_argv)
                 process = context.Process(target=_rank, args=given, name=f"rank {rank}")
                 with variables(environment):
@@ -210,7 +210,7 @@ class _Job:
     def _send(self, number: int) -> None:
         for process in self._alive():
             assert process.pid is not None
-            os.kill(process.pid, number)  # the pid is not reused: only reading exitcode reaps it
+            os.kill(process.pid, number)  # the pid is not reused: only reading exitcode reaps the process
 
     def _listen(self, seconds: float | None) -> None:
         """Handle the signals that were received, or that arrive within ``seconds``."""
@@ -242,7 +242,7 @@ class _Job:
         if self._stopped is not None:
             self._status = 128 + self._stopped[0]
             return  # the ranks were asked to stop: don't limit the time that they need to save
-        # A rank can detect that another one was killed, and exit, before the system reports the killed one.
+        # A rank can detect that another rank was killed, and exit, before the system reports the killed rank.
         deadline = time.monotonic() + REPORT_SECONDS
         while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
             time.sleep(0.01)

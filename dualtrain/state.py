@@ -29,8 +29,8 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
         root: the rank whose values are copied.
 
     Raises:
-        ValueError: ``root`` is no rank; ``params`` has nested containers of tensors, or entries but no tensor; or a tensor
-            cannot be written since its elements share memory (``expand``).
+        ValueError: ``root`` is no rank; ``params`` has containers of tensors, or entries but no tensor; or a tensor cannot
+            be written since its elements share memory (``expand``).
         BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
             timed out.
     """
@@ -56,7 +56,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
     Creates the state that a rank does not have, and copies the options even if there is no state. Never runs a step.
     (Horovod's function of this name skips the options of stateless optimizers, and runs a step of a fresh optimizer with
-    zero gradients, which moves weights under weight decay and starts Adam at step 1.)
+    zero gradients, in which weight decay changes the weights; Adam then continues with step 2.)
 
     Raises:
         TypeError: on the root, if an option is neither a plain value nor a tensor; the other ranks raise BackendError.
@@ -68,7 +68,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a ``state_dict()``, and keep the dtypes in it and the objects in ``optimizer.param_groups``.
+    """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
     parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler that belongs to another
@@ -89,7 +89,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _with_dtypes(loaded: Any, given: Any) -> Any:
-    """Return ``loaded``, with each tensor of another dtype replaced by a copy of ``given``'s tensor on the same device."""
+    """Return ``loaded``. Replace each tensor whose dtype changed by a copy of ``given``'s tensor, on the same device."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
     if isinstance(loaded, dict) and isinstance(given, dict):

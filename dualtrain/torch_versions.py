@@ -1,7 +1,7 @@
 """Differences between the versions of torch that dualtrain supports (2.5 and newer), in one place.
 
 Each function's docstring ends with the first version of torch that does not need the function ("Not needed from torch 2.8
-on"). Once setup.cfg requires that version or a newer one, a test fails until the function is removed.
+on"). When setup.cfg requires that version or a newer version, a test fails until the function is removed.
 ``bash tests/versions.sh`` runs the tests with other versions.
 """
 

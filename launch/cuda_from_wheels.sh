@@ -1,10 +1,10 @@
 # CUDA toolkit for Horovod with NCCL: a toolkit of torch's CUDA version on this machine, or else one assembled from NVIDIA's
-# wheels. launch/setup.sh sources this file. Before it calls plan_cuda, it sets packages, torch_build, torch_cuda and
-# torch_architectures.
+# wheels. launch/setup.sh sources this file, and sets packages, torch_build, torch_cuda and torch_architectures before it
+# calls plan_cuda.
 #
-# HOROVOD_NCCL_HOME           a folder with NCCL's include and lib (default: the NCCL that torch's wheel brings)
-# HOROVOD_BUILD_CUDA_CC_LIST  compute capabilities to compile for, such as 80,90 (default: this machine's GPUs, else
-#                             those that torch was compiled for)
+# HOROVOD_NCCL_HOME           a folder with NCCL's include and lib (default: the NCCL wheel that torch depends on)
+# HOROVOD_BUILD_CUDA_CC_LIST  compute capabilities to compile for, such as 80,90 (default: those of this machine's GPUs,
+#                             else those that torch was compiled for)
 # CUDA_HOME                   a toolkit to try first
 
 toolkit=''             # a CUDA toolkit on this machine that fits torch
@@ -29,7 +29,8 @@ sm_names() { echo "sm_${1//,/, sm_}"; }
 
 nvcc_version() { "$1" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 
-# toolkit_folders: prints folders that may hold a toolkit, one per line. The nvcc in PATH may be a script that calls another one.
+# toolkit_folders: prints folders that may hold a toolkit, one per line. The folder of the nvcc in PATH is printed only if it also has
+# nvvm, since this nvcc may be a script that calls the nvcc of a toolkit elsewhere.
 toolkit_folders() {
   local folder
   printf '%s\n' "${CUDA_HOME:-}" "${CUDA_PATH:-}"
@@ -61,7 +62,7 @@ find_toolkit() {
   done < <(toolkit_folders)
 }
 
-# plan_cuda: chooses the toolkit, NCCL and GPU architectures of the build; ends with an error if it is impossible. Builds nothing.
+# plan_cuda: chooses the toolkit, NCCL and GPU architectures of the build; ends with an error if no such build is possible. Builds nothing.
 plan_cuda() {
   local major=${torch_cuda%%.*}
   if [ "$torch_cuda" = none ]; then
@@ -85,8 +86,8 @@ plan_cuda() {
   fi
 }
 
-# install_nvcc HOME: installs nvcc, NVVM and the headers of torch's CUDA version outside the environment; they are removed when
-# Horovod is built. All wheels must have the same version: nvcc fails with a newer NVVM.
+# install_nvcc HOME: installs nvcc, NVVM and the headers of torch's CUDA version into the build's temporary folder, which is removed
+# after the build. All wheels must be of the same CUDA version: nvcc fails with a newer NVVM.
 install_nvcc() {
   local each wheels=()
   for each in nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl; do wheels+=("$each==$torch_cuda.*"); done
@@ -109,8 +110,8 @@ link_cuda() {
   done
 }
 
-# prepare_cuda: sets cuda_options, and checks that nvcc works. These files can be removed after the build, because torch loads
-# libcudart and libnccl before Horovod's library is loaded.
+# prepare_cuda: sets cuda_options, and checks that nvcc works. The temporary folders named here can be removed after the build:
+# Horovod's library uses the libcudart and libnccl that torch has loaded before.
 prepare_cuda() {
   local home=$toolkit
   if [ -z "$home" ]; then
@@ -119,7 +120,7 @@ prepare_cuda() {
   fi
   cuda_options=(
     CUDA_HOME="$home" CUDAToolkit_ROOT="$home" HOROVOD_CUDA_HOME="$home" PATH="$home/bin:$venv/bin:$PATH"
-    # SHARED, because a static NCCL of the system might have another version than the headers.
+    # SHARED, because a static NCCL of the system might have a different version than the headers.
     HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_NCCL_INCLUDE="$nccl/include" HOROVOD_NCCL_LIB="$tools/nccl"
     HOROVOD_BUILD_CUDA_CC_LIST="$architectures"
     # Horovod requests C++11, but torch's headers need C++20, which the host compiler uses too.

@@ -13,7 +13,7 @@ count_ranks
 
 options=(--oversubscribe --bind-to none -x PATH -x OMP_NUM_THREADS) # ranks may outnumber cores
 if [ "$(id -u)" = 0 ]; then options+=(--allow-run-as-root); fi
-# With these keepalive times, mpirun ends the job on all hosts within 6 s of a broken link. With the defaults, it had not done so after 60 s.
+# With these keepalive times, mpirun ends the job on all hosts within 6 s of a broken link. With the defaults, the job had not ended after 60 s.
 options+=(--mca oob_tcp_keepalive_time 3 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3)
 if [ -n "${IFACE:-}" ]; then
   options+=(--mca btl_tcp_if_include "$IFACE" --mca oob_tcp_if_include "$IFACE")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows that --virtual-ranks gives one result: trains the same job in one process, then on several numbers of ranks, over
+# Shows that --virtual-ranks gives one result: trains the same job in one process, then with several numbers of ranks, on
 # both backends, all transports and launchers, and in a chain of runs. Each run of the chain has a different number of ranks,
 # and resumes from a checkpoint of the previous run. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or
 # metrics differ or a run failed, 2 if the flags are wrong. Ways (see below) that cannot run here are listed at the end with
@@ -24,14 +24,14 @@ case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exi
 
 known=(nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi mpirun-torch mpirun-horovod chain)
 virtual=${V:-4}
-[[ $virtual =~ ^[1-9][0-9]{0,3}$ ]] || refuse "V is '$virtual', and must be a number of virtual ranks: V=4"
+[[ $virtual =~ ^[1-9][0-9]{0,3}$ ]] || refuse "V is '$virtual', but must be a number of virtual ranks, such as V=4"
 read -ra sizes <<<"${RANKS:-}"
 for size in ${sizes[@]+"${sizes[@]}"}; do
-  [[ $size =~ ^[1-9][0-9]{0,3}$ ]] || refuse "RANKS has '$size', and must be numbers of ranks: RANKS=\"1 2 3 4\""
+  [[ $size =~ ^[1-9][0-9]{0,3}$ ]] || refuse "RANKS has '$size', but must be numbers of ranks, such as RANKS=\"1 2 3 4\""
 done
 read -ra ways <<<"${WAYS:-${known[*]}}"
 for way in "${ways[@]}"; do
-  [[ " ${known[*]} " == *" $way "* ]] || refuse "WAYS has '$way', and must be some of ${known[*]}"
+  [[ " ${known[*]} " == *" $way "* ]] || refuse "WAYS has '$way', but each entry must be one of ${known[*]}"
 done
 for flag in "$@"; do
   case ${flag%%=*} in

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Creates the environment that dualtrain runs in: torch, torchvision, Open MPI, mpi4py and Horovod built
-# against them, all below one folder, without root. It can be run again: a finished set-up is left unchanged, a second
-# call waits for a set-up that is running, and an interrupted set-up is repeated (downloads and built wheels are kept).
+# against them, all below one folder, without root. You can call this script again: a finished set-up is left
+# unchanged, a call during another set-up waits for its end, and an interrupted set-up is repeated (downloads and built
+# wheels are kept).
 #
 #   bash launch/setup.sh && source .venv/bin/activate
 #
 # DUALTRAIN_VENV   folder of the environment         (default: .venv beside setup.cfg)
 # DUALTRAIN_CACHE  folder of built wheels            (default: ~/.cache/dualtrain)
-# DUALTRAIN_WITH   what of dualtrain to install      (default: dev). dev: this tree, editable, and the tools for its
-#                  tests; integrations: dev, pyspark and Ray (Spark also needs a Java runtime: tests/extras.sh java);
-#                  tree: this tree, editable (dev includes it); run: a copy of this tree; none: nothing
+# DUALTRAIN_WITH   how to install dualtrain          (default: dev). tree: this source tree, in editable mode; dev: tree,
+#                  and the tools for its tests; integrations: dev, pyspark and Ray (Spark also needs a Java runtime:
+#                  tests/extras.sh java); run: a copy of this tree; none: not at all
 # DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without NCCL (default: nccl if there is a GPU).
-#                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh lists its variables
+#                  The build for nccl needs no GPU, and with a torch for CUDA 13 no CUDA toolkit;
+#                  launch/cuda_from_wheels.sh lists its variables
 # DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
@@ -32,7 +34,7 @@ stamp=$venv/setup.done
 lock=$venv/setup.lock
 lock_minutes=30
 constraints=$venv/setup.constraints # the pins, with the requested torch
-build_began=''         # value of SECONDS when Horovod's build started; set for the step that reports the build
+build_began=''         # value of SECONDS when Horovod's build started; set only during the step that reports the build
 export LC_ALL=C        # one language for the messages that report_failure looks for
 no_network='Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host|Connection refused|Connection reset by peer|Read timed out|Connect timeout|Cannot connect to proxy|CERTIFICATE_VERIFY_FAILED'
 
@@ -125,7 +127,8 @@ check_settings() {
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
 }
 
-# check_machine: checks the programs that only a new environment needs. (An image with a finished environment has no compiler.)
+# check_machine: checks the programs that are needed only to make an environment. (An image with a finished environment has no
+# compiler.)
 check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
@@ -134,7 +137,7 @@ check_machine() {
   command -v make >/dev/null || refuse "no make found, and Horovod is built with it; install it (Debian: apt install make), or for torch alone: pip install ."
 }
 
-# check_folder: refuses a folder with other files than this script's, because an unfinished environment is deleted.
+# check_folder: refuses a folder with files that this script has not made, because the script deletes an unfinished environment.
 check_folder() {
   local reason
   if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && ! compgen -G "$venv/setup.*" >/dev/null; then
@@ -144,7 +147,7 @@ check_folder() {
     refuse "cannot write $venv (${reason##*: }); make room, or set DUALTRAIN_VENV to a folder that you may write"
 }
 
-# try_lock SECONDS: locks the open file 9; exit status 3 if another process holds the lock for longer.
+# try_lock SECONDS: locks the open file with descriptor 9; exit status 3 if another process still holds the lock after SECONDS.
 # It uses Python, because not every system has flock(1). On a file system that does not support locks, it succeeds without a lock.
 try_lock() {
   "$python" - "$1" <<'PY'
@@ -165,7 +168,8 @@ while True:
 PY
 }
 
-# take_lock: allows one set-up at a time. Commands of steps inherit the lock: if this script is killed, the next call waits for their end.
+# take_lock: allows one set-up at a time. Commands of steps inherit the lock: if this script is killed, the next call waits until
+# they have ended.
 take_lock() {
   local holder
   exec 9>>"$lock"
@@ -181,15 +185,16 @@ take_lock() {
 # remove_unfinished: deletes an interrupted environment, because pip may treat an incomplete package as installed.
 remove_unfinished() { find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}" -exec rm -rf {} +; }
 
-# fingerprint: prints a hash of everything that determines the environment: the pins, these scripts, the metadata, the
-# interpreter without its patch level (which may change in an environment), the GPU mode and torch's version.
+# fingerprint: prints a hash of everything that determines the environment: the pins, these scripts, setup.cfg, pyproject.toml, the
+# interpreter without its patch level (which may change in an environment), the GPU mode and architectures, torch's version and the
+# path of the source tree.
 fingerprint() {
   { cat "$pins" "$root"/launch/{setup,build_horovod,cuda_from_wheels}.sh "$root/setup.cfg" "$root/pyproject.toml"
     "$python" -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)'
     echo "$mode $torch ${HOROVOD_BUILD_CUDA_CC_LIST:-} $root"; } | sha256sum | cut -d' ' -f1
 }
 
-# finished: true if the environment is complete for this request.
+# finished: true if the environment is complete, and has everything that this call requests.
 finished() {
   [ -f "$stamp" ] || return 1
   case $with in
@@ -204,7 +209,8 @@ write_stamp() { echo "$wanted $with" >"$stamp.new" && mv "$stamp.new" "$stamp"; 
 
 pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }
 
-# make_environment: the constraints are the pins; with another torch, pip chooses the torchvision that fits it.
+# make_environment: makes the virtual environment, and the constraints for pip. These are the pins. If DUALTRAIN_TORCH requests a
+# different torch, torchvision gets no constraint, so that pip chooses the version that fits this torch.
 make_environment() {
   "$python" -m venv "$venv"
   if [ "$torch" = "$(pin torch)" ]; then cp "$pins" "$constraints"; return; fi
@@ -212,8 +218,9 @@ make_environment() {
   echo "torch==$torch" >>"$constraints"
 }
 
-# install_torch NAME: installs the wheel of torch or torchvision. In mode cpu, this is the CPU build if there is one (in pip's own
-# settings, then in PyTorch's index), otherwise PyPI's build. A CPU build of torchvision needs a CPU build of torch.
+# install_torch NAME: installs the wheel of torch or torchvision. In mode cpu, it looks for a CPU build in the index of pip's own
+# settings, then in PyTorch's index. If there is none, or in mode nccl, it installs the build of pip's index, which on PyPI is a CUDA
+# build. A CPU build of torchvision needs a CPU build of torch.
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
@@ -230,10 +237,10 @@ install_torch() {
   if [ "$name" = torch ]; then install_pinned_torch --no-deps; else pip_install "$name"; fi
 }
 
-# install_pinned_torch [--no-deps]: uses no constraints, because pip's error would not name a version that the index lacks.
+# install_pinned_torch [--no-deps]: uses no constraints: with constraints, pip's error would not name the version that the index lacks.
 install_pinned_torch() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" "torch==$torch"; }
 
-# install_horovod FOLDER: replaces Horovod even if it has the same version, since it may be built for another torch or mode.
+# install_horovod FOLDER: replaces an installed Horovod of the same version too, since it may be built for another torch or mode.
 install_horovod() { pip_install --no-deps --force-reinstall "$1"/horovod-*.whl; }
 
 # install_dualtrain: leaves out the extra "horovod", whose packages are installed by other steps.

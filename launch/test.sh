@@ -26,8 +26,9 @@ source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
-# begin_checks: checks the format and lints, in a second, and starts mypy, which takes 20 s without its cache. mypy runs beside the
-# tests, which leave the cores idle for more than 20 s. mypy's output is written to a file, so that it is not mixed with the tests'.
+# begin_checks: checks the format, lints, and starts mypy in the background. mypy takes 20 s without its cache, but delays the tests
+# little, since they leave the cores idle for longer than that. mypy's output is written to a file, so that it is not mixed with the
+# tests' output.
 begin_checks() {
   ruff format --check .
   ruff check .
@@ -66,8 +67,8 @@ not_run() {
   fi
 }
 
-# Three pytest processes: one runs all tests of worlds of ranks first, two run the remaining tests, file by file. Two would leave
-# the cores of a machine with two cores idle for a quarter of the time, because many tests wait for timeouts or for launchers.
+# Use three pytest processes: at first, one runs all tests of worlds of ranks, and two run the remaining tests, file by file. With only
+# two processes, two cores would be idle for a quarter of the time, because many tests wait for timeouts or for launchers.
 tests=(pytest -n 3 --dist loadgroup)
 
 case ${1:-} in

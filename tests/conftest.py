@@ -90,12 +90,13 @@ class Spmd:
         if self._pool is not None:
             self(in_turn, fn, chosen)
             return
-        for case in chosen:  # a world per case: a thread that is ahead would change globals that others still use
+        # Open a new world for each case. Otherwise, a thread that begins the next case could change globals of this one.
+        for case in chosen:
             with named(case):
                 self(fn, *case)
 
     def leave(self) -> None:
-        """Close the world of processes, for tests that make it unusable for other tests."""
+        """Close the world of processes. Tests that make the world unusable call this."""
         if self._pool is not None:
             self._pool.disconnect()
 
@@ -106,13 +107,13 @@ def require_horovod() -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Horovod: bash launch/setup.sh")
 
 
-#: The pool of processes, once a test has used it.
+#: Contains the pool of processes after a test has used it.
 _POOLS: list[Pool] = []
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The worker processes of all worlds of processes."""
+    """Yield the worker processes, in which all worlds of processes are opened."""
     pool = Pool(max(size for _, size in WORLDS))
     _POOLS.append(pool)
     yield pool
@@ -201,8 +202,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
-    Under pytest-xdist, the long group ``processes`` comes first and then launches, so that all processes have tests until
-    the end. The other tests keep the order of their files.
+    Under pytest-xdist, the group ``processes``, which takes longest, comes first, and launches come second, so that all
+    processes have tests until the end. The other tests keep the order of their files.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=_world_index)

@@ -12,8 +12,8 @@ class ByFile(LoadGroupScheduling):
     """``--dist loadgroup`` with units of whole files, except for tests with the mark ``xdist_group``.
 
     Fixtures of a module are set up in one process. With units of single tests, the time that xdist takes grows with the
-    square of their number. The units keep the order of the tests. By default, xdist starts units with few tests last, and
-    a launch has few tests but takes long.
+    square of their number. Units are started in the order of the tests. xdist's default is to start
+    units with few tests last, but a file of launches has few tests and takes long.
     """
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. This takes 15 minutes,
-# and another 15 minutes for the first build.
-# Of the images that it builds, the script leaves dualtrain and dualtrain:test, or with GPU=1 dualtrain:gpu.
+# Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. This takes 15 minutes.
+# The first build takes another 15 minutes. The script does not remove the images that it builds: dualtrain and dualtrain:test,
+# or with GPU=1 dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
@@ -87,7 +87,7 @@ learned() {
   echo "  ${line#done: }"
 }
 
-# In an image made by docker import, / has the mode of the imported folder.
+# In an image made by docker import, / has the mode of the imported folder, which may exclude all users but root.
 base_is_usable() {
   docker run --rm --user 1000:1000 "$BASE_IMAGE" sh -c : ||
     { echo "only root can run programs in $BASE_IMAGE: set the mode of its root folder to 755, or name another base image"; return 1; }

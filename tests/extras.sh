@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the programs that some tests need and launch/setup.sh does not install. Without them, these tests are skipped.
+# Installs programs that launch/setup.sh does not install. Some tests need them, and are skipped without them.
 # Needs root, apt-get (Debian, Ubuntu) and a finished set-up. The script can be run again: installed packages are not changed.
 # The script starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #

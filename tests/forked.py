@@ -34,8 +34,9 @@ PRELOADED = ["tests.warm"]
 
 @cache
 def server() -> ForkServerContext:
-    """Return the context whose processes are forked from the server. The first call starts the server."""
-    # Start the server as a run does for its data workers: a process has only one server, which must survive job signals.
+    """Return multiprocessing's context for processes that are forked from the server. The first call starts the server."""
+    # A process can have only one fork server. Runs in this process use it for their data workers, so start it as runs do:
+    # it must survive the signals of a job.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 
@@ -85,7 +86,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.process.exitcode is None:
-            with suppress(ProcessLookupError):  # it has exited, and the server has reaped it
+            with suppress(ProcessLookupError):  # the process has exited, and the server has reaped it
                 os.kill(self.pid, number)
 
     def poll(self) -> int | None:
@@ -161,15 +162,15 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Call ``function`` in a child that is forked from this process; return the child's exit status, 0 without an error."""
+    """Call ``function`` in a child that is forked from this process; return the child's exit status (0: no error)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of Python warn if other threads run
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer warn if other threads run
         pid = os.fork()
     if pid == 0:
         status = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)  # a child that hangs is killed
+            signal.alarm(60)  # kill the child if it hangs
             function()
             status = 0
         except BaseException:
@@ -191,7 +192,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     """Turn this forked process into one that runs ``command``."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the server, which ends with the tests
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end when the server ends, at the end of the tests
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
@@ -202,7 +203,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.current_process()._config.pop("tempdir", None)  # the inherited folder belongs to the test process
+    multiprocessing.current_process()._config.pop("tempdir", None)  # this folder belongs to the test process
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -15,8 +15,8 @@ SECONDS = 120.0  # limit of each wait, enough on a busy machine
 #: Flags of a job: four steps per epoch, a checkpoint after each step, and dropout, which makes random numbers matter.
 FLAGS = ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
 FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--workers", "0", "--log-every", "1")
-#: The phases, in an order in which each one is reached. A restart is refused if a run dies three times in a row
-#: after the same step (``restarts.py``); in this order that does not happen.
+#: The phases in which a run is killed, one after another. If a run dies three times in a row after the same
+#: step, ``restarts.py`` refuses the next restart. In this order, that does not happen.
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
 ONCE = ("start-up", "connect", "end")
 OF_RANK_0 = ("copy", "write", "rename", "end")
@@ -92,7 +92,7 @@ def kills(first: int) -> list[tuple[int, str, int]]:
 
 
 def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
-    """Run two ranks, and kill the rank that ``kill`` names (-1 for no rank)."""
+    """Run two ranks, and kill the rank that ``kill`` names (-1: kill none)."""
     arguments = (*FLAGS, *flags, "--run-dir", str(folder), "--resume", "auto")
     command, output = ("-c", PROGRAM, *map(str, kill), *arguments), folder.with_name("output")
     ranks = [Forked(command, output, env={**ENV, **place}) for place in places(2)]

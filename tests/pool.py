@@ -42,7 +42,7 @@ TIMEOUT = 60.0
 
 
 class RankError(AssertionError):
-    """On at least one rank, a test body raised or the process died. The message has the failed ranks' tracebacks."""
+    """Failure of a test body, or death of a process, on at least one rank. The message has the failed ranks' tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
-        # Horovod crashes with a segmentation fault if it is initialized again with two of its tuning variables set.
+        # Leave out Horovod's variables: with some tuning variables set, a second initialization crashes.
         env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
         self.process = server().Process(target=_work, args=(theirs, env), daemon=True)
         self.process.start()
@@ -98,7 +98,7 @@ class _Worker:
         try:
             self.connection.send_bytes(pickle.dumps(message))
         except OSError:
-            pass  # the process died; answer() reports that
+            pass  # the process died; answer() reports its death
 
     def answer(self) -> tuple[Any, str | None]:
         try:
@@ -213,7 +213,7 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
     except (EOFError, OSError):
         inbox.put(None)
     time.sleep(EXIT_SECONDS / 2)
-    os._exit(1)  # the main thread is blocked, and the parent has exited
+    os._exit(1)  # the parent has exited, and the main thread is still blocked
 
 
 def _explain(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import pytest
 from tests.pool import ROOT
 
 PACKAGE = ROOT / "dualtrain"
-#: The modules and packages of dualtrain. Each imports only from itself and from those before it.
+#: The modules and packages of dualtrain. Each imports only from itself and from earlier names of this list.
 TOP_LEVEL = [
     "version",
     "errors",
@@ -26,7 +26,7 @@ TOP_LEVEL = [
     "rendezvous",
     "torch_versions",
     "backends",
-    # heap changes a setting of the whole process, so it comes after the backends: connect() must not do that.
+    # After backends, so that connect() does not use heap: heap changes a setting of the whole process.
     "heap",
     "gradients",
     "buckets",
@@ -35,7 +35,7 @@ TOP_LEVEL = [
     "functional",
     "batchnorm",
     "on_ranks",
-    # Modules after console may print through it; modules before it log.
+    # Modules after console may print by console.show; modules before it log.
     "console",
 ]
 TOP_LEVEL += ["torchvision_shim", "user_code"]
@@ -137,14 +137,14 @@ def nodes_of(path):
 
 @pytest.fixture(autouse=True, scope="module")
 def no_nodes_left():
-    """Free the syntax trees after these tests, because garbage collections visit every object."""
+    """Free the syntax trees after these tests, because each garbage collection would visit all their objects."""
     yield
     for cached in (nodes_of, without_type_checking):
         cached.cache_clear()
 
 
 def last_name(node):
-    """Return the last part of a dotted name; "" for another expression."""
+    """Return the last part of a dotted name; "" for any other expression."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -205,7 +205,7 @@ def test_imports_are_from_earlier_modules_and_packages():
         for name in imports(path) if own else ():
             other = top_level(name)
             assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{module(path)} imports {name}"
-            # An import from ``dualtrain`` itself loads later modules.
+            # ``import dualtrain`` also loads modules that are later in the list.
             assert other or not name.startswith("dualtrain") or own in ("trainer", "training", "hvd", "main", "bench"), (
                 f"{module(path)} imports {name}"
             )

@@ -143,12 +143,12 @@ def make_script(folder: Path) -> None:
 
 
 def load_script_of(folder: Path) -> None:
-    with suppress(SyntaxError):  # Python itself would raise it too
+    with suppress(SyntaxError):  # as Python itself does for this script
         load_script(str(folder / "script.py"), [])
 
 
 def refuse_none(step: int | None) -> None:
-    """Raise a UserError if a reader has returned ``None``, as some do for a bad file. The message names their files."""
+    """Raise a UserError that names the reader's files if the reader has returned ``None``, as some do for a bad file."""
     if step is None:
         raise UserError("step-00000001 or model cannot be read")
 
@@ -229,7 +229,7 @@ CARELESS = {
 
 
 class HangsError(Exception):
-    """A read used more processor time than its limit, or blocked."""
+    """Error if a read used more processor time than its limit, or blocked."""
 
 
 def read_each(requests: Connection) -> None:
@@ -245,7 +245,7 @@ def read_each(requests: Connection) -> None:
         except EOFError:
             return
         used = time.process_time()
-        # An unhandled SIGXCPU ends the process.
+        # At the limit, the process gets SIGXCPU, which ends it.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used) + limit, resource.RLIM_INFINITY))
         refusal, problem = None, ""
         try:
@@ -272,7 +272,7 @@ class ReaderProcess:
         self.requests.close()
 
 
-#: The running process, if there is one. It is not used again after a reader has hung or ended it.
+#: The process that runs readers, if it is idle. A process in which a reader has hung or failed is not used again.
 PROCESSES: list[ReaderProcess] = []
 
 
@@ -368,7 +368,7 @@ def test_a_download_does_not_touch_links_and_other_special_files(tmp_path):
     (tmp_path / "target").write_text("")
     files[0].symlink_to("target")
     files[1].write_text("")
-    assert not missing(files, archives)  # links to existing files are fine
+    assert not missing(files, archives)  # a link to an existing file counts as this file
     files[1].unlink()
     with pytest.raises(UserError, match="delete it first"):
         missing(files, archives)

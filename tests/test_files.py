@@ -17,7 +17,7 @@ def test_a_link_with_a_temporary_files_name_is_never_followed(tmp_path, monkeypa
         (tmp_path / name).symlink_to(precious)
     files.write_json(tmp_path / "config.json", {"a": 1})
     assert files.read_json(tmp_path / "config.json") == {"a": 1}
-    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 16)  # even a predicted name is not followed
+    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 16)  # make the temporary file's name predictable
     for write in (
         lambda path: files.write_whole(path, b"x"),
         lambda path: files.link_whole(tmp_path / "config.json", path),
@@ -62,7 +62,7 @@ def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeyp
 
     for _ in range(2):
         files.link_whole(tmp_path / "a", tmp_path / "b")
-        files.link_whole(tmp_path / "a", tmp_path / "b")  # again: in the first pass, both names are one file
+        files.link_whole(tmp_path / "a", tmp_path / "b")  # again, when both names may be links to one file
         assert (tmp_path / "b").read_bytes() == b"content"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
         monkeypatch.setattr(files.Path, "hardlink_to", refuse)

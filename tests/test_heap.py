@@ -1,4 +1,4 @@
-"""Freed memory is reused without page faults after ``keep_freed_memory``, unless the user has tuned glibc; huge pages."""
+"""Reuse of freed memory without page faults after ``keep_freed_memory``, unless the user has tuned glibc; huge pages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dualtrain import heap
 from dualtrain.heap import use_huge_pages
 from tests.pool import ROOT
 
-#: Program that prints two numbers. Each of its four steps allocates and frees 64 MB. Then it allocates five larger blocks
-#: (96 to 100 MB), and frees each one after the memory behind it is allocated. The numbers are the page faults of the third
-#: and fourth step together, and the growth of resident memory in MB.
+#: Program that prints two numbers. Each of its four steps allocates and frees 64 MB. Then it allocates and frees
+#: five larger blocks (96 to 100 MB). Before it frees a block, it allocates memory behind this block. The first number is
+#: the page faults of the third and fourth step, the second the growth of resident memory in MB.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}
@@ -63,10 +63,10 @@ def measured(setup=KEPT, **env):
 )
 def test_freed_memory_is_reused_without_faults_and_without_growth():
     plain_faults, _ = measured("pass")
-    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # has no effect on the heap
+    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # a setting that does not concern the heap
     for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):
         assert faults < plain_faults / 10
-        assert growth < 200  # MB: the 64 MB that the heap keeps, and one larger block
+        assert growth < 200  # MB: enough for the 64 MB of a step, which the heap keeps, and one larger block
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_users_own_glibc_settings_are_not_changed(name, value, monkeypatch):
 
 
 def test_another_c_library_is_not_changed(monkeypatch):
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # it has no mallopt, so that a call would raise
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # without mallopt, so that a call of it would raise
     heap.keep_freed_memory({})
 
 
@@ -98,7 +98,8 @@ def test_the_users_own_choice_of_huge_pages_is_kept():
 
 
 def test_torch_aligns_large_tensors_to_pages_for_huge_pages():
-    # A new interpreter, because torch reads the variable once. Without it, malloc's header comes first in a block's page.
+    # Use a new interpreter, because torch reads the variable only once. Without the variable, the tensor would begin behind
+    # malloc's header, and not at the beginning of a page.
     imports = "from dualtrain.heap import use_huge_pages; use_huge_pages(); import torch"
     program = f"{imports}; print(torch.empty(9 << 20).data_ptr() % 4096)"
     env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}

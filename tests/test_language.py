@@ -67,10 +67,10 @@ def allowed(path: str, word: str) -> bool:
 def findings(path: str, text: str) -> list[str]:
     """Return one line for each banned word in the identifiers, docstrings and comments of a Python file."""
     found = [f"{path}: its name: {word}" for word in banned(path.removesuffix(".py").replace("/", "_"))]
-    shown = re.sub(r"\\[a-z]", " ", text)  # a docstring may contain "\n"
+    shown = re.sub(r"\\[a-z]", " ", text)  # in "\n", n is no part of a word
     words = any(map(banned, set(re.findall(r"\w+", text))))
     if not (words or IN_PROSE.search(shown) or NO_START_IN_TEXT.search(text)):
-        return found  # every identifier, comment and docstring is part of the text
+        return found  # no word is in the text, so none is in a comment, docstring or name
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         where = f"{path}:{token.start[0]}"

@@ -90,13 +90,13 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         if killed:
             process.send_signal(signal.SIGKILL)
         output, errors = process.communicate("" if killed else "\n", timeout=60)
-        assert (output, errors) == ("", "")  # and no warning about a leaked semaphore
+        assert (output, errors) == ("", "")  # not even a warning about a leaked semaphore
         assert process.returncode == (-signal.SIGKILL if killed else 3)
         assert gone(helpers, folder)
 
 
-# A program that is interrupted while it starts a worker process: the start blocks, because it sends more than a pipe holds
-# while the fork server still imports a slow module.
+# Program that is interrupted while it starts a worker process. The start blocks, because it sends more bytes than a pipe
+# holds, and the fork server reads them only after it has imported a slow module.
 STARTING = """
 import multiprocessing, signal, sys
 from dualtrain.console import leave
@@ -182,7 +182,7 @@ def test_a_rank_ends_with_its_parent_only_if_the_parent_is_torchruns_agent(run_i
         agent.kill()
         agent.wait()
         if not ends:
-            os.kill(rank, 0)  # the process still runs, though a signal would have been sent by now
+            os.kill(rank, 0)  # the process still runs, although its parent has ended
             assert not select.select([agent.stdout], [], [], 0.3)[0]
             os.kill(rank, signal.SIGTERM)
         assert agent.stdout.read() == "saved\n"

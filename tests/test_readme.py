@@ -98,7 +98,7 @@ def test_the_flags_of_all_commands_on_the_pages_exist(tmp_path):
     for name, *mode in [*((name,) for name in NAMES.values()), ("horovodize", "--prove")]:
         text = run(("-m", "dualtrain", name, *mode, "--help"), tmp_path, env=ENV).stdout
         known[name] = known.get(name, set()) | set(re.findall(r"--[a-z][\w-]*", text))
-    known["drill"] |= known["train"]  # a drill passes these flags on
+    known["drill"] |= known["train"]  # a drill accepts the flags of train
     assert [(page, name, flag) for page, name, flags in used for flag in flags if flag not in known[name]] == []
 
 

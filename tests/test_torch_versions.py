@@ -1,4 +1,4 @@
-"""Functions for differences between torch versions: each works, and some supported version of torch needs it."""
+"""Functions for differences between torch versions: each works, and at least one supported torch needs it."""
 
 from __future__ import annotations
 

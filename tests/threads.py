@@ -202,7 +202,7 @@ class ThreadsBackend(Backend):
 
 @contextmanager
 def _switch_interval(seconds: float) -> Iterator[None]:
-    """Set the interpreter's switch interval: the ranks' threads often wait for each other."""
+    """Set the interpreter's switch interval. A short one helps, because the ranks' threads often wait for each other."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

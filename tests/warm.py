@@ -19,6 +19,6 @@ for name in MODULES:
         importlib.import_module(name)
 importlib.import_module("dualtrain.torchvision_shim").torchvision()
 torch.set_num_threads(1)
-# Garbage collection would look at all these objects again and again, and copy their memory in each forked process.
+# Otherwise each garbage collection would visit the objects of these modules, and in each forked process copy their memory.
 gc.collect()
 gc.freeze()

@@ -1,11 +1,11 @@
 """Check that all ranks make the same collective call, before any of its data is used.
 
-If calls do not match, Horovod reports an error; Gloo may hang, abort the process or return a wrong sum (int32 1 and
-float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a fingerprint of the call, and an
-extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal, the call gets
-the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise the same error.
-The backend stays usable. Data is sent after the comparison, except for short data, which may travel with it, and is used
-only if the fingerprints are equal.
+If calls do not match, Horovod reports an error; Gloo may hang, abort the process or return a wrong sum (1065353217 for
+int32 1 on one rank and float32 1.0 on another). So every checked call first exchanges two integers: a fingerprint of the
+call, and an extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal,
+every rank gets the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise
+the same error. The backend stays usable. Data is sent after this comparison. Only short data may be sent together with the
+fingerprints; it is used only if they are equal.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dualtrain.backends.base import Primitives, Short
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-#: Added to a fingerprint for each sum of gradients that this rank started in the call's group. Odd, so that
-#: different counts of sums give different fingerprints.
+#: Number that is added to a call's fingerprint for each sum of gradients that this rank has started in the call's process
+#: group. It is odd, so different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
-_OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint of a call in a second thread of its rank
+_OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint if a second thread of the rank makes the call
 _IN_SECOND_THREAD = " in a second thread, which needs a channel()"
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
@@ -80,8 +80,8 @@ def fingerprint(text: str) -> int:
 def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    The backend may send short ``data`` in the same messages, which then has a result when this function returns.
-    Also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any rank's flag is set.
+    The backend may send short ``data`` in the same messages. If the data of all ranks is sent, ``data.result`` is set.
+    This function also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any flag is set.
 
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.
@@ -91,7 +91,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     numbers = [~mine if backend.flag else mine, extent]
     rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
     fingerprints, extents = zip(*rows, strict=True)
-    backend.any_flag = min(fingerprints) < 0  # a fingerprint is never negative; its complement always is
+    backend.any_flag = min(fingerprints) < 0  # a rank whose flag is set has sent the complement, which is negative
     if backend.any_flag:
         fingerprints = tuple(max(each, ~each) for each in fingerprints)
     if len(set(fingerprints)) == 1:
@@ -103,10 +103,10 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
 
 
 def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
-    """Raise ``problem``, an error in this rank's own arguments, without leaving the other ranks blocked. Collective.
+    """Raise ``problem``, an error in this rank's own arguments. Collective: the other ranks raise too, and do not hang.
 
     Raises:
-        ValueError: every rank has the same problem.
+        ValueError: on every rank, if all of them make this call and have this problem.
         BackendError: on every rank, if their calls or problems differ.
     """
     agree(backend, replace(call, kind=f"{call.kind}, refused since {problem},"))
@@ -117,7 +117,7 @@ def _differences(backend: Primitives, mine: str) -> str:
     """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
     descriptions = exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)
-    if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the threads are not the difference
+    if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the calls differ in something else
         descriptions = [each.removesuffix(_IN_SECOND_THREAD) for each in descriptions]
     for rank, description in enumerate(descriptions):
         ranks_of.setdefault(description, []).append(str(rank))
@@ -125,6 +125,6 @@ def _differences(backend: Primitives, mine: str) -> str:
 
 
 def exchange_text(exchange: Exchange, text: str, nbytes: int) -> list[str]:
-    """Gather every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
+    """Gather every rank's text in rank order, cut to ``nbytes`` (a multiple of 8) bytes of UTF-8. Collective; blocks."""
     data = text.encode(errors="replace")[:nbytes].ljust(nbytes)
     return [array("q", numbers).tobytes().decode(errors="replace").strip() for numbers in exchange(array("q", data))]

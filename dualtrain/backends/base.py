@@ -1,11 +1,12 @@
 """Backend contract: the primitives that a communication library must implement to become a backend.
 
-``collectives.py`` derives everything that users call from the primitives, once. ``torch.py`` and ``horovod.py``
-implement the primitives over one library each, ``local.py`` implements them for a single process.
+``collectives.py`` builds all operations that users call from these primitives, once for all backends. ``torch.py`` and
+``horovod.py`` implement the primitives over one library each, and ``local.py`` implements them for a single process.
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
-do not check that: the derived calls check it first (``agreement.py``), and the gradient path checks its layout once.
-The operations of the gradient path have an order of their own, since buckets are sent while backward makes other calls.
+do not check this. The operations of ``collectives.py`` compare the ranks' calls first (``agreement.py``). The gradient path
+(the code that sums gradients) compares the ranks' layouts of the gradients once. Except with NCCL, its sums are matched
+separately from all other operations, since buckets are sent while backward makes other calls.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the operation ``op``; its name may be in upper or lower case.
+        """Return ``op`` itself, or the operation of this name (in upper or lower case).
 
         Raises:
             ValueError: there is no operation of this name.
@@ -62,7 +63,7 @@ class ReduceOp(enum.Enum):
             raise ValueError(f"no reduction is called {op!r}: choose one of {names}") from None
 
 
-#: Elementwise function of each operation of the primitives.
+#: For each operation of the primitives, the function that reduces two tensors elementwise.
 FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MIN: torch.minimum,
@@ -98,9 +99,9 @@ class Reduction:
     """Reduction of ``tensor`` (contiguous, as in :meth:`Primitives.start_allreduce`) over all ranks.
 
     Attributes:
-        tensor: this rank's values; they stay as they are.
+        tensor: this rank's values; they are not changed.
         op: SUM, MIN, MAX or PRODUCT.
-        result: the reduced values, once they are known. The backend's next call overwrites them.
+        result: the reduced values; ``None`` until they are known. The backend's next call overwrites them.
     """
 
     tensor: torch.Tensor
@@ -113,9 +114,9 @@ class Broadcast:
     """Broadcast of a rank's bytes to all ranks.
 
     Attributes:
-        root: the rank.
+        root: the rank that sends.
         data: the root's bytes (contiguous uint8); ``None`` on other ranks.
-        result: the root's bytes (CPU), once they are known. The backend's next call overwrites them.
+        result: the root's bytes (CPU); ``None`` until they are known. The backend's next call overwrites them.
     """
 
     root: int
@@ -129,8 +130,8 @@ class Gather:
 
     Attributes:
         data: this rank's bytes (contiguous uint8).
-        unit: number of bytes per unit of the extents that the ranks exchange.
-        result: the bytes of all ranks (CPU), once they are known. The backend's next call overwrites them.
+        unit: number of bytes in one unit of the extents that the ranks exchange: the size of a row, or 1.
+        result: the bytes of all ranks (CPU); ``None`` until they are known. The backend's next call overwrites them.
     """
 
     data: torch.Tensor
@@ -138,7 +139,7 @@ class Gather:
     result: torch.Tensor | None = None
 
 
-#: Short data that may travel with the comparison of a call.
+#: Short data that may be sent in the same messages as the comparison of its call (``agreement.py``).
 Short: TypeAlias = Reduction | Broadcast | Gather
 
 
@@ -183,9 +184,10 @@ class Primitives(ABC):
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
-        in_second_thread: whether the running call was made in another thread than this backend.
-        interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; see :meth:`whole_call`.
-        scales_sums: whether :meth:`Backend.start_sum` scales a sum while it adds, instead of afterwards.
+        in_second_thread: whether the running call was made by a thread other than the one that made this backend.
+        interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
+            See :meth:`whole_call`.
+        scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
     """
 
     name: str
@@ -240,7 +242,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        """Reduce ``tensor`` (contiguous, of ``REDUCIBLE`` or ``narrow``) over all ranks, in place. Does not block.
+        """Reduce ``tensor`` (contiguous, dtype in ``REDUCIBLE`` or ``narrow``) over all ranks, in place. Does not block.
 
         ``op`` is SUM, MIN, MAX or PRODUCT. Do not use the tensor before :meth:`Work.wait` has returned.
         """
@@ -270,22 +272,22 @@ class Primitives(ABC):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         """Gather each rank's short ``vector`` (CPU, int64, (n,), the same n on every rank) into (size, n). Blocks.
 
-        Uses a separate process group or name, so that no library matches this exchange with a gradient of another rank.
+        Uses a separate process group or name, so that the library cannot match it with another rank's sum of gradients.
         """
 
     @property
     def gradient_path(self) -> GradientPath:
         """The primitives for sums of gradients.
 
-        If a library matches operations by their order, the sums have a process group of their own, except with NCCL (see
+        If a library matches operations by their order, sums have a separate process group, except with NCCL (see
         :meth:`sums_beside`).
         """
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients were started in the process group that calls on ``device`` (a device type) use.
+        """Return how many sums of gradients this rank has started in the process group of calls on ``device`` (a type).
 
-        All ranks must have started equally many before such a call. 0 if the sums have a process group of their own.
+        Return 0 if sums have a separate process group. Before a call on ``device``, this number must be equal on all ranks.
         """
         return 0
 
@@ -297,8 +299,8 @@ class Primitives(ABC):
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
         """Gather two numbers from every rank as :meth:`exchange_short` does, to compare the ranks' calls. Blocks.
 
-        If the first numbers are equal (or one another's complement), a backend may send short data in the
-        same messages. It then sets the result of ``data``, on every rank. Otherwise there is no result on any rank.
+        A backend may send short ``data`` in the same messages. It then sets ``data.result``, either on every rank or on no
+        rank. It sets no result if the ranks' first numbers differ; a number and its complement count as equal.
         """
         return self.exchange_short(numbers)
 
@@ -319,9 +321,9 @@ class Primitives(ABC):
     def whole_call(self, call: Callable[[], T]) -> T:
         """Return the result of ``call``, which makes collective calls.
 
-        If an exception such as KeyboardInterrupt stops it, the other ranks may have its result or wait for it, so that the
-        later calls of this rank would not match theirs. These calls raise BackendError, and the first of them reports this
-        to the other ranks.
+        If an exception such as KeyboardInterrupt stops ``call``, the other ranks may already have their results, or may
+        still wait for this rank. Later calls of this rank would not match theirs. So each later call raises BackendError,
+        and the first one also reports the interruption to the other ranks.
 
         Raises:
             BackendError: an earlier call was stopped, or another thread is in a call.
@@ -337,7 +339,8 @@ class Primitives(ABC):
             raise BackendError(reason)
         acquired: list[bool] = []
         try:
-            # A signal handler cannot run between the two halves of this call, so the lock is always released.
+            # A signal handler cannot run between acquiring the lock and recording this, since both happen in one call. So
+            # ``finally`` releases the lock in any case.
             acquired.extend(map(self._turn.acquire, (False,)))
             if True not in acquired:
                 raise BackendError(f"two threads call this backend at once on rank {self.rank}: {_ONE_THREAD}")
@@ -345,7 +348,7 @@ class Primitives(ABC):
         except Exception:
             raise
         except BaseException as error:
-            self.interrupted = error.__class__  # without a call, before which the next KeyboardInterrupt may be raised
+            self.interrupted = error.__class__  # not type(error): the next KeyboardInterrupt may be raised before a call
             raise
         finally:
             if True in acquired:
@@ -360,7 +363,7 @@ class Primitives(ABC):
         """
         start = time.monotonic()
         reported = False
-        left_at: float | None = None  # seconds that had passed when a rank was found to have left normally
+        left_at: float | None = None  # seconds after ``start`` at which a rank was found to have left normally
         try:
             while not finished(0.25):
                 seconds = time.monotonic() - start
@@ -381,8 +384,8 @@ class Primitives(ABC):
             raise
         except Exception as error:  # libraries raise many types, and each means that the operation failed
             raise self.failure(what, error, waited=True) from error
-        # Don't report the end of this wait after a timeout: other ranks time out at about the same moment, and must not
-        # name this rank as missing.
+        # Not in a ``finally``: after a timeout, this rank stays reported as waiting. The other ranks time out at about the
+        # same moment, and must not name this rank as missing.
         if self.watch is not None and reported:
             self.watch.report_wait(what, ended=True)
 
@@ -400,11 +403,11 @@ class Primitives(ABC):
         return f"{late} the other ranks, which wait too ({elsewhere}); make the same calls in the same order on every rank"
 
     def _others(self) -> list[int]:
-        """Return the ranks in the job of the other members of this backend."""
+        """Return the other members of this backend, by their ranks in the job."""
         return [rank for rank in self.members if rank != self.members[self.rank]]
 
     def _missing(self, waiting: Mapping[int, list[str]]) -> list[int]:
-        """Return the other ranks that have not reported a wait; call this once this rank has reported its own wait."""
+        """Return the other ranks that have not reported a wait. Call this only after this rank has reported its own."""
         own, others = self.members[self.rank], self._others()
         if own != 0 and 0 in others and not waiting.get(own):
             return [0]  # rank 0 has not sent this rank's report back, so it forwards no reports of other ranks either
@@ -413,10 +416,11 @@ class Primitives(ABC):
     def failure(self, what: str, error: BaseException, *, waited: bool = False) -> BackendError:
         """Return the :class:`BackendError` for a third-party ``error`` in the operation ``what``.
 
-        ``waited`` is true if the library gave up a wait for other ranks. The message then names ranks that report no wait.
+        Pass ``waited=True`` if the library has stopped waiting for other ranks. The message then names the ranks that have
+        reported no wait.
 
         Raises:
-            PeerFailedError: instead, if a rank is known to have failed.
+            PeerFailedError: a rank is known to have failed.
         """
         reason = " ".join(str(error).split()) or type(error).__name__
         if self.watch is not None and not isinstance(error, TimeoutError):
@@ -433,11 +437,14 @@ class Primitives(ABC):
         return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
 
     def _peer_failure(self) -> PeerFailure | None:
-        """Return the known failure of any rank of the job; otherwise the report of a rank of this backend that has left."""
+        """Return the first known failure of any rank of the job.
+
+        If there is none, return the report of a member of this backend that has left normally, or ``None``.
+        """
         watch = self.watch
         if watch is None or watch.peer_failed:
             return watch.failure if watch is not None else None
-        left = dict(watch.left)  # the watch's thread may add to it
+        left = dict(watch.left)  # a copy, since the watch's thread may change it
         return next((left[rank] for rank in self._others() if rank in left), None)
 
     def _peer_failed(self, what: str, failure: PeerFailure) -> PeerFailedError:

@@ -1,10 +1,11 @@
 """The control channel on which the ranks of a backend compare their calls: a connection from every rank to rank 0.
 
-An exchange gathers a message of every rank on rank 0, and sends rank 0's reply to all others: 2 * (size - 1) messages. The
-caller's own thread sends and receives them. In a library, every message also passes through threads of the library; if
-ranks outnumber cores, switching between threads takes most of the time of a short call.
+An exchange gathers a message of every rank on rank 0, and sends rank 0's reply to all other ranks: 2 * (size - 1) messages.
+The caller's own thread sends and receives them. In a library such as Gloo, every message also passes through the library's
+threads; if ranks outnumber cores, switching between threads takes most of the time of a short call.
 
-A frame is the number of bytes that follow (int64), then these bytes. The lengths may differ between ranks.
+Each message is sent as a frame: the number of bytes that follow (int64), then these bytes. Frames of different ranks may
+differ in length.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ _SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to 
 class CallChannel:
     """One rank's end of the connections, for one exchange at a time.
 
-    An exchange that has timed out on this rank is finished by the next one, so that the ranks stay in step. Its buffers
-    must stay as they are until then. If one was interrupted, it is unknown how much was received, and all later ones fail.
+    If an exchange times out on this rank, the next exchange first finishes it, so that the ranks stay in step. Until then,
+    the buffers of the first exchange must not be changed. If an exchange is interrupted, all later exchanges fail, since it
+    is unknown how much of it was received.
 
     Args:
         rank: this rank.
         size: the number of ranks.
         connections: on rank 0, one to every other rank; on other ranks, one to rank 0.
-        await_all: blocks until an exchange has ended, by calling ``next`` for its steps. A step blocks for about a quarter
-            of a second at most, and may raise OSError or ValueError.
+        await_all: function that calls ``next`` on the steps of an exchange until they end. A step blocks for about a
+            quarter of a second at most, and may raise OSError or ValueError.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class CallChannel:
         for one in self._sockets:
             one.settimeout(_SLICE_SECONDS)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                # A message that is longer than the buffers waits until the other rank makes its call. The system must not
-                # count this as the end of the connection; the watch detects a host that is cut off.
+                # If a message is longer than the system's buffers, its sender waits until the other rank makes its call.
+                # The system must not take this wait for a broken connection; ``watch.py`` detects a host that is cut off.
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def exchange(
@@ -60,20 +62,21 @@ class CallChannel:
     ) -> None:
         """Gather every rank's frame ``message`` on rank 0, then copy rank 0's answer to all other ranks. Blocks.
 
-        Errors are: a connection ends, a frame is longer than its buffer, an earlier exchange was interrupted.
+        Fails if a connection ends, a frame is longer than its buffer, or an earlier exchange failed or was interrupted.
 
         Args:
             message: this rank's frame; rank 0 has none.
             rows: on rank 0, a buffer for the frame of each other rank, in rank order.
             reply: on other ranks, a buffer for the answer.
             answer: called on rank 0 when ``rows`` have arrived; returns the frame to send to the other ranks.
-            exact: whether an answer that is shorter than ``reply`` is an error, as one to another kind of exchange.
+            exact: whether an answer that is shorter than ``reply`` is an error. Such an answer shows that rank 0 is in a
+                different kind of exchange.
         """
         self._unfinished.append(self._steps(message, rows, reply, answer, exact))
         self._await(self._finish())
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Gather every rank's ``data``, equally long on every rank, in rank order. Blocks; errors as above."""
+        """Gather every rank's ``data`` (of equal length) in rank order. Blocks. Fails as :meth:`exchange` does."""
         length = len(data)
         rows = [memoryview(bytearray(HEADER + length)) for _ in self._sockets]
         reply = memoryview(bytearray(HEADER + length * self._size))
@@ -89,10 +92,10 @@ class CallChannel:
         return [gathered[length * rank : length * (rank + 1)] for rank in range(self._size)]
 
     def close(self) -> None:
-        """Close the connections; exchanges of the other ranks fail. May be called again."""
+        """Close the connections, so that exchanges of the other ranks fail. May be called again."""
         for one in self._sockets:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # also if a forked child has inherited the connection
+                one.shutdown(socket.SHUT_RDWR)  # ends the connection even if a forked child has inherited it
             one.close()
 
     def _finish(self) -> Iterator[None]:
@@ -100,7 +103,7 @@ class CallChannel:
             if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
                 self.close()  # so that the other ranks don't wait for this one
                 while len(self._unfinished) > 1:
-                    self._unfinished.pop()  # it holds buffers
+                    self._unfinished.pop()  # it would keep its buffers alive
                 raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")
             for _ in self._unfinished[0]:  # not ``yield from``, which would close the generator if the wait times out
                 yield

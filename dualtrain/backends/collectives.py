@@ -1,4 +1,4 @@
-"""Collective operations for users, derived once from the primitives of every backend.
+"""Collective operations that users call, built from the primitives, once for all backends.
 
 Averages, any dtype, any layout, unequal sizes, objects, barriers, groups and the asynchronous forms are implemented
 here and nowhere else. Each call first checks that all ranks make the same call.
@@ -35,7 +35,7 @@ _REASON_BYTES = 1024  # the reason why an object cannot be sent is cut to this l
 
 
 def split_sizes(rows: int, size: int) -> list[int]:
-    """Split ``rows`` over ``size`` ranks as evenly as possible; the first ranks get one row more than the others."""
+    """Split ``rows`` over ``size`` ranks as evenly as possible; the first ``rows % size`` ranks get one row more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
@@ -63,17 +63,17 @@ class Backend(Primitives):
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
-    call, and the backend stays usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
-    contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has collectives with
+    call, and the backend stays usable. Tensors may have any dtype, any layout, and also zero dimensions. Results are new,
+    contiguous tensors on the same device, without autograd history (:mod:`dualtrain.functional` has collectives with
     gradients). Calls work inside and outside of ``torch.inference_mode()``, on tensors made inside or outside of it. Calls
     without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
     return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
     ``wait()`` has returned. A name is shown in errors and reports.
 
-    One thread makes these calls. The calls of several threads have no common order on all ranks: give each further thread a
-    backend of its own, which :meth:`channel` returns. A call during another thread's call raises BackendError. So does a
-    call of the thread that made this backend, if it meets a call of another thread on another rank. Backward passes may run
-    beside the calls.
+    Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
+    thread its own backend, which :meth:`channel` returns. A call raises BackendError if it is made during a call of a
+    different thread, or if some ranks make it in the thread that made this backend and others in a different thread.
+    Backward passes may run at the same time as calls.
 
     Attributes:
         is_group: whether this backend was made by :meth:`group` or :meth:`channel`.
@@ -84,7 +84,7 @@ class Backend(Primitives):
         self.is_group = False
         self._groups_made: list[Backend] = []
         self._queue = SerialQueue()
-        self._of_thread = threading.local()  # not a thread's number, which a later thread may get again
+        self._of_thread = threading.local()  # not the thread's ID, which a later thread may reuse
         self._of_thread.made_this = True
         self._open = True
 
@@ -218,8 +218,8 @@ class Backend(Primitives):
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
         """Return the result of ``call``, and whether any rank's ``flag`` is true.
 
-        ``call`` must call one method of this backend. The flags are sent when the ranks compare their calls of this
-        method, so they need no exchange of their own.
+        ``call`` must call exactly one method of this backend. The flags are sent in the messages in which the ranks compare
+        this call, so they need no exchange of their own.
         """
         self._queue.drain()  # an earlier asynchronous call must not send the flag
         self.flag = flag
@@ -231,7 +231,7 @@ class Backend(Primitives):
     # -- objects, barriers, groups --------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
-        """Copy rank ``root``'s ``obj`` to every rank: plain Python values and tensors, never code. Blocks.
+        """Copy rank ``root``'s ``obj`` (plain Python values and tensors, never code) to every rank. Blocks.
 
         Raises:
             TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
@@ -240,7 +240,7 @@ class Backend(Primitives):
         return self._now(partial(self._broadcast_object, obj, root, name))
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
-        """Gather every rank's ``obj`` in rank order, on every rank: plain values and tensors, never code. Blocks.
+        """Gather every rank's ``obj`` (plain values and tensors, never code) in rank order, on every rank. Blocks.
 
         Raises:
             TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.
@@ -321,9 +321,9 @@ class Backend(Primitives):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. Sums are matched in an order of their own: a call of another
-        method may come before a sum on one rank and after it on another. If :meth:`new_buffer` returned ``tensor`` on one
-        rank, it must have done so on every rank.
+        Otherwise as :meth:`start_allreduce`. Does not block. Sums are matched only with sums: a rank may start a sum before
+        a call of a different method, and another rank may start it after that call. If ``tensor`` comes from
+        :meth:`new_buffer` on one rank, it must do so on every rank.
         """
         work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
@@ -342,8 +342,8 @@ class Backend(Primitives):
     ) -> Work[None]:
         """Sum the ranks' partial sums along the tree of ``order`` into ``tensor``, then scale it as :meth:`start_sum` does.
 
-        The bits depend on the tree alone, not on the number of ranks, the library or the transport. Does not block. Every
-        rank must wait for such sums in the order in which it started them.
+        The bits of the sum depend on the tree alone, not on the number of ranks, the library or the transport. Does not
+        block. Every rank must wait for its tree sums in the order in which it started them.
 
         Args:
             tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
@@ -419,11 +419,11 @@ class Backend(Primitives):
         return self._queue.submit(partial(self.whole_call, call))
 
     def _is_second_thread(self) -> bool:
-        """Return whether another thread than the calling one has made this backend."""
+        """Return whether this backend was made by a different thread than the calling one."""
         return not hasattr(self._of_thread, "made_this")
 
     def _in_thread(self, call: Callable[[], T], second: bool) -> T:
-        """Return the result of ``call``, which a second thread has made if ``second``."""
+        """Return the result of ``call``; ``second`` says whether a second thread makes it."""
         before, self.in_second_thread = self.in_second_thread, second
         try:
             return call()
@@ -442,7 +442,7 @@ class Backend(Primitives):
         return root
 
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        """Reduce in the wire dtype; the result is ``tensor`` itself if no conversion is needed."""
+        """Reduce ``tensor`` in its wire dtype (``wire.py``), in place if no conversion is needed; return the result."""
         call = Call.on(op.value, tensor, name)
         primitive = self._primitive(tensor, op, call)
         packed = wire.pack(tensor)
@@ -455,7 +455,7 @@ class Backend(Primitives):
         ``tensor`` and ``op`` are as in :meth:`start_allreduce`.
 
         Raises:
-            BackendError: on every rank, if the calls differ; as :meth:`allreduce`.
+            BackendError: on every rank, if the calls differ; otherwise as :meth:`allreduce`.
         """
         reduction = Reduction(tensor, op)
         agree(self, call, data=reduction)

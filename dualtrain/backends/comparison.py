@@ -90,8 +90,8 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
         kind: the kind of call, for the error about ranks that make different calls.
 
     Raises:
-        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ; the ranks make
-            different calls, a rank failed, or the call timed out.
+        BackendError: on every rank, if the lists differ (the message names the first entry in which rank 0 and another rank
+            differ); the ranks make different calls, a rank failed, or the call timed out.
     """
     backend.drain()
     # First compare hashes of fixed length: Gloo aborts the process if ranks exchange data of different lengths.

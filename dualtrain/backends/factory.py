@@ -40,12 +40,12 @@ def choose(name: str, world: World) -> str:
 
 
 def choose_for_horovod_api(env: Mapping[str, str]) -> str:
-    """Return the backend of Horovod's API: ``"horovod"`` under horovodrun or MPI if it is installed, else ``"torch"``.
+    """Return the backend of Horovod's API: ``"horovod"`` under horovodrun or MPI if Horovod is installed, else ``"torch"``.
 
     DUALTRAIN_BACKEND overrides this choice.
 
     Raises:
-        UserError: DUALTRAIN_BACKEND has another value than torch, horovod and auto.
+        UserError: DUALTRAIN_BACKEND is not torch, horovod or auto.
     """
     wanted = env.get("DUALTRAIN_BACKEND") or "auto"
     if wanted not in ("auto", "torch", "horovod"):
@@ -83,21 +83,21 @@ def connect(
     """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
     Without ``default_group``, torch.distributed's default process group stays as it is: a program may call
-    ``init_process_group`` before or after. Two things change for the whole process. This rank's GPU becomes the current
-    one. Until the backend is closed, ``sys.excepthook`` and an exit handler report to the other ranks how this rank ends;
-    the earlier hook is still called.
+    ``init_process_group`` before or after this function. Two settings of the process change. This rank's GPU becomes the
+    current GPU. And until the backend is closed, ``sys.excepthook`` and an exit handler report to the other ranks how this
+    rank ends; the program's own hook is called as well.
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the launcher's backend.
         world: this process's rank and size, needed if no launcher's variables give them.
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
-        groups: whether ``group`` will be called. If so, Horovod synchronizes its process sets in every cycle, under a
-            lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot make the other ranks wait
-            for that lock.
-        transport: how CPU tensors are reduced. ``"native"`` is the library. ``"shm"`` is memory that the ranks of
-            a host share, with the library between hosts; if they cannot share memory, a warning is logged and the library
-            is used. ``"auto"`` is shared memory for the torch backend with all ranks on one host, else the library.
+        groups: whether ``group`` will be called. If True, Horovod synchronizes its process sets in every cycle, and holds a
+            lock that every call needs. If False, Horovod is faster, and over MPI a failed rank cannot make the other ranks
+            wait for that lock.
+        transport: how CPU tensors are reduced. ``"native"`` uses the library. ``"shm"`` uses memory that the ranks of a
+            host share, and the library between hosts; if ranks cannot share memory, it logs a warning and uses the
+            library. ``"auto"`` is ``"shm"`` for the torch backend with all ranks on one host, else ``"native"``.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same
             ranks, for other libraries that need one; ``close`` destroys it.
 
@@ -258,7 +258,7 @@ def _take_device(backend: Backend) -> None:
     """Choose this rank's GPU by its local rank, unless the user chose one, and make it the current GPU.
 
     Raises:
-        UserError: NCCL is to be used, and two ranks of a host have the same GPU.
+        UserError: the transport is NCCL, and two ranks of a host have the same GPU.
     """
     own = [0, 0]
     if backend.device.type == "cuda":
@@ -290,7 +290,7 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
         return backend
     try:
         return SharedMemoryBackend(backend)
-    except (UnsharedError, BackendError, ValueError) as reason:  # groups between hosts may raise the last two
+    except (UnsharedError, BackendError, ValueError) as reason:  # making a group between hosts may raise the last two
         if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.failure is not None:
             raise
         if backend.rank == 0:

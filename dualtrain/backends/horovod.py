@@ -1,7 +1,7 @@
 """Horovod as a backend, over its MPI, Gloo or NCCL operations.
 
-Outside of the bench, the only module that imports Horovod. Horovod matches tensors by name and negotiates before it sends
-them; names that stay the same from step to step are negotiated once and then cached, so no name contains a step number.
+Apart from the bench, only this module imports Horovod. Horovod matches tensors by name. Before it sends a tensor, the ranks
+negotiate; for a name that was used before, Horovod uses the cached negotiation. So no name contains a step number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 _GLOO_SECONDS_MORE = 3
 _SHUT_DOWN = "Horovod has been shut down"  # error of an operation that is started after Horovod's thread has failed
 _worlds = count()  # numbers the worlds of this process that Horovod's own launcher has set up
-_ADDRESS_KEY = "horovod"  # key of the job's store, with the address of the store that Horovod's processes use
+_ADDRESS_KEY = "horovod"  # key in the job's store; its value is the address of the store that Horovod itself uses
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
@@ -125,9 +125,9 @@ class _HorovodWork(Work[None]):
     """Handle of a Horovod operation.
 
     It keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed, Horovod's
-    thread releases its tensors while it holds Horovod's lock. In torch 2.13, the release of a tensor takes the GIL if
-    only Python still refers to the tensor. At the same time, a thread that starts an operation may hold the GIL while it
-    waits for Horovod's lock. Because of the view, Horovod's thread does not take the GIL.
+    thread releases its tensors while it holds Horovod's lock. In torch 2.13, releasing a tensor takes the GIL if only a
+    Python object still refers to the tensor. At the same time, a thread that starts an operation may hold the GIL and wait
+    for Horovod's lock. The view is one more reference, so Horovod's thread does not take the GIL.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class HorovodBackend(Backend):
         self._owns_world = not self.library.is_initialized()
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
-            # Keep a reference: rank 0 serves the store as long as one exists, and other ranks may still use the store.
+            # Keep a reference: rank 0 serves the store only while a reference exists, and other ranks may still need it.
             self._store, address = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
         self._set = self.library.global_process_set
         self._scope = _scope(address) if self._owns_world else ""
@@ -267,7 +267,8 @@ class HorovodBackend(Backend):
     ) -> Work[None]:
         """Start the operation ``what``, by calling ``issue(*inputs)``."""
         if self.failed is not None:
-            # Calls are compared before they are started, so Horovod's world itself has failed, and does not recover.
+            # The ranks compare calls before they start them, so no mismatch caused the earlier failure: Horovod's world
+            # itself has failed, and will not recover.
             raise self.failure(what, self.failed) from self.failed
         # Horovod's thread, which is not in inference mode, resizes and writes the tensors.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
@@ -348,12 +349,13 @@ def _initialise(
 
 
 def _scope(address: str | None) -> str:
-    """Return the prefix of all operation names in the world whose store has ``address``. It differs between worlds.
+    """Return the prefix of all operation names in a world. Each world of a process has a different prefix.
 
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
-    the table of process sets after it has checked for the shutdown). That operation takes part in the process's next world,
-    where another operation of that name would get its data. For processes that Horovod's launcher started, the prefix is a
-    count: they have all been in equally many worlds. For other processes, it is a hash of the store's random address.
+    the table of process sets after it has checked for the shutdown). The old operation then takes part in the process's
+    next world, where a new operation of the same name would get its data. If the world has a store, the prefix is a hash of
+    its random ``address``. Otherwise there is one process, or Horovod's launcher started the processes: all of them have
+    been in equally many worlds, and the prefix is this number of worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
 
@@ -385,7 +387,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     Returns:
         The job's store, and the address.
     """
-    # ``meet`` first sets the local ranks by the hosts' identities: Horovod aborts the process if they are inconsistent.
+    # ``meet`` sets the local ranks by the hosts' identities: Horovod aborts the process if local ranks are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
     def share(server_address: str | None) -> str:

@@ -6,7 +6,7 @@ from dualtrain.launchers import World
 
 
 def job_of(world: World, timeout: float) -> str:
-    """Return the job's name; empty if the launcher gives none. Only restarts of the job have the same name.
+    """Return the job's name; empty if the launcher gives none. Restarts keep the name, and no other job has it.
 
     Not collective. Under torchrun, reads the name from the agents' store and blocks for ``timeout`` seconds at most.
 

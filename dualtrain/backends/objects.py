@@ -36,10 +36,10 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler whose output the weights-only reader can read, and which writes only memory that belongs to the object.
+    """Pickler whose output the weights-only reader can read, and contains no more memory than the object uses.
 
     It writes defaultdict and deque as calls of constructors, since the reader cannot add items to them. It copies a tensor
-    that uses only a part of its storage: torch would write the whole storage.
+    that uses only a part of its storage, since torch would write the whole storage.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _uses_a_part(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or vars(tensor):  # a copy would lack the attributes that the user has set
+    if tensor.layout is not torch.strided or vars(tensor):  # a copy would lack attributes that the user has set
         return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
@@ -69,7 +69,7 @@ _PLAIN = [
     *_numpy_globals(),
 ]
 
-#: First bytes of a refusal, sent instead of an object; torch's files start with "PK".
+#: First bytes of the message that is sent instead of an object that cannot be sent. Encoded objects start with "PK".
 _REFUSED = b"refused: "
 
 _reading = threading.Lock()  # torch's list of allowed classes is shared by all threads

@@ -1,8 +1,9 @@
 """Reduction of all ranks' values by one process, in the order in which Gloo's ring all-reduce combines them.
 
 Gloo cuts a buffer into 2 * size segments of equal length (the last ones may be shorter or empty). Two consecutive segments
-form the chunk of one rank. The values of chunk c start at rank c - 1, and pass through the ranks c - 2, c - 3, … to rank c;
-each rank combines its own value with the value that it received. Floating-point sums depend on this order.
+form the chunk of one rank. The reduction of chunk c starts at rank c - 1, and passes through the ranks c - 2, c - 3, … to
+rank c (modulo size). Each rank combines its own values with the values that it received. Floating-point sums depend on this
+order.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 from dualtrain.backends.base import FOLD, ReduceOp
 from dualtrain.backends.subnormals import keep_subnormals
 
-#: As in C++: ``min(own, received)`` returns ``own`` if a value is NaN. torch's functions would return NaN.
+#: As in C++, ``min(own, received)`` returns ``own`` if either value is NaN. torch's functions would return NaN.
 _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **FOLD,
     ReduceOp.MIN: lambda own, received: torch.where(received < own, received, own),
     ReduceOp.MAX: lambda own, received: torch.where(own < received, received, own),
 }
-_ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations with the same result in both orders of two values
+_ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations that give the same bits if two values are swapped
 
 
 @keep_subnormals

@@ -1,7 +1,7 @@
 """Queue that runs asynchronous calls one after another, in one thread.
 
-A derived call consists of several primitives (exchange sizes, then gather), and all ranks must start primitives in the
-same order. So asynchronous calls run in the order of submission, and a blocking call first drains the queue.
+A collective call may consist of several primitives (exchange sizes, then gather), and all ranks must start primitives in
+the same order. So asynchronous calls run in the order of submission, and a blocking call first drains the queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Queued(Work[T]):
-    """Handle of a derived call in the queue."""
+    """Handle of a collective call in the queue."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future

@@ -1,12 +1,13 @@
-"""Frames of a comparison of calls, in which the data of a short call travels, so that it needs no other message.
+"""Messages in which the ranks compare a call and also send its data, if the data is short: no further message is needed.
 
-Rank 0 reduces or gathers the data, and replies with all ranks' numbers and with the result. If the calls of the ranks
-differ, or a rank's data is missing, the reply has no result.
+Each rank sends two numbers, which describe its call (``agreement.py``), and its data. Rank 0 reduces or gathers the data,
+and replies with all ranks' numbers and with the result. If the calls of the ranks differ, or a rank's data is missing, the
+reply has no result. The messages are frames (``call_channel.py``). Lengths and numbers are int64.
 
-| frame | int64 |
+| frame | contents |
 |---|---|
-| of each rank | its length, its 2 numbers, its data |
-| rank 0's reply | its length, 2 numbers per rank, the result |
+| from each rank | length, 2 numbers, data |
+| reply of rank 0 | length, 2 numbers per rank, result |
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from dualtrain.backends.ring_order import reduce_in_ring_order
 
 _NUMBERS = 2
 _WORD = 8
-_OWN_BYTES = _WORD * _NUMBERS  # of a rank's frame without data
+_OWN_BYTES = _WORD * _NUMBERS  # length of the frame of a rank that sends no data
 _MOST_VIEWS = 64
 
 
 def longest(size: int, one_host: bool) -> int:
     """Return the largest number of bytes of short data with ``size`` ranks, on one host or on several; a multiple of 8.
 
-    Rank 0 receives and sends the data of all ranks. So this number falls with ``size``, and is smaller if the data crosses
-    a network, where a ring would use the links of all hosts.
+    Rank 0 receives and sends the data of all ranks, so this number decreases with ``size``. It is smaller on several hosts:
+    there, an ordinary ring all-reduce has the advantage that it uses the network links of all hosts.
     """
     return max(1 << 12, (1 << (20 if one_host else 18)) // size // _WORD * _WORD)
 
 
 class _Views(NamedTuple):
-    """Views of the frames, of the dtype of a reduction: this rank's values, those of all ranks, and the result.
+    """Views of the frames in the dtype of a reduction: this rank's values, the values of all ranks, and the result.
 
     ``mine`` and ``result`` have the shape of the reduced tensor.
     """
@@ -49,7 +50,7 @@ class _Views(NamedTuple):
 
 
 class CallBuffers:
-    """Frames of one rank, for one comparison at a time.
+    """Buffers for the frames of one rank, for one comparison at a time.
 
     Args:
         rank: this rank.
@@ -61,15 +62,15 @@ class CallBuffers:
         reply: buffer for rank 0's reply.
     """
 
-    # Tensors and views that are made in inference mode could not be written outside of it.
+    # Leave inference mode: tensors and views that are made in it could not be written outside of it.
 
     @torch.inference_mode(False)
     def __init__(self, rank: int, size: int, most: int) -> None:
         self._size = size
-        self._stride = 1 + _NUMBERS + most // _WORD  # of a rank's frame
-        self._end = 1 + _NUMBERS * size  # of the numbers in the reply
-        # Arrays and tensors share their memory: Python reads and writes single numbers faster through an array. Rank 0's
-        # own frame is the first row.
+        self._stride = 1 + _NUMBERS + most // _WORD  # size of a rank's frame, in numbers
+        self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
+        # Each array shares its memory with a tensor: Python reads and writes single numbers faster through an array. On
+        # rank 0, the first row is rank 0's own frame.
         self._own, gathered = _shared(self._stride * (size if rank == 0 else 1))
         self._answer, self._reply = _shared(self._end + most // _WORD)
         self._gathered = gathered.view(-1, self._stride)
@@ -80,7 +81,7 @@ class CallBuffers:
         self._numbers_in, self._numbers_out = self._gathered[:, 1 : 1 + _NUMBERS], self._reply[1 : self._end]
         self._data_bytes = self._gathered[:, 1 + _NUMBERS :].view(torch.uint8)
         self._result_bytes = self._reply[self._end :].view(torch.uint8)
-        # A program repeats the same few calls, and to make a view takes as long as to reduce a few values.
+        # Cached, since a program repeats the same few calls, and making a view takes as long as reducing a few values.
         self._views: dict[tuple[torch.dtype, torch.Size], _Views] = {}
 
     def message(self, numbers: Sequence[int], data: Short | None) -> memoryview:
@@ -132,7 +133,7 @@ class CallBuffers:
         return reduction.tensor.nbytes
 
     def _concatenate(self, lengths: Mapping[int, int]) -> int:
-        """Write the data of these ranks, so many bytes of each, and return the number of all bytes."""
+        """Write ``lengths[rank]`` bytes of the data of each of these ranks; return the total number of bytes."""
         end = 0
         for rank, length in lengths.items():
             self._result_bytes[end : end + length] = self._data_bytes[rank, :length]
@@ -155,7 +156,7 @@ class CallBuffers:
 
 
 def travels(data: Short | None, size: int, most: int) -> bool:
-    """Return whether ``data`` may travel with the comparison of its call, in a frame of at most ``most`` bytes of data."""
+    """Return whether ``data`` may be sent with the comparison of its call, in frames of at most ``most`` bytes of data."""
     own = _own_values(data)
     if own is None:
         return data is not None  # a broadcast from another rank

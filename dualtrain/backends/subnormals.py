@@ -1,7 +1,7 @@
 """Arithmetic that does not depend on ``torch.set_flush_denormal``.
 
-Each rank may compute the same result for itself, such as the sum of a few values. The flag belongs to a thread, and
-replaces subnormal numbers by zero. If one rank has set it and another has not, their results would differ.
+That function makes the processor replace subnormal numbers by zero in the calling thread. Some results are computed on
+every rank from the same values. If only some ranks had called the function, their results would differ from the others'.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def keep_subnormals(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         threads = torch.get_num_threads()
         torch.set_flush_denormal(False)
-        torch.set_num_threads(1)  # torch's own threads have a flag of their own, that of the thread which started them
+        torch.set_num_threads(1)  # torch's worker threads have the setting of the thread that started them
         try:
             return function(*args, **kwargs)
         finally:

@@ -1,8 +1,9 @@
-"""Order in which V shards are added, the same for any number of ranks: a fixed binary tree.
+"""Order in which the gradients of V shards of a batch are added, the same for any number of ranks: a fixed binary tree.
 
 The tree over one shard is that shard. The tree over n > 1 shards is the sum of two trees: over the first k shards and over
 the other n - k, where k is the largest power of two below n (RFC 6962, section 2.1). A rank owns consecutive shards, which
-form a few complete subtrees. The rank adds up each subtree alone, so the additions are the same for any number of ranks.
+form a few complete subtrees. The rank adds up each subtree separately, so the additions are the same for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class SumOrder:
         owned: for each rank, the subtrees that its shards form, from left to right.
         nodes: the subtrees of all ranks, from left to right; their partial sums are exchanged.
         additions: additions of partial sums; made in this order, they leave the sum of all shards in the first partial sum.
-        merges: for each rank and each of its shards, how often the rank merges its two newest partial sums once it has
+        merges: for each rank and each of its shards, how often the rank merges its two newest partial sums after it has
             computed that shard.
         buffers: the largest number of partial sums that any rank sends besides its last one.
     """

@@ -1,9 +1,9 @@
 """torch.distributed as a backend: Gloo for tensors on the CPU, NCCL for tensors on NVIDIA GPUs.
 
-Outside of the bench, the only module that imports torch.distributed. The process groups are dualtrain's own, and
+Apart from the bench, only this module imports torch.distributed. The process groups are dualtrain's own, and
 torch.distributed's default group stays as it is, so that libraries which check ``is_initialized()`` behave as they
 would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on. The ranks compare their
-calls on connections of their own (``call_channel.py``).
+calls on separate connections (``call_channel.py``).
 
 Operations of a group are matched by their order. Buckets of gradients are sent while backward makes other calls, in an
 order that may differ between ranks. So one Gloo group is for sums of gradients, and the other one is for all other calls,
@@ -53,7 +53,7 @@ from dualtrain.rendezvous.session import agree_on_session
 from dualtrain.rendezvous.store import Store, listen
 from dualtrain.torch_versions import asynchronous, shut_down
 
-#: For each address and name, the number of worlds so far: the same number on all ranks of a world.
+#: For each address and name of a world, the number of worlds so far. All ranks of a world have the same number.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _COMPARING = "comparing calls with the other ranks"
@@ -86,7 +86,7 @@ def _end_all() -> None:
     groups = [group for process, group in _IN_USE if process == os.getpid()]
     for process, group in _IN_USE:
         if process != os.getpid():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the end of the interpreter would drop the group
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # otherwise the interpreter would drop the group at exit
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for backend in _BACKENDS:
         backend.forget_groups()
@@ -186,7 +186,7 @@ class _JobStore(dist.Store):
 
 @cache
 def _adapted(store: Store, seconds: float) -> _JobStore:
-    """Return the adapter of ``store``; the cache keeps it alive: torch would keep only its C++ part."""
+    """Return the adapter of ``store``. The cache keeps the adapter alive: torch would keep only its C++ part."""
     return _JobStore(store, seconds)
 
 
@@ -204,7 +204,7 @@ class TorchBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         store: the job's store, without keys of earlier worlds.
-        placed: the same place; local and cross ranks follow from the hosts of all ranks.
+        placed: ``world`` with local and cross ranks that follow from the hosts of all ranks.
 
     Raises:
         UserError: the processes cannot connect to each other.
@@ -273,7 +273,7 @@ class TorchBackend(Backend):
         return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
-        # An exchange that has timed out still uses its buffers: keep only those of an exchange that has ended.
+        # An exchange that has timed out still uses its buffers: reuse only the buffers of an exchange that has ended.
         buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._most), None
         short = data if travels(data, self.size, self._most) else None
         message = buffers.message(numbers, short)
@@ -410,7 +410,7 @@ class TorchBackend(Backend):
 
 
 class _RanksOfStore:
-    """The ranks of ``backend``, for which a store broadcasts objects: no group of the backend is needed."""
+    """The ranks of ``backend``, with a broadcast of objects through a store, for use before the backend is connected."""
 
     def __init__(self, backend: TorchBackend, store: dist.Store) -> None:
         self.rank, self.size, self.timeout = backend.rank, backend.size, backend.timeout
@@ -466,15 +466,15 @@ def _limit(timeout: float) -> timedelta:
 
 
 def _chosen_interface(world: World) -> str | None:
-    """Return Gloo's interface: loopback if all ranks are on one host, else the one that reaches the other hosts.
+    """Return Gloo's interface: loopback if all ranks are on one host, else the interface that reaches the other hosts.
 
-    ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to. This may be
-    loopback, which cannot reach other hosts.
+    Return ``None`` if GLOO_SOCKET_IFNAME is set. By default, Gloo would use the interface that the host's name resolves to.
+    This may be loopback, through which other hosts cannot be reached.
     """
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
 
-# The next two functions use private API of torch, the same in torch 2.5 to 2.15, as torch's own tests do. There is no
+# The next two functions use private API of torch, as torch's own tests do; it is the same in torch 2.5 to 2.15. There is no
 # public way to make a group that is not a subset of the default group, or to choose Gloo's interface for one group.
 # tests/backends/test_private_torch.py fails when this API is gone.
 
@@ -521,7 +521,7 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
-    """Return the key-value store of ``world``: the default group's, the launcher's, the parent's, or rank 0's own.
+    """Return the key-value store of ``world``: of the default group, launcher, parent process or rank 0.
 
     Raises:
         UserError: the launcher names no address, the address cannot be reached, or its port is in use.
@@ -565,7 +565,7 @@ def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.St
     torchrun's agents serve the store, and keep it when they restart the workers.
     """
     while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store  # torch's prefix contains this host's restart count; hosts may differ in it
+        store = store.underlying_store  # torch's prefix contains this host's restart count, which may differ between hosts
     numbered = _numbered(store, world, world.rendezvous or ("", 0))
     session = agree_on_session(numbered, world.rank, world.size, (timeout, time.monotonic() + timeout))
     return dist.PrefixStore(session, numbered)
@@ -593,7 +593,7 @@ def _store_of_default_group(world: World) -> dist.Store | None:
 
     A world without a name must have the group's rank and size; a world with a name, which is a part of the job, must be
     smaller than the group. dualtrain uses this store because rank 0 of the default group already listens on MASTER_PORT.
-    Under torchrun it is not needed: the agent's store serves any number of worlds.
+    Under torchrun, this store is not needed: the agent's store serves any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":

@@ -1,4 +1,4 @@
-"""Sum partial sums of all ranks along a fixed tree, with any library: the bits depend on the tree alone.
+"""Addition of all ranks' partial sums along a fixed tree, with any library: the bits depend on the tree alone.
 
 An all-reduce adds in an order that depends on the library and the number of ranks. Here each rank receives its slice of
 every partial sum (all-to-all) and adds the slices along the tree; then the sums are gathered on all ranks. Small

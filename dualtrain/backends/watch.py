@@ -42,11 +42,11 @@ class Watch:
         address: rank 0's address on the interface through which the other ranks reach it.
 
     Attributes:
-        failure: the first known failure; a quiet one is replaced by the first that is not quiet.
+        failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
-        waiting: for each rank, the operations that it has been waiting for, for more than a second. Rank 0 sends every
-            report back, so another rank finds its own wait here unless rank 0's process hangs.
+        waiting: for each rank, the operations for which it has been waiting for more than a second. Rank 0 sends each
+            report back to its sender too, so a rank other than 0 finds its own wait here, unless rank 0's process hangs.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:
@@ -76,9 +76,9 @@ class Watch:
     def report_at_exit(self) -> None:
         """Report to the other ranks when this process has an uncaught exception, or exits without closing its backend.
 
-        Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them the other ranks would
+        Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them, the other ranks would
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
-        hook is still called. In a forked child they report nothing, since the end of the child is not the end of the rank.
+        hook is called as well. In a forked child, the hook and the handler report nothing, since the rank itself goes on.
         """
         earlier = sys.excepthook
 
@@ -121,7 +121,10 @@ class Watch:
         return not self._leaving and self._process == os.getpid()
 
     def wait_for_report(self, seconds: float) -> None:
-        """Block until ``on_peer_failure`` has returned, at most for ``seconds``. Do not call this in the watch's thread."""
+        """Block until a failure is known and ``on_peer_failure`` has returned, or until ``seconds`` have passed.
+
+        Do not call this in the watch's thread.
+        """
         if self._connections:
             self._reported.wait(seconds)
 
@@ -219,7 +222,7 @@ class Watch:
 
 
 def _headline(reason: str) -> str:
-    """Return ``reason`` in one line; of a formatted traceback, only the type and the message of the exception."""
+    """Return ``reason`` in one line; for a formatted traceback, only the type and the message of the exception."""
     lines = reason.strip().splitlines()
     if lines and lines[0].startswith("Traceback ("):
         # The exception follows the last frame, whose lines are indented. Its message may have several lines.

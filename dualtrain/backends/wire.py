@@ -68,7 +68,7 @@ def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert ``tensor`` to a contiguous tensor of its wire dtype; return ``tensor`` itself if it is one already."""
+    """Convert ``tensor`` to a contiguous tensor of its wire dtype; return ``tensor`` itself if it needs no conversion."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():  # a view whose memory has the opposite sign, such as z.conj().imag

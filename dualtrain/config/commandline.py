@@ -16,7 +16,7 @@ from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSec
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # largest integer that a flag accepts: the largest seed, and 2**31 times this number fits in an int64
+LARGEST = 2**32 - 1  # largest integer that a flag accepts, such as a seed; 2**31 times this fits in int64
 
 
 class _Parser(Parser):
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
 
 
 def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Return ``recipe`` without the values that no longer apply, because a flag sets another batch size or optimizer."""
+    """Return ``recipe`` without the values that do not apply, because a flag sets a different batch size or optimizer."""
     dropped: set[str] = set()
     if "batch_size" in flags or "global_batch_size" in flags:
         dropped |= {"batch_size", "global_batch_size"}

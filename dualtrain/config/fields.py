@@ -19,17 +19,17 @@ class Bounds:
 
 
 def one_of(*choices: str) -> Bounds:
-    """Accept exactly these values."""
+    """Return bounds that accept exactly these values."""
     return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def at_least(low: float) -> Bounds:
-    """Accept this number or more."""
+    """Return bounds that accept this number or more."""
     return Bounds(f"{low:g} or more", lambda value: math.isfinite(value) and value >= low)
 
 
 def between(low: float, high: float) -> Bounds:
-    """Accept numbers from ``low`` to ``high``."""
+    """Return bounds that accept numbers from ``low`` to ``high``."""
     return Bounds(f"from {low:.12g} to {high:.12g}", lambda value: low <= value <= high)
 
 
@@ -54,8 +54,8 @@ def setting(
         bounds: the values that are accepted; any of the field's type by default.
         flag: the flag's name, with underscores, if it differs from the field's name.
         fixed: a resumed run must have the value with which the run was started.
-        resumed: a resumed run takes the checkpoint's value if none is given, and refuses a different one. If the checkpoint
-            has no value, any value may be given, unless the setting is ``fixed`` too.
+        resumed: a resumed run takes the checkpoint's value if none is given, and refuses a different value. If the
+            checkpoint has no value, any value may be given, unless the setting is ``fixed`` too.
     """
     metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}
     return dataclasses.field(default=default, metadata=metadata)

@@ -19,7 +19,7 @@ from dualtrain.config.fields import (
     settings_of,
 )
 
-MOST_THREADS = 1024  # OpenMP ends the process if it cannot start all threads
+MOST_THREADS = 1024  # a limit, since OpenMP ends the process if it cannot start all threads
 AUTO = "auto"  # value of --resume; a file of that name is ./auto
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
@@ -32,7 +32,7 @@ class RunSection:
         "auto", "auto (what the launcher implies), torch, horovod or local", one_of("auto", "torch", "horovod", "local")
     )
     transport: str = setting(
-        "auto", "what sends gradients on CPUs: shm (shared memory on each host), native (the backend's library), or auto",
+        "auto", "how gradients on CPUs are sent: shm (shared memory on each host), native (the backend's library), or auto",
         one_of("auto", "shm", "native"),
     )  # fmt: skip
     nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
@@ -109,7 +109,7 @@ class StepSection:
         "for a resumed run, the checkpoint's number)",
         between(1, 4096), resumed=True,
     )  # fmt: skip
-    accumulate: int = fixed_setting(1, "number of backward passes in which a rank computes a step", at_least(1))
+    accumulate: int = fixed_setting(1, "number of backward passes per step on each rank", at_least(1))
     drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
     optimizer: str = fixed_setting("sgd", "an optimizer of torch.optim: sgd, adam, adamw, rmsprop, …")
     optimizer_options: str | None = fixed_setting(None, "the optimizer's other options: nesterov=true,dampening=0")
@@ -221,7 +221,7 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from ``values``, keyed by the names of flags (``run_dir``); missing ones get defaults."""
+        """Make a configuration from ``values`` by the names of flags (``run_dir``); other settings get their defaults."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SETTINGS[name].section][SETTINGS[name].attribute] = value

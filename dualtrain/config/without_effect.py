@@ -53,14 +53,14 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts that decide whether a setting has an effect, and that are known only once the run is prepared.
+    """Facts that decide whether a setting has an effect, and that are known only after the run was prepared.
 
     Attributes:
         steps: optimizer steps of the whole run.
         steps_of_epochs: optimizer steps in all epochs of the run.
         global_batch: samples of a step, on all ranks.
         part: the largest number of samples of a step on one rank or virtual rank.
-        short_batch: whether the last batch of an epoch would have fewer samples.
+        short_batch: whether an epoch's last batch has fewer samples than the others, unless it is dropped.
         shape: the shape of one input.
         classes: the number of classes of the data.
         ranks: the number of ranks.
@@ -87,7 +87,7 @@ class RunFacts:
 
 
 def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
-    """Return one line for each setting that differs from its default and has no effect, or not its whole effect."""
+    """Return one line for each setting that differs from its default and has no effect, or only a part of its effect."""
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}
     for names, has_effect, reason in _RULES:
@@ -116,7 +116,7 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
 
 
 def _milestones(settings: Settings) -> list[str]:
-    """Return the whole numbers of ``--lr-milestones``, as they were given."""
+    """Return the whole numbers in ``--lr-milestones``, as text."""
     return [part.strip() for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdecimal()]
 
 

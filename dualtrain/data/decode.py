@@ -8,8 +8,8 @@ from typing import Any
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
 
-#: PIL detects a file's format from its content, not from its name. The list leaves out formats for which PIL starts another
-#: program (Ghostscript for EPS), and rare formats, whose decoders get little review.
+#: PIL detects a file's format from its content, not from its name. The list leaves out formats for which PIL starts an
+#: external program (Ghostscript for EPS), and rare formats, whose decoders get little review.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 

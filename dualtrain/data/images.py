@@ -52,7 +52,7 @@ class Geometry:
             )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
-        """Build a function that converts a PIL image to uint8 (3, size, size). It uses torch's global generator."""
+        """Build a function that converts a PIL image to uint8 (3, size, size) and draws from torch's global generator."""
         t = v2()
         how = {"interpolation": t.InterpolationMode(self.interpolation), "antialias": True}
         if self.augment == "imagenet":

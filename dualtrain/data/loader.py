@@ -22,7 +22,8 @@ from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, is_stopped, start_forkserver
 
 T = TypeVar("T")
-Wanted = tuple[list[int], int]  # sample indices and seed of a batch; no tensor, since sending one takes a file descriptor
+#: Sample indices and seed of a batch. The indices are no tensor, since each tensor that is sent takes a file descriptor.
+Wanted = tuple[list[int], int]
 
 
 class Reader(Protocol):
@@ -122,13 +123,13 @@ class LoaderSource(Source):
             num_workers=self._workers,
             collate_fn=_as_read,  # type: ignore[arg-type]
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # otherwise each epoch would advance the global generator
+            generator=torch.Generator(),  # with torch's default, each epoch would draw from the global generator
             **options,
         )
 
 
 class _Waits:
-    """Limit on the waits for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
+    """Limit on each wait for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
 
     DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
     killed. There is no thread if ``limit`` is 0.
@@ -151,7 +152,7 @@ class _Waits:
         self._since = time.monotonic()
         try:
             return wait()
-        except Exception as error:  # of several types: torch detects that a worker has ended, or the connection breaks
+        except Exception as error:  # its type varies: torch detects that a worker has ended, or the connection breaks
             problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
             if problem:
                 raise UserError(problem, transient=True) from error
@@ -205,14 +206,14 @@ class _Waits:
 
 
 class _Loader(DataLoader[Any]):
-    """A DataLoader without torch's warning of more workers than cores: the run prints its own, once."""
+    """A DataLoader without torch's warning about more workers than cores: the run prints its own warning, once."""
 
     def check_worker_number_rationality(self) -> None:
         """Do nothing."""
 
 
 class _Feed:
-    """The DataLoader's batch sampler; each stream replaces its batches."""
+    """The DataLoader's batch sampler. Each stream assigns new ``batches``."""
 
     batches: Iterable[Wanted] = ()
 
@@ -270,7 +271,7 @@ def _send(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.
 
 
 def _arrived(batch: Tensors, sent: torch.cuda.Event) -> Tensors:
-    """Make the current stream wait for the copy, and keep the batch's memory until the work on that stream is done."""
+    """Make the current stream wait for the copy, and keep the batch's memory until the current stream's work is done."""
     for tensor in batch:
         current = torch.cuda.current_stream(tensor.device)
         current.wait_event(sent)

@@ -35,6 +35,6 @@ class TensorSource(Source):
         self._inputs, self._targets = self._inputs.to(device), self._targets.to(device)
         for batch in batches:
             numbers = batch.numbers.to(device)
-            rows = self._inputs.index_select(0, numbers)  # faster than indexing: it copies whole rows
+            rows = self._inputs.index_select(0, numbers)  # copies whole rows, and so is faster than indexing
             inputs = rows if self._transform is None else self._transform(rows, numbers, batch.seed)
             yield inputs, self._targets.index_select(0, numbers)

@@ -60,7 +60,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not in the idx format, or its values have another type or shape.
+        ValueError: the file is not in the idx format, or its values have a different type or shape.
     """
     dimensions = 1 + len(shape)
     with open_regular(path) as file:
@@ -76,7 +76,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _download(name: str, kind: Any, folder: str) -> None:
-    fetched = kind.__new__(kind)  # its __init__ would read the files
+    fetched = kind.__new__(kind)  # without __init__, which would read the files
     fetched.root = folder
     try:
         fetched.download()  # training and test part; torchvision checks the hash of each file

@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return a bool tensor: which ``targets`` are not class indices (int64) below ``classes``; ``IGNORED`` is allowed."""
+    """Return a bool tensor, true where ``targets`` has neither a class index (int64, below ``classes``) nor ``IGNORED``."""
     if targets.dtype != torch.int64:
         return torch.ones_like(targets, dtype=torch.bool)
     return (targets != IGNORED) & ((targets < 0) | (targets >= classes))
@@ -50,7 +50,7 @@ class Source(ABC):
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield inputs (n, …) and targets of each batch, in order, on ``device``. Only one stream may be open at a time.
 
-        To prefetch, a source may take some ``batches`` ahead. An empty batch gives tensors with n = 0.
+        To prefetch, a source may take more ``batches`` than it has yielded. An empty batch gives tensors with n = 0.
 
         Raises:
             UserError: a sample cannot be read.

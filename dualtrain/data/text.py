@@ -27,7 +27,7 @@ CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 class MaskedText(Source):
     """Token sequences (N, t), int64, of a vocabulary of ``size`` tokens.
 
-    With a ``seed``, each pass masks the same tokens, for evaluation; with ``None``, the seed of each batch is used.
+    With a ``seed``, each pass masks the same tokens, as evaluation needs; with ``None``, the seed of each batch is used.
     """
 
     def __init__(self, tokens: torch.Tensor, size: int, seed: int | None = None) -> None:
@@ -50,13 +50,14 @@ class MaskedText(Source):
         for batch in batches:
             numbers = batch.numbers.to(device)
             seed = batch.seed if self._seed is None else self._seed
-            rows = self._tokens.index_select(0, numbers)  # faster than indexing: it copies whole rows
+            rows = self._tokens.index_select(0, numbers)  # copies whole rows, and so is faster than indexing
             yield mask(rows, draws.bits(seed, numbers, 3 * self._tokens.shape[1]), self._size)
 
 
 def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
-    """Mask some of ``tokens`` (n, t). Return the inputs and the targets, which are ``IGNORED`` for tokens not chosen.
+    """Choose some of ``tokens`` (n, t) for prediction, and mask them. Return the inputs and the targets.
 
+    Targets are ``IGNORED`` for tokens that were not chosen.
     ``random``, int64 (n, 3t), holds random bits for the choice, the kind of replacement and the random token.
     """
     choice, way, other = random.chunk(3, 1)

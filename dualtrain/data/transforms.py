@@ -60,7 +60,7 @@ class ImageTransform:
 
 @dataclass(frozen=True)
 class WeightsTransform:
-    """A :data:`Transform` that applies ``preset``, the one published with a model's weights. Grey images become RGB."""
+    """A :data:`Transform` by ``preset``, the transform published with a model's weights. Grey images become RGB."""
 
     preset: Callable[[torch.Tensor], torch.Tensor]
 

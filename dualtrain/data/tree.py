@@ -74,7 +74,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 def _check_image(entry: os.DirEntry[str]) -> None:
     try:
-        regular = entry.is_file()  # known from the directory entry, without a stat call unless it is a link
+        regular = entry.is_file()  # the directory entry has the type, so only a link needs a stat call
     except OSError as error:
         raise UserError(f"the image {entry.path!r} cannot be read ({error.strerror}): fix or delete it") from error
     if not regular:

@@ -89,7 +89,7 @@ def _stacked(samples: list[Any]) -> Any:
     """Stack the samples into a batch. Raises ValueError or TypeError."""
     try:
         return default_collate(samples)
-    except RuntimeError as error:  # torch raises it for tensors of different sizes or kinds
+    except RuntimeError as error:  # raised for tensors of different sizes or kinds
         raise ValueError(str(error).partition("\n")[0]) from error
 
 
@@ -126,7 +126,7 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     ``num_classes``.
 
     Raises:
-        UserError: the samples are of another kind, or the number of classes is unknown.
+        UserError: the samples are of a different kind, or the number of classes is unknown.
     """
     known: Any = getattr(train, "classes", getattr(train, "num_classes", None))
     classes = classes or (len(known) if hasattr(known, "__len__") else known and int(known))

@@ -2,7 +2,7 @@
 
 Every rank sends its versions, devices and interfaces to rank 0. Each tested backend joins the world and times an allreduce.
 Each problem is printed in one line with its cure. The exit status is 0 if a run would work, else 2. With --backend all,
-this means a run with the backend that dualtrain train would choose here.
+only the backend that dualtrain train would choose here decides on the exit status.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         show(json.dumps(report, indent=1) if given.json else page(report))
     elif len(report["ranks"]) < world.size:
-        for line in report["problems"]:  # rank 0 did not receive them
+        for line in report["problems"]:  # rank 0 did not receive this rank's problems, and does not print them
             print_error(line, world.rank, world.size)
     examination.end()
     return 0 if report["works"] else 2

@@ -93,7 +93,7 @@ def _mpi() -> str:
 
 
 def _devices() -> list[str]:
-    """Return the name and memory of each GPU that this process sees; without a GPU, the processor's name and memory."""
+    """Return the name and memory of each GPU that this process sees; without a GPU, the processor and the host's memory."""
     if torch.cuda.is_available():
         each = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
         return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in each]

@@ -17,8 +17,9 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
-_EXIT_SECONDS = 0.03  # time in which a killed process disappears
-_REPEATS = 2  # largest number of consecutive faults after one step: after a third death there, the run refuses to restart
+_EXIT_SECONDS = 0.03  # wait after a fault, in which killed processes end
+#: Largest number of consecutive faults after the same step: a run that fails there a third time refuses to restart.
+_REPEATS = 2
 _BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
@@ -31,7 +32,7 @@ class Row:
         fault: the fault's name.
         target: the processes or the file that the fault was injected into.
         moment: when the fault was injected, in words.
-        detected: seconds until another process of the job has ended; ``None`` if none has.
+        detected: seconds until the launcher, or a rank that survived the fault, has ended; ``None`` if none has.
         recovered: seconds until the first step after the restart; ``None`` if the job ended before such a step.
         repeated: steps that were computed again.
     """
@@ -166,7 +167,7 @@ class Exercise:
         return summary
 
     def _plan(self, faults: int, steps: int, kinds: Sequence[Fault]) -> list[tuple[Fault, int]]:
-        """Return the faults in a random order, each kind about equally often, each with the step after which it is due."""
+        """Return the faults in a random order, all kinds about equally often; each has the step after which it is due."""
         planned: list[Fault] = []
         while len(planned) < faults:
             planned += self._choice.sample(kinds, len(kinds))
@@ -174,7 +175,7 @@ class Exercise:
         return list(zip(planned, moments, strict=False))
 
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
-        """Wait for the moment, inject the fault and wait for the recovery; add a row to the report, and return its text."""
+        """Wait for the fault's moment, inject it, and wait for the recovery. Add a row to the report; return its text."""
         moment = self._await_moment(job, step)
         self._leave_step(job)
         row = Row(fault.name, self._inject(job, fault), moment)
@@ -225,7 +226,7 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for the next step if the last faults were injected after the current one: restarts would be refused."""
+        """Wait for the next step if ``_REPEATS`` faults were injected after this step: the run would refuse to restart."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")

@@ -73,7 +73,7 @@ def _damaged(job: Job, choice: random.Random) -> str:
     for process in ranks.values():
         send(process, signal.SIGSTOP)
     path = job.checkpoints()[-1]
-    # Write a new file: the best checkpoint may be a hard link to the old one.
+    # Write a new file: the best checkpoint may be a hard link to the old file, and must stay undamaged.
     content = bytearray(path.read_bytes())
     content[choice.randrange(len(content))] ^= 0xFF
     path.unlink()

@@ -50,7 +50,8 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._read, self._starts = 0, list[int]()  # number of output bytes read; the step at which each start began
+        # The number of bytes of the output that were read, and the step at which each start found there began.
+        self._read, self._starts = 0, list[int]()
 
     # -- processes --------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class Job:
         """Kill the launcher; return whether it was running."""
         assert self._launcher is not None
         running = self._launcher.poll() is None
-        self._launcher.kill()  # does nothing once it has ended
+        self._launcher.kill()  # does nothing if the launcher has ended
         return running
 
     def ranks(self) -> dict[int, int]:
@@ -108,7 +109,7 @@ class Job:
     def end(self) -> list[int]:
         """End all processes of the job; return the ids of those that SIGTERM did not end.
 
-        Blocks for ``END_SECONDS`` at most, and as long again if the launcher had to be killed.
+        Blocks for ``END_SECONDS`` at most; for twice as long if the launcher has to be killed.
         """
         deadline = time.monotonic() + END_SECONDS
         for process, _ in self._processes():

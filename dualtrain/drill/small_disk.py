@@ -21,7 +21,7 @@ _MEMORY = 4  # the file system may take at most 1/4 of the free memory
 
 
 class SmallDisk:
-    """A new file system at ``folder``, large enough for ``runs`` runs of the size of ``like``.
+    """A new file system at ``folder``, large enough for ``runs`` runs that each write as much as the folder ``like``.
 
     Raises:
         OSError: the file system cannot be mounted here.

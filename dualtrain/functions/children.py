@@ -1,7 +1,8 @@
 """Ranks as child processes: start them, send them a function, and wait until all have ended.
 
 Each child process is a new interpreter and not a fork, because torch's threads do not survive a fork. It does not import
-the caller's main program, so that a notebook needs no file, and a script needs no ``if __name__ == "__main__":``.
+the caller's main program. So the caller may be a notebook, and a script needs no
+``if __name__ == "__main__":``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dualtrain.functions.payload import loads
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # for a new Python interpreter to start and read its function
-GRACE_SECONDS = 6.0  # from the report of a failed collective operation: time for the rank that caused it to end
+GRACE_SECONDS = 6.0  # wait after a rank reports a failed collective operation: the rank that caused the failure may end too
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to the end of the wait
 EXIT_SECONDS = 60.0  # for the exit handlers of all ranks, after all functions have returned
 

@@ -44,7 +44,7 @@ class Link:
             while self.read():
                 pass
         except BlockingIOError:
-            pass  # the other end is open, in the rank or in a process that the rank has forked
+            pass  # no more bytes yet: the other end is still open, in the rank or in a process that the rank has forked
 
     def message(self) -> bytes | None:
         """Return the message that was read, or ``None`` if it is not complete."""
@@ -57,6 +57,6 @@ class Link:
 
 
 def inherited(descriptor: int) -> Link:
-    """Return the end of a socket pair that this process has inherited, and that its own child processes do not inherit."""
+    """Return the end of a socket pair that this process has inherited. Its own child processes do not inherit it."""
     os.set_inheritable(descriptor, False)
     return Link(socket.socket(fileno=descriptor))

@@ -24,7 +24,7 @@ class Outcome:
         reason: the exception's class and message, in one line.
         trace: the exception's traceback.
         error: the pickled exception; ``None`` if it cannot be pickled.
-        by_peer: whether a collective operation failed, so that another rank may be the cause.
+        by_peer: whether a collective operation failed, so that a different rank may be the cause.
     """
 
     result: bytes | None = None
@@ -39,7 +39,7 @@ class Outcome:
         failed = RankFailedError(message, rank, self.trace, by_peer=self.by_peer)
         try:
             failed.__cause__ = None if self.error is None else loads(self.error)
-        except Exception:  # unpickling calls the constructor with the exception's args, which may not fit
+        except Exception:  # unpickling calls the constructor with the exception's args, which it may not accept
             failed.__cause__ = None
         return failed
 
@@ -78,7 +78,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
 
 
 def _is_by_peer(error: BaseException) -> bool:
-    """Return whether a failed collective operation is this exception, or caused it."""
+    """Return whether ``error`` reports a failed collective operation, or was caused by one."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -39,11 +39,11 @@ def main(descriptor: int, parent: int) -> None:
     sys.stderr.flush()
     if outcome.result is None:
         release()
-        os._exit(1)  # exit handlers would wait for ranks that may have exited
+        os._exit(1)  # no sys.exit: exit handlers would wait for ranks that may have exited
 
 
 def _call(data: bytes) -> Any:
-    # Print no traceback here: the parent's exception contains it. The hook is called below, because a connected backend
+    # Print no traceback here: the parent's exception contains it. But call sys.excepthook, because a connected backend
     # adds a hook that reports the exception to the other ranks.
     sys.excepthook = lambda *_: None
     try:

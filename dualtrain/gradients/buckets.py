@@ -24,7 +24,7 @@ class Bucket:
     """Flat buffer of gradients, with ``extra`` scalars behind them.
 
     The bucket sends the buffer ``wire``. 16-bit gradients are sent in 32 bits. Gradients that are wider than the dtype of
-    ``transfer`` are sent in that dtype. Both are copied to ``wire``; all other gradients lie in ``wire`` itself.
+    ``transfer`` are sent in that dtype. Both kinds are copied to ``wire``; all other gradients lie in ``wire`` itself.
     Construction is collective, since the backend allocates the memory.
 
     Args:
@@ -76,7 +76,7 @@ class Bucket:
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._layout = layout
-        self._parts_of: dict[int, list[torch.Tensor]] = {}  # the parts of buffers like ``wire``, by address
+        self._parts_of: dict[int, list[torch.Tensor]] = {}  # the results of ``_split``, by the buffer's address
         # The slots' attributes as lists, so that loops over all gradients run in C.
         self._slot_views = _views(self.values, layout)
         for slot, view in zip(self.slots, self._slot_views, strict=True):
@@ -93,18 +93,19 @@ class Bucket:
         self._kept: list[Slot] = []
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
-        #: The missing slots whose parameters are frozen, in this round and at the last check of ``unpack``.
+        #: The missing slots whose parameters are frozen in this round.
         self._frozen: list[Slot] = []
+        #: The value of ``_frozen`` at the last check.
         self._checked: list[Slot] = []
         self._checks = 0  # how many rounds have checked the same frozen slots again
-        #: The first slot that is frozen on this rank and has a gradient on others, found by ``unpack``.
+        #: The first slot that is frozen on this rank and has a gradient on other ranks, found by ``unpack``.
         self.trained_elsewhere: Slot | None = None
         #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
         self.misplaced: Slot | None = None
         #: The first slot whose gradient is sparse although only dense ones can be summed, found by ``pack``.
         self.sparse: Slot | None = None
         self._dense_only = order is not None and not transfer.sparse_as_dense
-        #: The first slot whose gradient or parameter has another shape than the slot, found by ``pack``; zeros are sent.
+        #: The first slot whose gradient or parameter has a new shape, found by ``pack``, which sends zeros instead.
         self.reshaped: Slot | None = None
 
     def covers(self, address: int) -> bool:
@@ -186,7 +187,7 @@ class Bucket:
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype:
                     self._kept.append(slot)
                     continue
-                grad = grad.clone()  # the gradient is this part of the buffer, but with other strides, shape or dtype
+                grad = grad.clone()  # the gradient is this part of the buffer, but with different strides, shape or dtype
             if grad.shape != slot.shape:
                 self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
@@ -281,7 +282,7 @@ class Bucket:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return whether 1/size is applied before the sum, which is exact for powers of two. The same on every rank."""
+    """Return whether 1/size is applied before the sum, the same on every rank. It is exact for powers of two."""
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size
     return is_average and size > 1 and size.bit_count() == 1 and not backend.scales_sums
@@ -296,7 +297,7 @@ def _views(flat: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
 
 
 def _wire_form(layout: BucketLayout, transfer: Transfer) -> tuple[int, torch.dtype]:
-    """Return how many real numbers the gradients of a bucket are, and the dtype in which they are sent."""
+    """Return how many real numbers a bucket sends for its gradients, and their dtype on the wire."""
     real = layout.dtype.to_real()
     narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
     return layout.numel * (2 if layout.dtype.is_complex else 1), narrow or wire_dtype(real)
@@ -305,7 +306,7 @@ def _wire_form(layout: BucketLayout, transfer: Transfer) -> tuple[int, torch.dty
 def buffer_sizes(slots: Sequence[Slot], extra: int, transfer: Transfer) -> list[int]:
     """Return the sizes in bytes of the buffers on the CPU that :func:`make_buckets` allocates for ``slots``.
 
-    Each size has room for ``extra`` scalars, since another bucket may be the last one if some gradients are sparse.
+    Each size includes ``extra`` scalars: any of these buckets may become the last one, if some gradients are sparse.
     """
     layouts = [layout for layout in lay_out([slot.param for slot in slots], transfer) if layout.device.type == "cpu"]
     forms = [_wire_form(layout, transfer) for layout in layouts]

@@ -6,7 +6,7 @@ import warnings
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that ``old`` is deprecated. ``stacklevel`` is that of :func:`warnings.warn`; 3 is the caller's caller."""
+    """Warn that ``old`` is deprecated. ``stacklevel`` is passed to :func:`warnings.warn`; 3 is the caller's caller."""
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=stacklevel)
 
 

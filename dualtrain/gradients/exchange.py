@@ -37,7 +37,7 @@ class Exchange:
         order: the tree along which gradients are summed; ``None`` for the backend's own order.
 
     Attributes:
-        extra: the extra scalars, (scalars,), a part of the last bucket in its dtype; after a round, sums over the ranks.
+        extra: the extra scalars, shape (scalars,), as a part of the last bucket; after a round, their sums over the ranks.
         laid_out: whether there are buckets for all slots.
         reduced: whether the gradients are the result of the last round, as far as the reducer knows.
     """
@@ -116,7 +116,7 @@ class Exchange:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
 
     def forget(self) -> None:
-        """Discard the buckets, and with them a failed exchange. Called when another world replaces the current one."""
+        """Discard the buckets, and with them a failed exchange. Called when a new world replaces the current one."""
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
@@ -165,7 +165,8 @@ class Exchange:
             cpu_waits: whether the CPU waits anyway for results on a GPU.
 
         Raises:
-            BackendError: a rank failed, did not take part within the backend's timeout, or (on a GPU) refuses.
+            BackendError: a rank failed, or did not take part within the backend's timeout; with gradients on a GPU and
+                without ``cpu_waits`` also if a rank refuses.
         """
         assert self._backend is not None
         try:

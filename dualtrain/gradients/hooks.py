@@ -36,7 +36,7 @@ class Reducer(Protocol):
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
         """Handle the replacement of parameter ``name`` in ``place`` (module id, attribute name) by a new one.
 
-        ``name`` is ``None`` if the new parameter is one of this reducer's.
+        ``name`` is ``None`` if this reducer has the new parameter already.
         """
 
 
@@ -63,7 +63,7 @@ class ParameterHooks:
         """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones have no hook yet.
 
         Raises:
-            ValueError: a parameter's gradient cannot be averaged; no parameter was added.
+            ValueError: the gradient of a parameter cannot be averaged. None of the parameters is added then.
         """
         pairs, before = list(named_parameters), len(self.slots)
         for name, p in pairs:
@@ -135,7 +135,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
             hooks = living.hooks
             slot = hooks.slots[number]
             if slot.param is not p:
-                return  # swap_tensors has moved this hook to another tensor; ``lost`` reports its parameter
+                return  # swap_tensors has moved this hook to a different tensor; ``lost`` reports its parameter
             if hooks.lock is None:
                 living.gradient_ready(slot)
             else:
@@ -175,7 +175,7 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
 
 
 def _observe_replacements() -> None:
-    """Make modules report when a new parameter replaces a watched one. Only the first call in a process does anything."""
+    """Make modules report when a new parameter replaces one with a hook. Only a process's first call has an effect."""
     global _observing
     if not _observing:
         _observing = True
@@ -192,7 +192,7 @@ def _on_registration(module: nn.Module, name: str, new: Any) -> None:
     for keeper in keepers:
         if keeper is not None:
             keeper.parameter_replaced(place, None)
-    # Ignore a frozen new parameter. Ignore one that the same reducer already watches: the parameters are tied.
+    # Ignore a frozen new parameter. Ignore tied parameters too: the same reducer has the new parameter already.
     for ref, old_name in _watchers(old) if new.requires_grad else ():
         reducer = ref()
         if reducer is not None and not any(reducer is keeper for keeper in keepers):

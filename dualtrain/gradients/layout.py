@@ -27,9 +27,9 @@ class Transfer:
         after: factor on the sum; ``None`` for 1/size, which gives the average. With other factors, zero the gradients
             after each exchange: otherwise the next exchange sums the previous result over the ranks once more.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
-        bucket_bytes: largest size of a bucket of several gradients (of the first bucket, at most 1 MB); 0 for buckets of
-            one gradient, ``None`` for 25 MB.
-        groups: sets of parameters; those of one set, dtype and device share a bucket, whatever its size.
+        bucket_bytes: largest size of a bucket with several gradients (at most 1 MB for the first bucket); ``None`` for
+            25 MB, 0 for one bucket per gradient.
+        groups: sets of parameters; parameters of the same set, dtype and device share a bucket, whatever its size.
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
         coalesce: whether entries of sparse gradients with equal indices are added. If not, a gradient has the entries of
             all ranks in rank order. Its values are not scaled if ``after`` is 1; otherwise they are divided by the number
@@ -64,7 +64,7 @@ class Place:
         number: the parameter's index in registration order.
         offset: where the gradient starts, in elements of its dtype.
         shape: the gradient's shape.
-        strides: the gradient's strides, in elements; they are dense, but may be those of channels_last.
+        strides: the gradient's strides, in elements, without gaps; not always contiguous (channels_last).
     """
 
     number: int

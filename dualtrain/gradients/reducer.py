@@ -36,8 +36,8 @@ class GradientReducer:
     """Reducer that averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
-        named_parameters: (name, parameter) pairs, the same on every rank. A frozen one is reduced from the step on
-            in which it is unfrozen.
+        named_parameters: (name, parameter) pairs, the same on every rank. A frozen parameter is reduced from
+            the step on in which it is unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, as in Horovod: weight decay
             and momentum still apply), or ``None`` (``"none"``, as in DDP). A parameter that only some ranks used always
@@ -54,11 +54,12 @@ class GradientReducer:
     ``param.grad`` is a view into a buffer; you may assign to it or to its ``.data``. A gradient that the program keeps over
     ``zero_grad()`` stays as it is, as in torch; a view of it (``param.grad.view(-1)``) is overwritten by the next backward.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
-    ``torch.utils.swap_tensors`` drops these hooks: call :meth:`renew` after it, as ``DistributedOptimizer.zero_grad`` does.
+    ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as
+    ``DistributedOptimizer.zero_grad`` does.
 
     Attributes:
-        extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction; after it they are the sums over
-            the ranks. They are summed in the precision of the gradients.
+        extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction. The reduction replaces them by
+            their sums over the ranks, computed in the precision of the gradients.
 
     Raises:
         ValueError: an option is out of its bounds, or the gradient of a parameter cannot be averaged.
@@ -124,13 +125,13 @@ class GradientReducer:
         """Reduce these parameters too, from the next backward on. Every rank must add the same parameters.
 
         Raises:
-            ValueError: a parameter's gradient cannot be averaged; no parameter was added.
+            ValueError: the gradient of a parameter cannot be averaged. None of the parameters is added then.
         """
         if self.hooks.add(self, named_parameters):
             self._exchange.laid_out = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to reduce once ``optimizer`` has parameters that were not added here."""
+        """Refuse to reduce while ``optimizer`` has parameters that were not added to this reducer."""
         self._exchange.refusals.optimizer = optimizer
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ class GradientReducer:
         their gradients count as zeros.
 
         Raises:
-            BackendError: a rank failed, did not take part within the backend's timeout, or has other parameters.
+            BackendError: a rank failed, did not take part within the backend's timeout, or has different parameters.
             RuntimeError: the reducer was closed.
         """
         if self.is_reduced():
@@ -229,7 +230,7 @@ class GradientReducer:
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
-        """Make the next ``reduce`` average ``param.grad`` again. Call this once the averages were used. Not collective.
+        """Make the next ``reduce`` average ``param.grad`` again. Call this after the averages were used. Not collective.
 
         Parameters that were unfrozen, or lost their hooks by ``torch.utils.swap_tensors``, are averaged from the next
         backward on. ``stepped`` says whether an optimizer step used the averages.
@@ -238,10 +239,10 @@ class GradientReducer:
         self._exchange.refusals.steps += stepped
         if not self._closed:
             self.hooks.restore()
-            self._add_unfrozen()  # a hook does so too, but the next backward may reach no parameter that has a hook
+            self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
 
     def forget(self, backend: Backend) -> None:
-        """Discard a failed exchange, and use another backend, whose ranks then compare their layouts."""
+        """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts."""
         self.backend = backend
         self._exchange.forget()
         self._seen, self._ending = 0, None

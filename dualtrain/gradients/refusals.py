@@ -87,7 +87,7 @@ class Refusals:
             if bucket.trained_elsewhere is not None:
                 return (
                     f"parameter {bucket.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
-                    "their weights differ: freeze the same parameters on every rank (draw them with the same seed)"
+                    "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
                 )
         if self._replaced:
             return (
@@ -204,7 +204,7 @@ class Refusals:
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
-    """Raise BackendError with the reason of the first rank that has one; otherwise with two step counts that differ."""
+    """Raise BackendError with the reason of the first rank that has one; if none has, with two different step counts."""
     for rank, (reason, _) in enumerate(states):
         if reason is not None:
             raise BackendError(f"rank {rank}: {reason}")

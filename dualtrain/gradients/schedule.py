@@ -62,6 +62,6 @@ class Schedule:
 
     def start_round(self) -> None:
         """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
-        # After an interrupt in between, no bucket can be sent until the caller starts over.
+        # In this order: after an interrupt between the lines, no bucket can be sent until the caller starts over.
         self.round += 1
         self.next = 0

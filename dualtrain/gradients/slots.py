@@ -17,7 +17,7 @@ LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucke
 
 
 class SlotBucket(Protocol):
-    """Interface of a bucket: what its slots, and the users of slots, need."""
+    """The part of a bucket that its slots, and the users of these slots, need."""
 
     pending: int
     work: Work[None] | None
@@ -80,7 +80,7 @@ class Slot:
     def move_kept(self) -> None:
         """Copy an earlier gradient that the program still holds to new memory, before ``view`` is overwritten.
 
-        The program then sees the earlier values, as in torch. This does not help views of the earlier gradient
+        The program then sees the earlier values, as in torch. Exceptions are views of the earlier gradient
         (``param.grad.view(-1)``) and, in some versions of torch, references that only C++ holds (``other.grad = p.grad``).
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
@@ -94,7 +94,7 @@ class Slot:
             self.alias = alias = self.view.detach()
         try:
             self.param.grad = alias
-        except RuntimeError:  # the parameter has another shape or dtype now
+        except RuntimeError:  # the parameter has a different shape or dtype now
             self.alias = self.param.grad = self.view.detach()
 
     def describe(self) -> str:

@@ -28,7 +28,7 @@ class SparseGradients:
         (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(found)
 
     def restore(self, slots: Sequence[Slot]) -> None:
-        """Make gradients that were sent as dense ones sparse again.
+        """Convert gradients that were sent as dense gradients back to sparse ones.
 
         All dimensions become sparse, as with Horovod's sparse_as_dense. If values were whole rows, an optimizer would round
         differently.

@@ -64,7 +64,7 @@ class Turns:
 
         Raises:
             BackendError: the ranks differ in their calls or in the steps taken, a reducer that a rank uses was
-                garbage-collected on another, or there are more than ``_PLACES`` reducers.
+                garbage-collected on a different rank, or there are more than ``_PLACES`` reducers.
         """
         backend = self._backend()
         if backend is None or len(self._members) < 2:

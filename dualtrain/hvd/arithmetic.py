@@ -1,4 +1,4 @@
-"""The arithmetic around a sum over ranks: Horovod's operations, scale factors, identity elements, and Adasum."""
+"""Arithmetic before and after a reduction over ranks: operations, scale factors, identity elements; and Adasum."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ PLAIN = {
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = 1 << 63
 _SMALLEST_NORM = sys.float_info.min**0.5
-_SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch sums more elements than these in as many parts as it has threads
+_SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch splits a longer sum into one part per thread
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once. Products of integers and a whole factor are exact. With other
-    factors, integers are multiplied as 64-bit floats and truncated toward zero; int64 values from 2**53 on, as fractions.
+    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied by a whole factor exactly. For any
+    other factor, integers are converted to 64-bit floats (int64 values from 2**53 on: to fractions), and the product is
+    truncated toward zero.
     """
     if factor == 1:
         return tensor
@@ -50,7 +51,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         return tensor * int(factor)
     result = (tensor.double() * factor).trunc().to(tensor.dtype)
     if tensor.dtype == torch.int64:
-        # A double has 53 bits, so larger numbers are multiplied one by one as fractions.
+        # A double has 53 bits of precision, so larger numbers are multiplied one by one as fractions.
         exact = Fraction(factor)
         for index in (tensor.abs() >= _EXACT_IN_DOUBLE).nonzero():
             result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
@@ -59,7 +60,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 @keep_subnormals
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
-    """Return the result of a reduction, given the sum (or minimum, …) over ranks in the wire dtype."""
+    """Return the result of a reduction. ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent."""
     if op != Average:
         return scaled(total, factor)
     if factor == 1:
@@ -73,7 +74,7 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
 
 
 def identity_element(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
-    """Return the contribution of a rank that has joined: a tensor filled with the identity element of ``op``."""
+    """Return the contribution of a rank that has called ``join``: a tensor filled with ``op``'s identity element."""
     return torch.full(shape, _identity(dtype, op), dtype=dtype, device=device)
 
 
@@ -92,7 +93,7 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 
 @keep_subnormals
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks, for any number of ranks.
+    """Return the adaptive sum of one tensor per rank: neighbours are combined in a binary tree. Any number of ranks works.
 
     Equal gradients are averaged, orthogonal ones summed; in between, the common component is partly subtracted.
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
@@ -113,6 +114,6 @@ def _adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of(values: torch.Tensor) -> float:
-    """Return the sum of ``values``, with the same bits whatever number of threads torch uses on this rank."""
+    """Return the sum of ``values``. Its bits do not depend on the number of torch's threads on this rank."""
     parts = values.reshape(-1).split(_SUMMED_BY_ONE_THREAD) if values.is_cpu else (values,)
     return float(torch.stack([part.sum() for part in parts]).sum())

@@ -1,6 +1,7 @@
 """Base class of the reducers of ``hvd.DistributedOptimizer``: Horovod's rules that do not depend on the transport.
 
-An exchange is the communication that combines the gradients of one step over the ranks.
+An exchange is the communication that combines the gradients of one step over the ranks. The layout is the list of
+parameters on which the ranks have agreed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dualtrain.hvd import basics, compat
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet
 
-_REASON_SECONDS = 0.5  # for a failed rank's message, which may arrive after that rank's connections have closed
+_REASON_SECONDS = 0.5  # time for a failed rank's message to arrive: its connections may close first
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -70,8 +71,8 @@ class HorovodReducer(ABC):
         self.dirty = False
         self.closed = False
         self._generation = 0
-        self._late: list[tuple[str, torch.nn.Parameter]] = []  # added after the construction; the layout lacks them
-        self._late_in = basics.generation()  # the world in which added parameters are late
+        self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
+        self._late_in = basics.generation()  # in this world, ranks may have sent gradients in the current layout
 
     @property
     def set_id(self) -> int:
@@ -85,7 +86,7 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def slot_ready(self, slot: Slot) -> None:
-        """Handle a gradient after all of its passes; do not block."""
+        """Handle a gradient for which all ``passes`` are done; do not block."""
 
     @abstractmethod
     def layout_changed(self) -> None:
@@ -93,7 +94,7 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def world_changed(self) -> None:
-        """Discard everything of the previous world, because ``init`` was called again."""
+        """Discard all state that belongs to the previous world, because ``init`` was called again."""
 
     @abstractmethod
     def is_reduced(self) -> bool:
@@ -125,10 +126,10 @@ class HorovodReducer(ABC):
             self.reduce_once()
 
     def _reduce_late(self) -> None:
-        """Combine the gradients in the previous layout, then those of the late parameters in the new layout.
+        """Combine the gradients in the current layout. Then add the late parameters, and combine theirs in the new layout.
 
-        Some ranks may have sent gradients in the previous layout already. Large gradients are summed in place, so a second
-        sum would begin with the first.
+        Some ranks may have begun an exchange in the current layout already. The second exchange sends zeros for the other
+        parameters, because their gradients are sums already.
         """
         self.reduce_once()
         before = [(slot.param, slot.param.grad) for slot in self.hooks.slots]
@@ -159,7 +160,7 @@ class HorovodReducer(ABC):
             slot.passes = 0
 
     def discard_step(self) -> None:
-        """Reset the counts and marks of a failed step."""
+        """Reset the reducer after a failed step."""
         self.renew()
         self.reset_passes()
 
@@ -177,10 +178,10 @@ class HorovodReducer(ABC):
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
         if not self.hooks.slots or self._late_in != basics.generation():
-            self._add_late()  # no rank can have sent gradients
+            self._add_late()  # no rank can have sent gradients in the current layout
 
     def add_unfrozen(self) -> None:
-        """Add parameters that were frozen and now require gradients."""
+        """Add parameters that were frozen and now require gradients; in compat mode, only record Horovod's defect."""
         unfrozen = self.hooks.take_unfrozen()
         if unfrozen and compat.enabled():
             compat.note(compat.UNREDUCED)
@@ -188,7 +189,7 @@ class HorovodReducer(ABC):
             self.add(unfrozen)
 
     def fill_frozen(self) -> None:
-        """Reproduce a defect of Horovod: parameters frozen after the wrapping get gradients of zeros."""
+        """Reproduce a defect of Horovod: parameters frozen after the optimizer was wrapped get zeros as gradients."""
         if not compat.enabled():
             return
         for slot in self.hooks.slots:
@@ -197,18 +198,20 @@ class HorovodReducer(ABC):
                 compat.note(compat.FROZEN)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse exchanges once ``optimizer`` has parameters that were not added to this reducer."""
+        """Refuse exchanges if ``optimizer`` has parameters that were not added to this reducer."""
         self.refusals.optimizer = optimizer
 
     def close(self) -> None:
-        """Remove the hooks: gradients of later backward passes are not combined. May be called again."""
+        """Remove the hooks: gradients of later backward passes are not combined. A second call does nothing."""
         self.closed = True
         self.hooks.remove()
 
     def check_open(self) -> None:
         """Raise RuntimeError if the reducer was closed, by ``close`` or by a later optimizer of the same parameters."""
         if self.closed:
-            raise RuntimeError("this optimizer was closed, or a new one of its parameters replaced it: use a new optimizer")
+            raise RuntimeError(
+                "this optimizer was closed, or a new optimizer of the same parameters replaced it: use a new optimizer"
+            )
 
     @staticmethod
     def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:
@@ -239,17 +242,17 @@ class HorovodReducer(ABC):
             self.name = f"gradients.{self.channel_name}"
 
     def leave_world(self) -> None:
-        """Get a different channel name before the next exchange."""
+        """Make the next exchange get a different channel name."""
         self._generation = -1
 
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges, because another parameter replaced ``name`` in ``place``; if ``name`` is None, allow them."""
+        """Refuse exchanges, because a new parameter replaced ``name`` in ``place``. If ``name`` is None, allow them."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Count a backward pass of a gradient. Raises AssertionError after too many passes, as Horovod does."""
+        """Count one more backward pass for a gradient. Raises AssertionError after too many passes, as Horovod does."""
         self.renew()
         self.dirty = True
         slot.passes += 1

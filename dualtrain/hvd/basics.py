@@ -74,7 +74,7 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = _some_of(world, list(comm))
     # Wait longer than the coordinator: the coordinator's error names the missing ranks, so it must come first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
-    # transport="native": calls use Gloo or NCCL. Gradients have other channels, which may share memory (``channels.py``).
+    # transport="native": calls use Gloo or NCCL. Gradients use other channels, which may share memory (``channels.py``).
     # device="cpu": the script itself chooses a GPU, and a script for CPUs may have more ranks than there are GPUs.
     name = "torch" if world.size > 1 else "local"
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
@@ -104,7 +104,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init`` was called, and ``shutdown`` was not called after it."""
+    """Return whether this process is in a world: ``init`` was called, and ``shutdown`` was not called since then."""
     return _current is not None
 
 
@@ -163,7 +163,7 @@ def is_homogeneous() -> bool:
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return a map from the id of each process set in use to its ranks. Horovod's own tests call this function."""
+    """Return a map from the id of each process set in use to the set's ranks. Horovod's own tests call this function."""
     _world()
     return ids_and_ranks()
 
@@ -186,12 +186,12 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """False: torch.distributed sends the tensors."""
+    """Return False: torch.distributed sends the tensors."""
     return False
 
 
 def mpi_built() -> bool:
-    """False: torch.distributed sends the tensors."""
+    """Return False: torch.distributed sends the tensors."""
     return False
 
 
@@ -201,7 +201,7 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """True: Gloo sends CPU tensors."""
+    """Return True: Gloo sends CPU tensors."""
     return True
 
 
@@ -214,12 +214,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
+    """Return False: Intel's oneCCL is not used."""
     return False
 
 

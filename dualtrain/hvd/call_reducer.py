@@ -64,11 +64,11 @@ class CallReducer(HorovodReducer):
         self._reduced = False
 
     def layout_changed(self) -> None:
-        """Check the current parameters from the next call on."""
+        """Make the next call check the current parameters."""
         self._checked = False
 
     def world_changed(self) -> None:
-        """Discard the previous world's results, and check the current parameters from the next call on."""
+        """Discard the previous world's results, and make the next call check the current parameters."""
         self._checked = self._reduced = False
 
     def reduce_once(self) -> None:
@@ -76,7 +76,7 @@ class CallReducer(HorovodReducer):
         handle, contexts = self._submit()
         self._call = None
         for slot, result, ctx in zip(self.hooks.slots, synchronize(handle) or (), contexts, strict=True):
-            # As in buckets, a frozen parameter without a gradient contributes zeros and gets none.
+            # As in buckets, a frozen parameter without a gradient contributes zeros and gets no gradient.
             if slot.param.requires_grad or slot.param.grad is not None:
                 slot.param.grad = self._compression.decompress(result, ctx)
         self._reduced = True
@@ -87,7 +87,7 @@ class CallReducer(HorovodReducer):
         self._call = None
 
     def slot_ready(self, slot: Slot) -> None:
-        """Start the call once all gradients are ready."""
+        """Start the call as soon as all gradients are ready."""
         if self.ready == len(self.hooks.slots):
             self._submit()
 

@@ -28,8 +28,9 @@ class ChannelReducer(HorovodReducer):
     """Sends gradients in buckets during backward, on a separate channel; ``reduce`` waits for the sums.
 
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
-    So ranks may run any number of backward passes in any order, and every step has one exchange. The first exchange
-    requests the channel from rank 0, which compares the ranks' layouts and collects which gradients are sparse.
+    So ranks may run any number of backward passes in any order, and every step has one exchange. Before the first exchange,
+    each rank requests the channel from rank 0, and describes its layout and its sparse gradients. Rank 0 compares the
+    layouts. All ranks send a gradient as a sparse gradient if it is sparse on any rank.
 
     Args:
         named: the parameters, the same on every rank of the set.
@@ -41,7 +42,7 @@ class ChannelReducer(HorovodReducer):
     Attributes:
         exchanges: number of exchanges in this world, including those in which this rank contributed zeros after ``join``.
         exchanging: whether an exchange is in progress.
-        announced: indices (from 1) of the exchanges during which this rank knew of a joined rank.
+        announced: indices (from 1) of the exchanges during which this rank knew that a rank had called ``join``.
 
     Raises:
         ValueError: the backend cannot send the transfer's dtype, or a parameter's gradient cannot be averaged.
@@ -108,7 +109,7 @@ class ChannelReducer(HorovodReducer):
         exchange.end_round(reduced=True)
 
     def join_with_zeros(self, divide_by: str) -> None:
-        """Take part in one exchange with zeros, as a rank that has joined. Collective; blocks."""
+        """Take part in one exchange with gradients of zeros, because this rank has joined. Collective; blocks."""
         for slot in self.hooks.slots:
             slot.param.grad = None
         self._is_left_out = divide_by == "active"
@@ -136,9 +137,9 @@ class ChannelReducer(HorovodReducer):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def slot_ready(self, slot: Slot) -> None:
-        """Send complete buckets. Before the first exchange, request the channel once all gradients are ready."""
+        """Send complete buckets. Before the first exchange, request the channel as soon as all gradients are ready."""
         timeline = basics.engine().timeline
-        if timeline.active:  # NEGOTIATE ends when the bucket is sent; only the first exchange negotiates
+        if timeline.active:  # shown as NEGOTIATE until the bucket is sent, though only the first exchange negotiates
             self._traced = True
             timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
@@ -195,7 +196,9 @@ class ChannelReducer(HorovodReducer):
         self._opening, self._agreed = None, False
 
     def _open(self, *, start: bool) -> Pending:
-        """Request the channel, once; do not block. With ``start``, send all gradients as soon as the channel is open."""
+        """Request the channel, unless it was requested before; do not block.
+
+        With ``start``, send all gradients as soon as the channel is open."""
         if self._opening is None:
             slots = self.hooks.slots
             name = f"{self.channel_name}/{len(slots)}"
@@ -211,7 +214,7 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe this rank's options, which the ranks compare: HOROVOD_FUSION_THRESHOLD, for example, may differ."""
+        """Describe this rank's options for the comparison over ranks. HOROVOD_FUSION_THRESHOLD, for example, may differ."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
         factors = f"factors {t.before} before and {t.after} after the sum"
@@ -245,7 +248,7 @@ class ChannelReducer(HorovodReducer):
             return
         self._exchange.extra.zero_()
         if self._exchange.transfer.after == 1:
-            return  # a sum
+            return  # gradients are summed, not averaged
         for slot in self.hooks.slots:
             if slot.param.grad is not None:
                 slot.param.grad.mul_(size / (size - left_out))

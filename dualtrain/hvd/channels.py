@@ -1,10 +1,11 @@
 """The channels of a rank: one backend for the calls of each process set, and one for the gradients of each optimizer.
 
-Two ranks on one host sum gradients on the CPU through shared memory. The sums have the same bits as Gloo's, because
-a + b = b + a. With more ranks the bits may differ, so shared memory is used only if the user requests it.
+If a channel has two ranks, both on one host, gradients on the CPU are summed through shared memory. The sums have the same
+bits as Gloo's, because a + b = b + a. With more ranks the bits may differ, so shared memory is used only if the user
+requests it.
 
-Gloo has threads that do the work of an operation. In shared memory, the ranks' own threads do this work. So a rank that
-waits for anything advances the operations of all its channels, because another rank may wait for another channel or call.
+Gloo has threads that do the work of an operation. In shared memory, the ranks' own threads do this work. So while a rank
+waits for one operation, it advances the operations of all its channels: other ranks may be waiting for any of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Exchanger(Protocol):
         """The id of the reducer's process set."""
 
     def join_with_zeros(self, divide_by: str) -> None:
-        """Take part in one exchange with zeros."""
+        """Take part in one exchange with gradients of zeros."""
 
 
 class Channels:
@@ -56,7 +57,7 @@ class Channels:
         self._exchangers: list[weakref.ref[Exchanger]] = []  # in order of registration
 
     def claim(self, base_name: str) -> int:
-        """Return a number for an optimizer: 1 for the first one with this base name in the world, 2 for the second, …"""
+        """Return a new optimizer's number among the optimizers with this base name in the world: 1, 2, …"""
         self._claims[base_name] += 1
         return self._claims[base_name]
 
@@ -79,7 +80,9 @@ class Channels:
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def with_shared_memory(self, channel: Backend, transport: str, buffers: list[int]) -> Backend:
-        """Return ``channel`` with sums through shared memory, if ``transport`` and the ranks' hosts allow it, else itself.
+        """Return ``channel`` with sums through shared memory, if ``transport`` and the ranks' hosts allow it.
+
+        Otherwise, return ``channel`` itself.
 
         Collective over the channel, with equal arguments; blocks.
 
@@ -117,7 +120,7 @@ class Channels:
     def close_released(self) -> None:
         """Close the channels of freed optimizers, because each channel has sockets and threads."""
         if len(self.gradients) % _MANY_CHANNELS == _MANY_CHANNELS - 1:
-            gc.collect()  # an optimizer and its hooks are a reference cycle
+            gc.collect()  # an optimizer and its hooks form a reference cycle, which only the collector frees
         while not self._released.empty():
             channel, _ = self.gradients.pop(self._released.get(), (None, None))
             if channel is not None:
@@ -125,7 +128,7 @@ class Channels:
                 channel.close()
 
     def close(self) -> None:
-        """Close all channels except that of the world."""
+        """Close all channels except the world's."""
         for number, channel in self.sets.items():
             if number:
                 channel.close()

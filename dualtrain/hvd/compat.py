@@ -1,7 +1,7 @@
 """Horovod's own defects that change numbers. With DUALTRAIN_HVD_COMPAT=1, dualtrain reproduces them.
 
-``--prove`` uses this to find out which differences are due to a defect of Horovod. ``hvd.init`` reads the variable. The
-modules that reproduce a defect call :func:`enabled`, and :func:`note` to record the script's line.
+``horovodize --prove`` uses this to find out which differences are due to a defect of Horovod. ``hvd.init`` reads the
+variable. The modules that reproduce a defect call :func:`enabled`, and :func:`note` to record the script's line.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FRESH_STATE = "broadcast_optimizer_state takes a step with an optimizer that has
 DROPPED_STATE = "DistributedOptimizer drops the state (momentum) of the optimizer that it wraps"
 REMADE = "DistributedOptimizer drops hooks and attributes of the optimizer that it wraps"
 OPTIONS = "broadcast_optimizer_state leaves out the options of an optimizer without state"
-FROZEN = "parameters that are frozen after the wrapping get gradients of zeros"
-UNREDUCED = "the gradients of parameters that are added or unfrozen after the wrapping are not reduced"
+FROZEN = "parameters that are frozen after the optimizer was wrapped get gradients of zeros"
+UNREDUCED = "the gradients of parameters that are added or unfrozen after the optimizer was wrapped are not reduced"
 HALF = "float16 is summed in 16 bits"
 
-#: Optimizers whose state has a number of steps that their updates do not depend on.
+#: Optimizers that count steps in their state, although their updates do not depend on the count.
 _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
-#: Attributes that do not change numbers, because only warnings use them, or that are compared separately.
+#: Attributes that only warnings use, so that they do not change numbers, and attributes that are compared separately.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _met: dict[tuple[str, str, int], None] = {}

@@ -31,7 +31,7 @@ class Control(Protocol):
         """Send a message to the coordinator. Raises OSError if the connection is closed."""
 
     def answers(self) -> Iterator[Message]:
-        """Yield the coordinator's messages to this rank, and block for the next. The last is ``{"do": "down", …}``."""
+        """Yield the coordinator's messages to this rank; block until one arrives. The last is ``{"do": "down", …}``."""
 
     def close(self) -> None:
         """Close this end. Rank 0 waits up to 5 s for the other ranks to close their ends."""
@@ -47,7 +47,7 @@ def control(
         address: rank 0's address on the interface through which the ranks reach it.
         settings: how long calls may wait.
         note: called on rank 0 with each event of the coordinator.
-        cycle: called on rank 0 whenever it looks for matching calls.
+        cycle: called on rank 0 whenever requests have arrived, before they are matched.
     """
     connections = open_control_channel(backend, address, "hvd")
     return (
@@ -139,7 +139,7 @@ class _CoordinatorEnd:
                     for message in connection.buffered():
                         self._coordinator.receive(connection.rank, message)
                 self._match(selector)
-            except Exception as error:  # otherwise the ranks would wait for an answer
+            except Exception as error:  # otherwise the ranks would wait for an answer forever
                 log.exception("rank 0 cannot match calls any more")
                 self._coordinator.shut_down(f"rank 0 cannot match calls any more ({type(error).__name__}: {error})")
             self._close_connections(selector)

@@ -1,11 +1,12 @@
 """Rank 0's decisions: which calls belong together, and in what order they are executed.
 
 Horovod matches calls by name, because each rank may make them in a different order. So every rank sends its requests to
-rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and sends them the call. Ranks
+rank 0. As soon as all ranks of a process set have requested a call, rank 0 sends these ranks a message to execute it. Ranks
 execute calls in the order of these messages. This file uses no sockets and no tensors; ``control.py`` calls it.
 
 Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): the n-th call of each rank
-matches the n-th call of the others. Other calls, joined ranks and ranks outside the set do not shift this count.
+matches the n-th call of the others. Only unnamed calls are counted. A joined rank is a rank that has called ``join``: the
+other ranks' calls do not wait for it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Waiting:
 
 
 class Coordinator:
-    """Matches the calls of the ranks, and sends them the calls to execute.
+    """Matches the calls of the ranks, and sends the ranks the calls to execute.
 
     Args:
         size: the number of ranks.
@@ -110,7 +111,7 @@ class Coordinator:
                 self._send(rank, {"do": "down", "why": why})
 
     def look_for_stalls(self) -> None:
-        """Report calls that have waited for too long; end the world if one has waited for ``stall_shutdown`` seconds."""
+        """Report calls that have waited for too long; end the world if a call has waited for ``stall_shutdown`` seconds."""
         limits, waits = self._settings, [*self._unmatched(), *self._unsent_gradients()]
         for title, seconds, there, needed in waits:
             missing = [rank for rank in needed if rank not in there]
@@ -165,7 +166,7 @@ class Coordinator:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
 
     def _match(self, key: Key) -> None:
-        """Send the calls of ``key`` to the ranks, as long as every rank that has not joined has made one."""
+        """As long as each rank that has not joined has a waiting call of ``key``, match and send these calls."""
         waiting = self._table[key]
         while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
             # A rank may have made an asynchronous call before it joined: this call is matched too.
@@ -226,8 +227,8 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The request is sent once every rank that has not joined has asked for it. So each of these ranks knows, before the
-        exchange can end, that a rank has joined, and reads how many ranks the averages leave out.
+        The joined ranks get the request only after all other ranks have asked for zeros. So before the exchange can end,
+        all other ranks know that a rank has joined, and they read how many ranks the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())
@@ -288,7 +289,7 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
             frozen, trained = (first_rank, rank) if name in first.get("frozen", []) else (rank, first_rank)
             return (
                 f"parameter {name!r} is frozen on rank {frozen} and trained on rank {trained}, so that their weights would "
-                "differ: freeze the same parameters on every rank (draw them with the same seed)"
+                "differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
             )
         first_tensors, other_tensors = first.get("tensors", []), other.get("tensors", [])
         if len(first_tensors) != len(other_tensors):

@@ -29,8 +29,8 @@ from dualtrain.hvd.pending import SLICE_SECONDS, Pending, slice_seconds
 from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0
-_PROGRESS_SECONDS = 1.0  # a longer wait makes the other ranks' engines advance operations in shared memory
-_LOOKS: float = 20  # how often in a row the engine checks operations in shared memory if none of them ends
+_PROGRESS_SECONDS = 1.0  # after this wait, ask the other ranks' engines to advance operations in shared memory
+_LOOKS: float = 20  # stop advancing operations in shared memory if none ends in this many consecutive checks
 
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
         self.down: str | None = None  # why the world has ended
         self.channels = Channels(backend)
         self._executor = Executor(backend, self.channels, self.timeline)
-        self.absent: list[int] = []  # ranks that have joined
+        self.absent: list[int] = []  # ranks that have called join()
         self._reported_waits: dict[str, float] = {}
         self._requested_reports: dict[str, float] = {}
         self._requested_progress = 0.0
@@ -154,9 +154,9 @@ class Engine:
         buffers: list[int],
         then: Callable[[Backend, list[list[int]]], None] | None = None,
     ) -> Pending:
-        """Request a backend, over the ranks of a process set, for one caller alone. Does not block.
+        """Request a backend for the caller's exclusive use, over the ranks of a process set; do not block.
 
-        Collective: every rank of the process set requests the same name, in any order.
+        Collective: every rank of the process set must request the same names, in any order.
 
         Args:
             name: the channel's name.
@@ -220,7 +220,7 @@ class Engine:
             message = {"why": f"rank {self.backend.rank}: {type(error).__name__}: {error}"}
         watch = self.backend.watch
         if watch is not None and self._pending:
-            watch.wait_for_report(0.5)  # a failed rank's reason arrives through the watch
+            watch.wait_for_report(0.5)  # a failed rank's reason arrives through the watch, maybe later than this message
         failure = watch.failure if watch is not None else None
         self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
         if self.backend.rank != 0:
@@ -276,7 +276,7 @@ class Engine:
     def _do_progress(self, message: Message) -> None:
         """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
-        Operations end one after another, each when the waiting rank has signalled: check again while some of them end.
+        An operation can end only after the waiting rank has signalled, so check again as long as operations end.
         """
         left, looks = self.channels.progress(), _LOOKS
         while left and looks > 0:

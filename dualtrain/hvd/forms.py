@@ -44,8 +44,8 @@ class Operation:
 
     Attributes:
         name: the operation's name, such as ``allreduce``.
-        start: checks the options and requests the call: (kind, tensors, outputs, options).
-        gradient: Horovod's gradient: (gradients of the results, the call, its options) → gradients of the inputs.
+        start: function (kind, tensors, outputs, options) that checks the options and requests the call.
+        gradient: function (gradients of the results, the call, its options) that returns Horovod's gradients of the inputs.
     """
 
     name: str
@@ -62,7 +62,7 @@ _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
 
 
 def new_handle(pending: Pending, finish: Callable[[Any], Any]) -> int:
-    """Return a handle for a pending call; ``synchronize`` returns ``finish`` of the call's result."""
+    """Return a handle for a pending call; ``synchronize`` returns ``finish(result)``."""
     number = next(_numbers)
     _handles[number] = pending, finish
     return number
@@ -80,7 +80,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Block until the call has ended; return its result, usable on the current stream. ``None`` for an unknown handle.
+    """Block until the call has ended; return its result, usable on the current stream, or ``None`` for an unknown handle.
 
     Raises:
         HorovodInternalError: the call failed.
@@ -140,7 +140,7 @@ def start(
 ) -> int:
     """Start a call without gradients; return a handle for ``poll`` and ``synchronize``. Does not block.
 
-    ``synchronize`` returns ``finish`` of the results.
+    ``synchronize`` returns ``finish(results)``.
     """
     inputs = _checked(tensors)
     return new_handle(operation.start(operation.kind(grouped), inputs, inputs if in_place else None, options), finish)

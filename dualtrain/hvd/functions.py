@@ -27,7 +27,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: ``params`` is none of these, has nested containers of tensors or no tensor, or a name appears twice.
+        ValueError: ``params`` is no mapping or iterable, contains containers of tensors or no tensor, or has a name twice.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
@@ -47,13 +47,13 @@ def broadcast_optimizer_state(
     """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
     This function never calls ``step()``, except to reproduce Horovod's defects. If an optimizer has no state, Horovod's
-    function takes a step with gradients of zeros, so that weight decay changes the weights, and does not send the
+    function takes a step with gradients of zeros, in which weight decay changes the weights, and it does not send the
     optimizer's options. As with Horovod, the parameters of an optimizer without state have gradients of zeros afterwards.
 
     Args:
         optimizer: any optimizer, distributed or not.
         root_rank: the rank whose state is sent.
-        model: ignored; accepted because Horovod does.
+        model: ignored; accepted because Horovod accepts it.
     """
     if compat.enabled():
         compat.step_if_fresh(optimizer)
@@ -75,10 +75,10 @@ def broadcast_object(
     """Return the root's ``obj`` on every rank. Blocks.
 
     Plain values, containers, tensors and numpy arrays can be sent, but no code. Objects of your own classes can be sent
-    once all ranks have passed the classes to ``torch.serialization.add_safe_globals``.
+    after all ranks have passed the classes to ``torch.serialization.add_safe_globals``.
 
     Raises:
-        TypeError: on every rank of the set, if the object contains anything else. Later calls work.
+        TypeError: on every rank of the set, if the object contains anything else. Later calls can succeed.
         ValueError, HorovodInternalError: as :func:`broadcast`.
     """
     set_id = usable_set(process_set)

@@ -25,7 +25,7 @@ Splits = Sequence[int] | torch.Tensor | None
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Return every rank's rows, in rank order. Collective by name; blocks; differentiable.
+    """Return every rank's rows, in rank order. Collective, matched by name; blocks; differentiable.
 
     Ranks may have different numbers of rows. Tensors without dimensions are gathered into a tensor of shape (size,). The
     gradient of a rank's rows is the average of all ranks' gradients of these rows.
@@ -54,7 +54,7 @@ def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_s
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Return the tensor of ``root_rank`` on every rank. Collective by name; blocks; differentiable.
+    """Return the tensor of ``root_rank`` on every rank. Collective, matched by name; blocks; differentiable.
 
     ``root_rank`` is a rank of the world, even in a call on a process set. The root's gradient is the average of all ranks'
     gradients; on other ranks it is zero.
@@ -91,7 +91,7 @@ def broadcast_async_(
 def alltoall(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Send rows to each rank; return the rows received, in rank order. Collective by name; blocks; differentiable.
+    """Send rows to each rank; return the rows received, in rank order. Collective, matched by name; blocks; differentiable.
 
     The first ``splits[0]`` rows of a tensor go to rank 0, the next ``splits[1]`` to rank 1, …; without splits, all ranks
     get the same number of rows. With splits the result is a pair: the rows, and an int32 tensor with the number of rows
@@ -104,7 +104,7 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`alltoall` with splits, but asynchronous and not differentiable; return a handle."""
+    """As :func:`alltoall`, but asynchronous and not differentiable; return a handle. The result is always a pair."""
     return start(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
 
 
@@ -120,11 +120,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the reduction over ranks. Collective by name; blocks; differentiable.
+    """Return this rank's rows of the reduction over ranks. Collective, matched by name; blocks; differentiable.
 
-    Of d rows the first ``d % size`` ranks get ``d // size + 1``, and the other ranks get ``d // size``. ``op`` is Average
-    or Sum; another value raises HorovodInternalError. The gradient is the ranks' gradients concatenated, multiplied by
-    the size if ``op`` is Sum.
+    If there are d rows, the first ``d % size`` ranks get ``d // size + 1`` rows, and the other ranks ``d // size``. ``op``
+    is Average or Sum; any other value raises HorovodInternalError. The gradient is the concatenation of the ranks'
+    gradients, multiplied by the number of ranks if ``op`` is Sum.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return differentiable(REDUCESCATTER, [tensor], options, compression=compression)[0]
@@ -200,12 +200,12 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
     rank. All other operations fail on the ranks that call them.
 
     Args:
-        device: ignored; accepted because Horovod does.
+        device: ignored; accepted because Horovod accepts it.
         divide_by: the divisor of averages until all ranks have joined: ``"initial"``, the number of all ranks, as on
-            Horovod; or ``"active"``, the number of ranks that have not joined with ``"active"``.
+            Horovod; or ``"active"``: the ranks that have joined with this value are not counted.
 
     Raises:
-        ValueError: ``divide_by`` has another value.
+        ValueError: ``divide_by`` is neither of these values.
         HorovodInternalError: a rank failed, or Horovod was shut down.
     """
     if divide_by not in ("initial", "active"):

@@ -72,7 +72,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the reduction of every rank's ``tensor``. Collective by name; blocks; differentiable.
+    """Return the reduction of every rank's ``tensor``. Collective, matched by name; blocks; differentiable.
 
     Averages of integers are exact, then truncated toward zero. The gradient is the same reduction of the gradients.
 

@@ -133,12 +133,12 @@ def objects(task: Task) -> list[torch.Tensor]:
 
 
 def nothing(task: Task) -> list[torch.Tensor]:
-    """Return no tensors: a barrier ends once all ranks' calls have matched."""
+    """Return no tensors: a barrier ends when all ranks' calls have matched."""
     return []
 
 
 def _delivered(task: Task, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``results``; for a call in place, copy them into the caller's tensors and return those."""
+    """Return ``results``; for a call in place, copy them into the caller's tensors, and return the caller's tensors."""
     if task.outputs is None:
         return results
     for output, result in zip(task.outputs, results, strict=True):

@@ -51,11 +51,11 @@ def DistributedOptimizer(  # noqa: N802
         named_parameters: ``model.named_parameters()``.
         compression: ``Compression.none``, ``fp16``, ``bf16``, or the user's own compressor.
         backward_passes_per_step: number of backward passes whose gradients are summed before they are exchanged.
-        op: Average, Sum, Min, Max, Product; or Adasum: each rank steps alone, then the changes are combined.
+        op: Average, Sum, Min, Max, Product; or Adasum: each rank steps alone, then the parameters' changes are combined.
         gradient_predivide_factor: a factor f: gradients are multiplied by 1/f, and their sum by f/size. Only for Average.
         num_groups: the deprecated form of ``groups``.
         groups: the number of buckets, or lists of the parameters that are sent together.
-        sparse_as_dense: whether sparse gradients are sent as dense ones.
+        sparse_as_dense: whether sparse gradients are sent as dense gradients.
         process_set: the ranks that combine gradients; other ranks step alone.
 
     Raises:
@@ -75,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802
         optimizer = compat.without_state(optimizer)
     named = name_parameters(optimizer, named_parameters)
     if process_set.ranks is None:
-        process_set.usable_id()  # raises: the ranks of a communicator are known once the set is in use
+        process_set.usable_id()  # raises ValueError: the ranks of a communicator are unknown until the set is in use
     base = _AdasumOptimizer if op == Adasum and _several(process_set) else _Optimizer
     # A subclass of the optimizer's class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
     # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
@@ -88,7 +88,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 def _several(process_set: ProcessSet) -> bool:
-    """Return whether the set has several ranks, even if it is not in use."""
+    """Return whether the set has several ranks. The set need not be in use."""
     return len(process_set.ranks or []) > 1
 
 
@@ -119,7 +119,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Remove the hooks, so that later backward passes send no gradients; do not step afterwards. May be repeated."""
+        """Remove the hooks: later backward passes send no gradients. Callers must not call ``step`` afterwards."""
         if self.reducer is not None:
             self.reducer.close()
 
@@ -144,7 +144,7 @@ class _Optimizer(NativeOptimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    # Private in torch 2.5 to 2.15: GradScaler reads this name, and has no public way to ask an optimizer.
+    # Private in torch 2.5 to 2.15: GradScaler reads this property; there is no public one.
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """The wrapped optimizer's value. GradScaler.step reads this property before it looks for an overflow.
@@ -255,7 +255,7 @@ class _Optimizer(NativeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if compat.enabled():
-            # On Horovod the group gets the class's defaults, even on ranks that reduce nothing.
+            # On Horovod, the new group gets the class's defaults for missing options, even on ranks that reduce nothing.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
             self.optimizer.add_param_group(param_group)
@@ -274,11 +274,11 @@ class _Optimizer(NativeOptimizer):
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """Name that programs import. No optimizer is an instance of this class, as in Horovod 0.28.1."""
+    """Placeholder for a name that programs import. No optimizer is an instance of this class, as in Horovod 0.28.1."""
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """Name that programs import. No optimizer is an instance of this class, as in Horovod 0.28.1."""
+    """Placeholder for a name that programs import. No optimizer is an instance of this class, as in Horovod 0.28.1."""
 
 
 class _AdasumOptimizer(_Optimizer):
@@ -300,7 +300,7 @@ class _AdasumOptimizer(_Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank alone, then add the adaptive sum of all ranks' changes. Collective.
 
-        A rank outside of the process set only steps.
+        A rank outside of the process set steps without communication.
 
         Raises:
             ValueError: the process set is not in use; no step was taken.

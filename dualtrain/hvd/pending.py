@@ -22,16 +22,16 @@ def _nothing() -> int:
 
 @dataclass
 class Pending:
-    """A call that this rank has made, with its tensors and, once it has ended, its result.
+    """A call that this rank has made, with its tensors and, after it has ended, its result.
 
     Attributes:
         message: the request that was sent to the coordinator.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
         then: called with the result in the engine's thread, before the call counts as ended.
-        ended: set once there is a result or an error.
+        ended: set when there is a result or an error.
         facts: what all ranks agreed on.
-        events: GPU events after which the inputs are ready; once the call has ended, the events of the results.
+        events: GPU events after which the inputs are ready; after the call has ended, the events of the results.
         progress: advances operations in shared memory, for which other ranks may wait, and returns how many are left.
     """
 
@@ -59,5 +59,5 @@ class Pending:
 
 
 def slice_seconds(progress: Callable[[], int]) -> float:
-    """Call ``progress``, and return how long a wait may sleep until the next call."""
+    """Call ``progress``, and return how many seconds the caller may sleep before the next call of this function."""
     return SLICE_SECONDS if progress() else _IDLE_SECONDS

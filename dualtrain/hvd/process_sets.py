@@ -13,7 +13,7 @@ _attached: list[ProcessSet] = []
 
 
 class ProcessSet:
-    """A subset of the ranks. It can be used once ``init`` or ``add_process_set`` has given it an id.
+    """A subset of the ranks. It can be used after ``init`` or ``add_process_set`` has given it an id.
 
     Attributes:
         process_set_id: the set's id; ``None`` while the set is not usable.
@@ -44,7 +44,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return this process's rank in the set; ``None`` while the set is not usable.
 
-        Roots of broadcasts are ranks of the world instead.
+        The ``root_rank`` of a broadcast is a rank of the world instead.
 
         Raises:
             ValueError: this process is not in the set.
@@ -123,7 +123,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: a set of these ranks exists, a rank does not exist, or sets cannot be added, because
+        ValueError: a set of these ranks exists already, a rank does not exist, or sets cannot be added, because
             HOROVOD_DYNAMIC_PROCESS_SETS=1 was not set and ``init(process_sets="dynamic")`` was not called.
     """
     engine = _dynamic("adding")

@@ -53,12 +53,12 @@ def gpu_available(framework: str = "torch", verbose: bool = False) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """False: torch.distributed sends the tensors."""
+    """Return False: torch.distributed sends the tensors."""
     return False
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """True: Gloo sends CPU tensors."""
+    """Return True: Gloo sends CPU tensors."""
     return True
 
 
@@ -68,10 +68,10 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False: IBM's DDL is not used."""
     return basics.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """False: Intel's oneCCL is not used."""
+    """Return False: Intel's oneCCL is not used."""
     return basics.ccl_built()

@@ -33,12 +33,12 @@ def build(
             ``(shape, classes)``, or without arguments if it takes none, and returns a module.
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
-        pretrained: start from torchvision's weights, except for a head of another size. They are downloaded if missing.
+        pretrained: start from torchvision's weights, except for a head of a different size. Missing weights are downloaded.
         freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 
     Raises:
-        UserError: the name is unknown, the model does not take such inputs, or weights are missing or do not fit.
+        UserError: the name is unknown, the model does not take inputs of this shape, or weights are missing or do not fit.
     """
     model = _build(name, shape, classes, pretrained)
     if weights is not None:
@@ -71,7 +71,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module
 def _freeze(model: nn.Module, name: str) -> None:
     if name in _TEXTS:
         raise UserError(
-            f"--freeze-backbone does not work with {name}, whose output layer has the embedding's weights: omit the flag"
+            f"--freeze-backbone does not work with {name}, whose output layer shares the embedding's weights: omit the flag"
         )
     freeze_backbone(model, find_head(model))
 

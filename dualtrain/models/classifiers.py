@@ -28,7 +28,7 @@ def names() -> list[str]:
 def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool) -> nn.Module:
     """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
-    With ``pretrained``, all layers start from torchvision's weights, except a head of another size.
+    With ``pretrained``, all layers start from torchvision's weights, except a head of a different size.
 
     Raises:
         UserError: the weights cannot be downloaded, are damaged, or do not fit.
@@ -59,12 +59,14 @@ def _load_published(model: nn.Module, name: str) -> None:
             state[key] = ours[key]
     wrong = differences(ours, state)
     if wrong:
-        raise UserError(f"torchvision's weights of {name} do not fit inputs of this size: {'; '.join(wrong)}: resize them")
+        raise UserError(
+            f"torchvision's weights of {name} do not fit inputs of this size: {'; '.join(wrong)}: resize the inputs"
+        )
     model.load_state_dict(state, strict=False)
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, keep: bool) -> None:
-    """Replace the first convolution by one for ``channels`` channels.
+    """Replace the first convolution by a convolution for ``channels`` channels.
 
     With ``keep``, make its weights from the old ones, so that a grey image gives the same result as its RGB copy did.
     """

@@ -38,7 +38,7 @@ _FROZEN = {nn.BatchNorm1d: FrozenNorm1d, nn.BatchNorm2d: FrozenNorm2d, nn.BatchN
 
 
 def freeze_backbone(model: nn.Module, head: str) -> None:
-    """Freeze all modules except the one named ``head``, in place. Names and shapes of tensors do not change.
+    """Freeze all modules except the module named ``head``, in place. Names and shapes of tensors do not change.
 
     Parameters outside of the head lose ``requires_grad``. BatchNorm layers outside of the head keep their running
     statistics, even after ``model.train()`` and in copies of the model.

@@ -86,7 +86,7 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _is_checkpoint(file: str) -> bool:
-    """Return whether a readable safetensors file is a run's checkpoint, by its header; see ``run_folder/checkpoint.py``."""
+    """Return whether a readable safetensors file has the header of a run's checkpoint (``run_folder/checkpoint.py``)."""
     with readable_path(file) as path, safetensors.safe_open(path, framework="pt") as content:
         return {"structure", "sha256"} <= (content.metadata() or {}).keys()
 
@@ -136,7 +136,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def published(name: str) -> Any:
-    """Return torchvision's default weights of the model ``name``, a member of its ``Weights`` enumeration.
+    """Return the member of torchvision's ``Weights`` enumeration for the default weights of the model ``name``.
 
     Raises:
         UserError: torchvision has no model or weights of that name.

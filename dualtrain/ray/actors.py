@@ -34,7 +34,7 @@ class Worker:
         return identity(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def reserve(self, single_host: bool) -> tuple[tuple[str, int], str]:
-        """Listen on the port at which this rank will serve the store; return the address and a new secret."""
+        """Listen on the port at which this rank will serve the job's store; return the address and a new secret."""
         return reserve(single_host)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
@@ -100,7 +100,7 @@ class Actors:
 
 
 def results(references: Sequence[Any], seconds: float | None, what: str) -> list[Any]:
-    """Return the results of calls. Blocks until all have ended or one has failed, for ``seconds`` at most.
+    """Return the results of calls. Blocks until all calls have ended or one call has failed, for ``seconds`` at most.
 
     Raises:
         UserError: the calls take longer.

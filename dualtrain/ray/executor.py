@@ -124,10 +124,10 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all have ended, or one has failed.
+        """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all ranks have ended, or one rank has failed.
 
-        If ``fn`` raises on a rank, or a rank's process ends, all actors are ended with their objects, and Ray's exception,
-        which names the rank, is raised. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
+        If ``fn`` raises on a rank, or a rank's process ends, all actors and their objects are ended, and Ray's exception
+        is raised; it names the rank. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
         """
         return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 

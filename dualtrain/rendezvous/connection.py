@@ -30,10 +30,10 @@ class UnauthenticatedError(ValueError):
 
 
 class Connection:
-    """One end of a connection; :meth:`accept` and :meth:`dial` make authenticated ones.
+    """One end of a connection. :meth:`accept` and :meth:`dial` return authenticated connections.
 
     Attributes:
-        socket: the TCP socket. A send or receive on it fails after 5 s, unless the owner sets another timeout.
+        socket: the TCP socket. A send or receive on it fails after 5 s, unless the owner sets a different timeout.
         rank: the peer's rank.
         address: the peer's IP address.
     """
@@ -153,14 +153,14 @@ class Connection:
     def receive_one(self, deadline: float | None = None) -> Any:
         """Return the next message. Blocks, at most until ``time.monotonic()`` is ``deadline``; raises as :meth:`receive`.
 
-        A deadline leaves the socket with another timeout.
+        If a deadline is given, this method changes the socket's timeout.
         """
         self._read_line(deadline)
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
     def buffered(self) -> list[Any]:
-        """Return messages that arrived together with the handshake: a selector does not report these. Does not block."""
+        """Return messages that arrived together with the handshake: a selector does not report them. Does not block."""
         return self.receive() if b"\n" in self._unread else []
 
     def _read_line(self, deadline: float | None = None) -> None:
@@ -176,9 +176,9 @@ class Connection:
 
 
 def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: str, port: int) -> str:
-    """Return an HMAC that only a holder of the secret can compute, for this one handshake.
+    """Return an HMAC that only a holder of the secret can compute, and that is valid for one handshake only.
 
-    It includes the port, so that a process which listens at another port cannot pass one end's proof on to the other end.
+    It includes the port, so that a process that listens at another port cannot pass one end's proof on to the other end.
     """
     facts = f"{end} {rank} {server_nonce} {client_nonce} {port}"
     return hmac.new(secret.encode(), facts.encode(), "sha256").hexdigest()
@@ -210,7 +210,7 @@ class Ranks(Protocol):
 
 
 def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connection]:
-    """Connect every rank to rank 0. Return all connections of rank 0; on other ranks, the only one. Collective; blocks.
+    """Connect every rank to rank 0. Return this rank's connections: size - 1 on rank 0, one elsewhere. Collective; blocks.
 
     Args:
         ranks: broadcasts the address and the secret.

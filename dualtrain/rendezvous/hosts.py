@@ -61,7 +61,7 @@ def address(towards: str = "") -> str:
 def listening_address(world: World) -> str:
     """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach this host.
 
-    Rank 0 cannot use the address of the rendezvous: under torchrun, rank 0 may run on another host.
+    Rank 0 cannot use the address of the rendezvous: under torchrun, rank 0 may run on a different host.
     """
     if world.single_host:
         return "127.0.0.1"
@@ -116,7 +116,7 @@ _environment = threading.RLock()
 
 @contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables inside the block, for a library that reads them there, and restore them at its end.
+    """Set environment variables inside the block, for a library that reads them, and restore them after the block.
 
     ``None`` unsets a variable. Only one thread at a time can be inside such a block; other threads wait.
     """

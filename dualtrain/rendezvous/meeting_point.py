@@ -1,4 +1,4 @@
-"""Address and secret of the job's store, and the processes' connections to it.
+"""Address and secret of the job's store (a key-value server, ``store.py``), and the processes' connections to it.
 
 If the launcher gives no address, rank 0 listens on a free port and sends its address to the others: by MPI (mpi4py) under
 ``mpirun`` and ``mpiexec``, through horovodrun's key-value server under ``horovodrun --gloo``.
@@ -28,7 +28,7 @@ from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 
 #: Listening sockets of rank 0, until the store uses them.
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
-#: The stores that this process has joined, by their address, and the name and size of their world.
+#: The stores that this process has joined, by (host, port, name of the world, size of the world).
 _JOINED: dict[tuple[str, int, str, int], Store] = {}
 
 
@@ -52,7 +52,7 @@ def meeting_point(world: World, timeout: float) -> World:
 
 
 def join(world: World, timeout: float) -> Store:
-    """Join the job's store at ``world``'s rendezvous. A process joins a store once; later worlds share the connection.
+    """Join the job's store at ``world``'s rendezvous. A second call for the same store returns the first connection.
 
     Raises:
         UserError: the store cannot be reached, or rank 0 cannot serve it.
@@ -71,7 +71,7 @@ def join(world: World, timeout: float) -> Store:
 
 
 def _secret(world: World) -> str:
-    """Return the secret of this world's store, which differs between the job's worlds."""
+    """Return the secret of this world's store. Stores that ranks serve have a different secret for each world."""
     return world.secret if world.served else f"{world.secret} {world.name}"
 
 
@@ -118,12 +118,12 @@ def ranks_in_world(comm: Any) -> list[int]:
     return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
 
 
-#: Servers of horovodrun through which this process has compared names.
+#: Servers of horovodrun through which this process has compared the names of the ranks' backends.
 _COMPARED: set[str] = set()
 #: The (host, port) of a store, and its secret.
 Meeting = tuple[tuple[str, int], str]
 Result = TypeVar("Result")
-_REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused
+_REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused
 
 
 @cache
@@ -132,7 +132,7 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"{world.launcher} started {world.size} ranks, and without mpi4py ({error}) torch has no address to meet at: "
+            f"{world.launcher} started {world.size} ranks, and without mpi4py ({error}) they cannot exchange an address: "
             "pip install mpi4py, or use --backend horovod"
         ) from error
     comm = MPI.COMM_WORLD
@@ -209,9 +209,9 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
-    If the names differ, blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
-    when the first one exits. The list is empty without such a server, under elastic horovodrun, and in all calls of a
-    process but the first.
+    If the names differ, this function also waits, for some seconds at most, until all ranks have read them, because
+    horovodrun ends all processes when the first process exits. It returns an empty list without such a server, under
+    elastic horovodrun, and in a process's second and later calls.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.
@@ -229,7 +229,7 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
 
 
 def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
-    """Gather every rank's ``value``, a word without spaces: rank 0 reads all values and puts the list on the server."""
+    """Gather every rank's ``value``, which has no spaces: rank 0 reads all values and puts the list on the server."""
     deadline = time.monotonic() + timeout
     _put_on_server(world, f"{key}-{world.rank}", value)
     if world.rank == 0:

@@ -15,7 +15,7 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.rendezvous.reachability import check_all_reachable
 
 SAME_BACKEND = "give the same --backend to all"
-_REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused, before the serving process exits
+_REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused, before the serving process exits
 
 
 class KeyValueStore(Protocol):
@@ -47,14 +47,14 @@ def place_ranks(
 
     Args:
         store: the job's store, without keys of earlier worlds.
-        world: this process's place.
-        limit: how long to wait for the others: the total seconds, which messages name, and the ``time.monotonic()`` at
-            which the wait ends.
+        world: this process's rank and size.
+        limit: when to stop waiting for the others: the seconds to show in messages, and the value of
+            ``time.monotonic()`` at which the wait ends.
         backend: name of the backend that this rank will use.
         obstacle: see :func:`dualtrain.rendezvous.reachability.check_all_reachable`.
 
     Raises:
-        UserError: a process did not join in time or has another ``backend``, two hosts cannot reach each other, or a
+        UserError: a process did not join in time or has a different ``backend``, two hosts cannot reach each other, or a
             host has an ``obstacle``.
     """
     timeout, deadline = limit

@@ -1,4 +1,4 @@
-"""Check that the hosts of a job can reach each other, before a library tries.
+"""Check that the hosts of a job can reach each other, before Gloo or Horovod connects them.
 
 Gloo and Horovod open further ports between all hosts. If a firewall or a wrong interface separates two hosts, these
 libraries block for minutes or end the process, and do not report which hosts could not connect.
@@ -27,11 +27,11 @@ def check_all_reachable(
     """Connect one rank of each host to one rank of every other host. Collective; blocks; does nothing on one host.
 
     Args:
-        world: this process's place.
+        world: this process's rank and size.
         hosts: the host of each rank.
         put: stores a value under a key in the job's store.
         take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time.
-        obstacle: why the library cannot use this host, or ``None``. Every rank raises the reason.
+        obstacle: why the library cannot use this host, or ``None``. Every rank raises an error with this reason.
 
     Raises:
         UserError: on every rank, if a host cannot reach another host or has an ``obstacle``.

@@ -54,9 +54,9 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     Args:
         store: the same store on all ranks, with the same prefix.
         rank: this process's rank.
-        size: the number of ranks; a rank with another size belongs to another attempt.
-        limit: how long to wait for the others: the total seconds, which messages name, and the ``time.monotonic()`` at
-            which the wait ends.
+        size: the number of ranks; a rank with a different size belongs to a different attempt.
+        limit: when to stop waiting for the others: the seconds to show in messages, and the value of
+            ``time.monotonic()`` at which the wait ends.
 
     Raises:
         UserError: a rank did not join in time, or another process has this rank.
@@ -69,7 +69,7 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     def joined() -> bool:
         nonlocal session
         if store.check([f"answer/{rank}/{number}"]):
-            # The answer changes if a later process answers as rank 0. Only one of the names will be complete.
+            # The answer changes if a later process answers as rank 0. Only one of the names will be marked as complete.
             named = _read(store, f"answer/{rank}/{number}")
             if named != session:
                 session = named

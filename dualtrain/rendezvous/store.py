@@ -2,7 +2,7 @@
 
 torch's own ``TCPStore`` lets any process that reaches its port read and write, for as long as the job runs. Here, both
 ends prove that they know the job's secret before any request is accepted (:mod:`dualtrain.rendezvous.connection`), and
-the listening socket closes once all ranks have joined; their connections stay open. Values are text.
+the listening socket closes when all ranks have joined; the ranks' connections stay open. Values are text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DIAL_SECONDS = 5.0  # for one attempt to reach the server
 
 
 class Store(Hashable, Protocol):
-    """Interface of the server and the clients. Once two processes have the same rank, every call raises UserError."""
+    """Interface of the server and the clients. After two processes have joined as the same rank, calls raise UserError."""
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
         """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
@@ -70,7 +70,10 @@ class StoreServer:
         """Register a process; return why it is refused, or ``None``. May be repeated if the answer was lost."""
         with self._changed:
             if not 0 <= rank < self._size:
-                return f"rank {rank} ({who}) is not among this job's {self._size}: give every process the same world size"
+                return (
+                    f"rank {rank} ({who}) is not one of this job's {self._size} ranks: "
+                    "give every process the same world size"
+                )
             other, other_who = self._joined.setdefault((world, rank), (process, who))
             if other != process:
                 self._broken = (
@@ -82,7 +85,7 @@ class StoreServer:
         return None
 
     def close_if_complete(self) -> None:
-        """Stop listening once all processes have joined."""
+        """Stop listening if all processes have joined."""
         with self._changed:
             complete = len({process for process, _ in self._joined.values()}) >= self._size
         if complete:
@@ -141,7 +144,7 @@ class StoreServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # probably too many open files: try again once unauthenticated peers are disconnected
+                time.sleep(0.05)  # probably too many open files: try again after unauthenticated peers are disconnected
                 continue
             with self._changed:
                 accepted = self._handshakes < _UNAUTHENTICATED + self._size

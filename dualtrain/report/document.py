@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 
-#: The page loads nothing, and only its own script runs, even if some text in it were not escaped.
+#: Security policy: the page loads no other files, and only its own script runs, even if a text were not escaped.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
 )

@@ -131,7 +131,7 @@ def _paths(curve: _Curve, wider: float) -> Iterator[str]:
     width = f' style="--wider:{wider:.2g}px"' if wider else ""
     yield f'<path class="line {style}"{width} data-kind="{style}" data-name="{curve.kind}" d="M{" ".join(places)}"/>'
     if curve.kind != STEP or len(places) == 1:
-        # Lines of length 0 are drawn as dots by their caps, which are not distorted when the chart is stretched.
+        # Lines of length 0 are drawn as dots by their line caps, which keep their shape when the chart is stretched.
         yield f'<path class="dots {style}" data-kind="{style}" d="{"".join(f"M{place}h0" for place in places)}"/>'
 
 
@@ -145,7 +145,7 @@ def _view(panel: Panel, drawn: Sequence[_Curve]) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """Return at most ``MOST_POINTS`` of a curve's points: both ends, and the extremes of equal parts of the curve."""
+    """Return at most ``MOST_POINTS`` points: both ends of a curve, and the minimum and maximum of each part of it."""
     if len(points) <= MOST_POINTS:
         return points
     inner, parts = points[1:-1], MOST_POINTS // 2 - 1

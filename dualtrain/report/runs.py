@@ -17,11 +17,11 @@ COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, â
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
 #: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
-#: Names of the facts that are in the origin and, once the run has ended, in its summary too.
+#: Names of the facts that are in the origin and, after the run has ended, in its summary too.
 RANKS = ("backend", "transport", "launcher", "world_size", "device")
 COMPARED = ("commit", "hosts", "versions")  # the facts that are compared between runs
 
-#: For each value of a recovery, its column heading and its format.
+#: For each field of a recovery, its column heading and its format.
 RECOVERY = {
     "cause": ("cause", ""),
     "rank": ("rank", ""),

@@ -90,7 +90,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Recovery from a death. ``summary.json`` lists all of them as ``recoveries``.
+    """Recovery from a death. ``summary.json`` lists all recoveries as ``recoveries``.
 
     Attributes:
         cause: the cause of the death.
@@ -185,7 +185,7 @@ def recoveries_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def _unrecovered(events: Sequence[Event]) -> list[Death]:
-    """Return the deaths that no step has followed yet."""
+    """Return the deaths after which no step has been completed yet."""
     recovered = {event["attempt"] for event in events if event["event"] == "recovery"}
     return [death for death in deaths_of(events) if death.attempt not in recovered]
 
@@ -196,7 +196,7 @@ class Attempt:
     Only :meth:`begin` raises. Records that cannot be written are lost, so the cause of a death may stay unknown.
 
     Attributes:
-        lock: the lock of the run's folder; once another process has the folder, nothing is recorded.
+        lock: the lock of the run's folder; after another process has taken the folder, nothing is recorded.
         folder: the run's folder.
     """
 
@@ -237,7 +237,7 @@ class Attempt:
 
     @property
     def is_newest(self) -> bool:
-        """Return whether no later attempt has begun in the folder."""
+        """Return whether this is the newest attempt in the folder."""
         with suppress(OSError):
             return (
                 self._file is not None
@@ -271,7 +271,7 @@ class Attempt:
         return f"recovered: {death.describe()}; {steps}, {after}"
 
     def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
-        """Record what ended this attempt. Only a rank's first call counts. The first record of any rank is the cause."""
+        """Record what ended this attempt. Only a rank's first call counts; the first record in the file is the cause."""
         if self._failed:
             return
         self._failed = True

@@ -1,4 +1,4 @@
-"""Checkpoints: plain values and tensors in one safetensors file, whole or absent, verified when read.
+"""Checkpoints: plain values and tensors in one safetensors file, which is complete or absent, and verified when read.
 
 The file's header holds a SHA-256 over structure and tensors, and the structure as JSON, which refers to the tensors by
 name. A checkpoint contains no code and nothing that only one backend can use, so a run can resume under either backend.
@@ -27,12 +27,12 @@ from dualtrain.run_folder.folder_lock import FolderLock
 
 
 class DamagedError(UserError):
-    """A checkpoint is missing, truncated or changed: an older one can be used instead."""
+    """A checkpoint is missing, truncated or changed: an older checkpoint can be used instead."""
 
 
 FORMAT = 3  # the format of new checkpoints
 READABLE = (2, 3)  # format 2 has no virtual ranks
-#: Errors after which a file may still be good.
+#: Errors of reading after which the file may be intact.
 _TRANSIENT = {
     *(errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),
@@ -58,11 +58,11 @@ class Packed:
 
         Args:
             path: the file.
-            lock: the lock of the run's folder; the file records its generation.
+            lock: the lock of the run's folder; the file records the lock's generation.
 
         Raises:
             OSError: the file cannot be written.
-            SupersededError: there is a newer generation.
+            SupersededError: another process has made a newer generation of the folder.
         """
         header = {"structure": self._structure, "sha256": _digest(self._structure, self._tensors)}
         if lock is None:
@@ -78,14 +78,14 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def drop_old(folder: Path, kept: int, lock: FolderLock) -> None:
-    """Remove all but the ``kept`` newest checkpoints; the best has a separate file. Raises OSError, SupersededError."""
+    """Remove all but the ``kept`` newest checkpoints; the best has its own file. Raises OSError, SupersededError."""
     for old in found(folder)[kept:]:
         lock.check()
         old.unlink(missing_ok=True)
 
 
 def keep_as_best(path: Path) -> None:
-    """Make a hard link to a checkpoint, named as the best one; a copy if the file system has no links. Raises OSError."""
+    """Make ``BEST`` a hard link to a checkpoint, or a copy if the file system has no hard links. Raises OSError."""
     link_whole(path, path.with_name(BEST))
 
 
@@ -140,7 +140,7 @@ def load(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Convert an error while a state is loaded to a UserError: the state is of a different model, optimizer or version."""
+    """Convert an error of loading a state to a UserError: the state belongs to a different model, optimizer or version."""
     try:
         yield
     except (UserError, BackendError):
@@ -153,10 +153,10 @@ def fitting(what: str) -> Iterator[None]:
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read the newest good checkpoint of a folder; also return what is wrong with each newer one.
+    """Read the newest good checkpoint of a folder; also return what is wrong with each newer checkpoint.
 
     Raises:
-        UserError: none is good, or one cannot be read now but may be good.
+        UserError: no checkpoint is good, or a checkpoint cannot be read now but may be good.
     """
     problems: list[str] = []
     for path in found(folder):
@@ -182,7 +182,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
 
 
 def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
-    """Rename ``path`` to ``name`` with the suffix .aside, and a number if that file exists. Nothing reads such files.
+    """Rename ``path`` to ``name`` with the suffix .aside, or .aside-N if that file exists. Nothing reads such files.
 
     Raises OSError, SupersededError.
     """
@@ -190,7 +190,7 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
     lock.check()
     path.replace(target)
     lock.check()
-    path.unlink(missing_ok=True)  # a rename between two links of one file does nothing
+    path.unlink(missing_ok=True)  # the rename has done nothing if both names are links to the same file
 
 
 def step_in(path: Path) -> int | None:
@@ -203,7 +203,7 @@ def step_in(path: Path) -> int | None:
 
 
 def generation_in(path: Path) -> tuple[int, str]:
-    """Read from a checkpoint's header the generation that wrote it (0 if the header names none) and the content's hash.
+    """Return the generation that wrote a checkpoint (0 if its header names none), and the hash of the content.
 
     Return (0, "") if the file cannot be read.
     """

@@ -1,6 +1,6 @@
-"""Write checkpoints in a thread of rank 0 while the loop continues: the loop waits for the copy, not for the disk.
+"""Write checkpoints in a thread of rank 0. The training loop waits while tensors are copied, not while they are written.
 
-Checkpoints are written one at a time and in order. A write that fails leaves the earlier files whole, and is reported.
+Checkpoints are written one at a time and in order. A write that fails leaves the earlier files intact, and is reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Writer:
         kept: how many checkpoints are kept, not counting the best.
         report: called from the writing thread, with the message of a write that failed.
         timeout: seconds that one write may take.
-        lock: the folder's lock; once it is superseded, nothing is written there.
+        lock: the folder's lock; after another process has taken the folder, nothing is written there.
     """
 
     def __init__(self, folder: Path, kept: int, report: Callable[[str], None], timeout: float, lock: FolderLock) -> None:
@@ -56,8 +56,8 @@ class Writer:
         Args:
             step: the step of the checkpoint.
             state: what to write.
-            best: the model's weights, if this state is the best so far. Its files then replace those of the previous best
-                state; if that fails, the next write tries again.
+            best: the model's weights, if this state is the best so far. Its files then replace the files of the previous
+                best state; if that fails, the next write tries again.
         """
         self.wait()
         if best is not None:
@@ -67,7 +67,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Return whether a write is in progress, so that the next one would wait."""
+        """Return whether a write is in progress, so that the next write would wait."""
         return self.thread is not None and self.thread.is_alive()
 
     def wait(self) -> None:

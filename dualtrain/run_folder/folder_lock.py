@@ -1,8 +1,10 @@
-"""Lock a run's folder, so that only one process uses it: the process of its newest generation (see ``generation.py``).
+"""Lock a run's folder, so that only one process uses it.
 
-On one host, the lock on that generation's file shows whether its process still runs. Locks may not reach other hosts, so
-a process that starts on another host waits for a renewal of the file; if there is none, it makes the next generation. A
-process may have been stopped, or cut off from the disk, so it checks before every write that its generation is the newest.
+Each process that uses the folder makes a generation, which is a numbered file (``generation.py``). Only the process of the
+newest generation may write. On its host, a lock on the file shows whether this process still runs. Other hosts may not see
+the lock, so the process also renews the file every few seconds. A process that starts on a different host waits for a
+renewal; if there is none, it makes the next generation. A process may have been stopped, or cut off from the disk, so it
+checks before every write that its generation is the newest.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.run_folder import generation
 from dualtrain.run_folder.generation import Owner, Seen
 
-WAIT_SECONDS = 6.0  # longest wait for another process of this host to leave the folder, as at a restart
+WAIT_SECONDS = 6.0  # longest wait for a process of the same host to leave the folder, as after a restart
 RENEW_SECONDS = 2.0
-#: A process of another host counts as ended if it misses this many renewals. ``take(waits=True)`` fails once it has seen
-#: this many.
+#: A process on a different host counts as ended if it misses this many renewals. ``take(waits=True)`` fails after the other
+#: process has renewed its file this many times.
 RENEWALS = 3
 _POLL_SECONDS = 0.05
 
@@ -59,14 +61,14 @@ class FolderLock:
         self._writing = threading.Lock()  # held while the generation's file is written
 
     def take(self, folder: Path, limit: float, *, waits: bool = False) -> None:
-        """Lock an existing folder; do nothing if this object has locked one already.
+        """Lock an existing folder; do nothing if this object has locked a folder already.
 
-        If a process of another host has not left the folder, wait some seconds to find out whether that process runs.
+        If a process on a different host has not left the folder, wait some seconds to find out whether that process runs.
 
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds.
-            waits: whether to let a running process end (``WAIT_SECONDS``; for another host, ``RENEWALS`` renewals).
+            waits: whether to wait for a running process to end (``WAIT_SECONDS``; on other hosts, ``RENEWALS`` renewals).
 
         Raises:
             UserError: another process uses the folder; the message names that process.
@@ -198,7 +200,7 @@ def _await_end(folder: Path, number: int, limit: float, waits: bool) -> Owner | 
         UserError: the process runs, or may still run after ``limit`` seconds.
     """
     wait, owner = _Wait(folder, limit, waits), None
-    while (seen := generation.look(folder, number)) is not None:  # if None, there is a newer generation
+    while (seen := generation.look(folder, number)) is not None:  # None: a newer generation removed the file
         owner = seen.owner
         if wait.has_left(seen):
             break

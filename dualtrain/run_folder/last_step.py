@@ -23,7 +23,7 @@ class LastStep:
         folder: the run's folder.
         attempt: the attempt's name.
         step: the last step before the attempt.
-        lock: the folder's lock; nothing is written once another process has the folder.
+        lock: the folder's lock; nothing is written after another process has taken the folder.
     """
 
     def __init__(self, folder: Path, attempt: str, step: int, lock: FolderLock) -> None:

@@ -46,10 +46,10 @@ _NAMES = re.compile(
 def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
-    With ``--resume auto``, or in a restart of the job that made the run, the folder determines where to start, so no other
-    process may change the folder meanwhile. If there is no ``--run-dir`` and the launcher names the job, the folder's name
-    contains the job's name, so that a restart finds the folder. If ``--resume`` is given, or in a restart, wait for the end
-    of another process that uses the folder. The waits take at most half of ``timeout`` in total.
+    With ``--resume auto``, or in a restart of the job that made the run, the content of the folder determines where
+    training starts, so the folder must be locked before it is read. If there is no ``--run-dir`` and the launcher names the
+    job, the folder's name contains the job's name, so that a restart finds the folder. If ``--resume`` is given, or in a
+    restart, wait until another process that uses the folder has ended. The waits take at most half of ``timeout`` in total.
 
     Returns:
         The values that replace ``run_dir`` (``None`` if the folder must still be made) and ``resume`` in ``output``.
@@ -170,7 +170,7 @@ def step_of(path: Path) -> int | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line. Each line is written at once, whole or not at all."""
+    """``metrics.jsonl``: one JSON object per line. Each line is written at once, and completely or not at all."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
         """Keep the metrics up to ``step``; call ``report`` if lines are not metrics. Raises OSError, SupersededError."""
@@ -189,7 +189,7 @@ class MetricsFile:
         self._size = len(content)
 
     def write(self, **values: Any) -> None:
-        """Append one line. Raises OSError if that fails; the earlier lines then stay whole."""
+        """Append one line. Raises OSError if that fails; the earlier lines then stay intact."""
         line = (json.dumps(values) + "\n").encode()
         if self._file.write(line) != len(line):  # the disk became full within the line
             self._file.truncate(self._size)

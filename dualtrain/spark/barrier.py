@@ -52,9 +52,9 @@ def run(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks, each in a task of a Spark job; return the results by rank.
 
-    The signature is that of ``horovod.spark.run``. dualtrain must be installed on Spark's workers. In the function,
-    ``import horovod.torch as hvd`` loads ``dualtrain.hvd``. If a task fails, Spark ends the other tasks; on a cluster, it
-    may start all tasks again (``spark.stage.maxConsecutiveAttempts``).
+    The arguments are the same as for ``horovod.spark.run``. dualtrain must be installed on Spark's workers. In ``fn``,
+    ``import horovod.torch as hvd`` loads ``dualtrain.hvd``. If a task fails, Spark ends the other tasks; on a cluster,
+    Spark may start all tasks again (``spark.stage.maxConsecutiveAttempts``).
 
     Args:
         fn: a function that cloudpickle can pickle.
@@ -67,7 +67,7 @@ def run(
         env: additional environment variables for the ranks.
         stdout, stderr: not supported: the ranks' output is in the logs of Spark's executors.
         nics: network interfaces; only the first one is used.
-        executable: the ranks' Python interpreter; by default, that of Spark's workers.
+        executable: the ranks' Python interpreter; by default, the interpreter of Spark's workers.
 
     Raises:
         RankFailedError: the function failed on a rank, or a rank's process ended.
@@ -81,7 +81,7 @@ def run(
     if not callable(fn):
         raise UserError(f"run() was given {fn!r}, which cannot be called: give a function, and its arguments as args")
     refuse_other_backend()
-    # pyspark has no public name for the running context, and getOrCreate would start one.
+    # pyspark has no public name for the running context, and getOrCreate would start a new context.
     context = SparkContext._active_spark_context
     if context is None:
         raise UserError("there is no SparkContext: start Spark first, as with SparkSession.builder.getOrCreate()")

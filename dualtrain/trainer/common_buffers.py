@@ -67,7 +67,7 @@ class CommonBuffers:
     def __init__(self, model: nn.Module, shards: int) -> None:
         self._modules = list(model.modules())
         self._structure = self._count_buffers()
-        #: Largest change of a counter. The shards' changes are compared by the sum of their squares, which must be exact.
+        #: Largest allowed change of a counter. The shards' changes are compared by the exact sum of their squares.
         self._largest = math.isqrt(_EXACT // shards)
         # The numbers are sent with gradients, so the narrowest parameter limits their precision.
         narrowest = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
@@ -89,12 +89,12 @@ class CommonBuffers:
         self._bools = [place.read().dtype is torch.bool for place in self._counters]
         self._began = [buffer.clone() for buffer in self._read()]
         self._writable = list[torch.Tensor]()  # buffers that passed :meth:`_are_writable`
-        #: The values in ``_began``: those of averaged buffers as one vector, those of counters as integers.
+        #: The values in ``_began``: the averaged buffers as one vector, the counters as integers.
         self._vector, self._counts = numpy.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
     def keep(self) -> None:
-        """Record the present values as those at the start of a step.
+        """Record the present values as the values at the start of a step.
 
         Raises:
             ValueError: the number of modules or buffers, or a buffer's shape or dtype, has changed.
@@ -109,7 +109,7 @@ class CommonBuffers:
         self._vector, self._counts = self._flat(self._began), self._read_counters(self._began)
 
     def _count_buffers(self) -> tuple[int, int]:
-        """Return how many submodules and buffers all modules have. ``model.buffers()`` takes many times as long."""
+        """Return how many submodules and buffers all modules have. This is much faster than ``model.buffers()``."""
         # Private in torch 2.5 to 2.15, as in ``_Place.read``.
         submodules = sum(len(module._modules) for module in self._modules)
         return submodules, sum(buffer is not None for module in self._modules for buffer in module._buffers.values())
@@ -147,7 +147,7 @@ class CommonBuffers:
         """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
 
         Raises:
-            ValueError: a constant buffer has changed, an averaged one has another shape, or a counter changed too much.
+            ValueError: a constant buffer changed, an averaged buffer changed its shape, or a counter changed too much.
         """
         now = self._read()
         vector = self._flat(now)
@@ -187,7 +187,7 @@ class CommonBuffers:
         return torch.from_numpy(numbers)
 
     def _read(self) -> list[torch.Tensor]:
-        """Return the buffers that are there now, in the order of ``_all``: averaged ones, counters, constant ones."""
+        """Return the buffers that are there now, in the order of ``_all``: averaged buffers, counters, constant buffers."""
         return [place.read() for place in self._all]
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """One process on several GPUs: torch's ``nn.DataParallel``, optionally with the loss computed on each GPU.
 
-``nn.DataParallel`` copies a model to every GPU, gives each a part of the batch, and gathers the outputs on one of them.
-A loss outside the model is then computed on that GPU alone, from all outputs. With the loss inside the model
+``nn.DataParallel`` copies a model to every GPU, gives each GPU a part of the batch, and gathers the outputs on one GPU.
+A loss outside the model is computed on this GPU alone, from all outputs. With the loss inside the model
 (``WithLoss``), only four sums of each GPU are gathered.
 """
 
@@ -35,7 +35,7 @@ class WithLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the :func:`sums` of this GPU's part of the batch, (1, 4). Those of n GPUs are gathered as (n, 4)."""
+        """Return the :func:`sums` of this GPU's part of the batch, (1, 4). The sums of n GPUs are gathered as (n, 4)."""
         return sums(self.model(inputs), targets, self.label_smoothing)[None]
 
 

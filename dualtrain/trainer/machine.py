@@ -54,7 +54,7 @@ def use_threads(number: int, backend: Backend) -> None:
     """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS differs."""
     torch.set_num_threads(number)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    # torchrun sets the variable to 1 if the user has not set it. The line must be true whoever has set it.
+    # torchrun sets the variable to 1 if the user has not set it. The line must be true in both cases.
     if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
         show(
             f"OMP_NUM_THREADS={text} has no effect: the number of intra-op threads of a rank is {number}, "
@@ -95,7 +95,7 @@ def onednn_set(flags: Collection[str], limit: str) -> str | None:
 
 
 def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
-    """Log one warning if a checkpoint was made on another kind of processor, or with another build of torch.
+    """Log one warning if a checkpoint was made on a different kind of processor, or with a different build of torch.
 
     Args:
         written: the checkpoint's :func:`platform_of`; facts that it lacks are not compared.
@@ -108,7 +108,7 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
 
 
 def pin_cpus(unlike: Collection[str]) -> str:
-    """Return the cure, for a warning that the facts named in ``unlike`` differ; "" if there is none."""
+    """Return advice for a warning that the facts named in ``unlike`` differ; "" if there is none."""
     if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
         return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let different CPUs use the same instructions"
     return ""

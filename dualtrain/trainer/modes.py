@@ -24,7 +24,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def training_mode(model: nn.Module) -> None:
-    """Call ``model.train()``. If the model was in training mode, modules in evaluation mode stay in it."""
+    """Call ``model.train()``. If the model was in training mode already, modules in evaluation mode keep that mode."""
     apart = [module for module in model.modules() if not module.training] if model.training else []
     model.train()  # in training mode too: the user's own train() may freeze layers, as is common with BatchNorm
     for module in apart:

@@ -29,7 +29,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Objective(Protocol):
-    """A loss that also returns the sums for metrics. Any callable with this signature is one."""
+    """A loss that also returns the sums for metrics. Any callable with this signature is an objective."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """Return the mean loss, (), with its gradient, and the sums of ``NAMES``, four numbers."""
@@ -97,7 +97,7 @@ class CrossEntropy:
         """
         training = outputs.requires_grad and torch.is_grad_enabled()
         if not training:
-            # Sum in double precision: the sums of an evaluation are equal at all world sizes.
+            # Sum in double precision, so that the sums of an evaluation hardly depend on the world size.
             sums = cross_entropy(outputs, targets, self.label_smoothing)[1].cpu()
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
         logits, targets = _flatten(outputs, targets)
@@ -213,7 +213,7 @@ def metrics(sums: Sums, prefix: str) -> dict[str, float]:
 
 
 def training_metrics(sums: Sums, prefix: str) -> dict[str, float]:
-    """Return :func:`metrics` without those that only evaluations compute."""
+    """Return :func:`metrics` without the metrics that only evaluations compute."""
     found = metrics(sums, prefix)
     found.pop(f"{prefix}top5", None)
     return found

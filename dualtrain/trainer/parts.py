@@ -45,7 +45,7 @@ class Parts(Protocol):
 
     @property
     def mine(self) -> Sequence[int]:
-        """The indices of this rank's shards; empty where each rank has one part."""
+        """The indices of this rank's shards; empty if each rank computes one part."""
 
     @property
     def order(self) -> Literal["backend"] | SumOrder:
@@ -67,7 +67,7 @@ class Parts(Protocol):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            UserError: the state is that of a different division.
+            UserError: the state belongs to a different division into parts.
         """
 
 
@@ -83,7 +83,7 @@ class RankParts:
         self._model, self._backend = model, backend
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
-        """See :class:`Parts`. Batches are this rank's, one backward pass each."""
+        """See :class:`Parts`. ``batches`` are this rank's batches, one for each backward pass."""
         passes.begin_part(control_flags)
         last = False
         if isinstance(batches, torch.Tensor):
@@ -95,7 +95,7 @@ class RankParts:
         return passes.reduce()
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
-        """See :class:`Parts`. Batches are this rank's."""
+        """See :class:`Parts`. ``batches`` are this rank's batches."""
         mine = torch.tensor(sums(batches), dtype=torch.float64, device="cpu")
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
 
@@ -109,7 +109,7 @@ class RankParts:
         return {"ranks": self._backend.allgather_object(mine, name="state of the ranks")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`Parts`. At another world size, generators are seeded anew."""
+        """See :class:`Parts`. At a different world size, generators are seeded anew."""
         if "virtual_ranks" in state:
             raise UserError(
                 f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give that number here"

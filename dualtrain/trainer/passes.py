@@ -22,7 +22,7 @@ class Passes:
     """Computation of the passes of a step.
 
     Args:
-        measure: the mean loss of (inputs, targets), with its gradient, and the sums of ``objective.NAMES``.
+        measure: returns, for (inputs, targets), the mean loss with its gradient, and the sums of ``objective.NAMES``.
         optimizer: averages the gradients over ``parts`` parts of a step.
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
@@ -83,7 +83,7 @@ class Passes:
 
     @property
     def more(self) -> torch.Tensor:
-        """After :meth:`reduce`: the ``more`` numbers of :meth:`load`, summed over all parts, float64, on the CPU."""
+        """After :meth:`reduce`: the numbers that :meth:`load` got as ``more``, summed over parts; float64, on the CPU."""
         return self.optimizer.extra[StepScalars.COUNT :]
 
     def reduce(self) -> Step:
@@ -100,7 +100,7 @@ class Passes:
         return step
 
     def _totals(self) -> list[float]:
-        """Return the scalars' sums over all ranks, once the gradients are reduced. Collective."""
+        """Return the scalars' sums over all ranks. Call this after the gradients are reduced. Collective."""
         if self._piggyback:
             total: list[float] = self._extra[: StepScalars.COUNT].tolist()
             return total

@@ -24,7 +24,7 @@ class Precision:
         device: the model's device.
 
     Raises:
-        ValueError: ``amp`` has another value.
+        ValueError: ``amp`` is none of these values.
     """
 
     def __init__(self, amp: str, device: torch.device) -> None:

@@ -58,7 +58,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    If the state is of another world size, seed the generators anew, and restore buffers as :func:`restore_buffers` does.
+    If the state is of a different world size, seed the generators anew; for buffers, see :func:`restore_buffers`.
     """
     restore_buffers(model, [rank["buffers"] for rank in ranks], backend)
     if len(ranks) == backend.size:
@@ -71,7 +71,7 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
 def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    If the state is of another world size, average each floating-point buffer that has the same shape on all of
+    If the state is of a different world size, average each floating-point buffer that has the same shape on all of
     that world's ranks. All other buffers become rank 0's.
     """
     same = len(ranks) == backend.size
@@ -87,5 +87,5 @@ def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], bac
             owner.register_buffer(key, value.to(backend.device), persistent=False)
         elif value.shape == buffer.shape and not shares_elements(buffer):
             buffer.copy_(value)
-        else:  # a buffer that grows in forward, or one that cannot be written
+        else:  # a buffer that grows in forward, or a buffer that cannot be written
             setattr(owner, key, value.to(buffer.device, buffer.dtype))

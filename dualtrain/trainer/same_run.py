@@ -73,7 +73,7 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     def read() -> dict[str, Any]:
         given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
-        # With auto, the ranks search the run's folder together, which is collective: all ranks give auto, or none.
+        # With auto, the ranks search the run's folder together, which is collective: all ranks must give auto, or none.
         if settings["resume"] == AUTO:
             given[SETTINGS["resume"].flag] = AUTO
         same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}
@@ -123,7 +123,7 @@ def compare_trainer(
             found |= of_object(name, value)
         return {**found, **of_weights("loss", objects["loss"], model), **of_module("model", model)}
 
-    cure = "give every rank the same (attributes and variables whose names begin with an underscore are not compared)"
+    cure = "give every rank the same settings (attributes and variables that begin with an underscore are not compared)"
     _require_same(backend, "settings of the trainer", read, cure)
 
 
@@ -133,7 +133,7 @@ def compare_arguments(backend: Backend, call: str, values: Mapping[str, object])
     Raises:
         RanksDifferError: on every rank; names the arguments and each rank's value.
     """
-    _require_same(backend, f"arguments of {call}", lambda: values, "give every rank the same")
+    _require_same(backend, f"arguments of {call}", lambda: values, "give every rank the same arguments")
 
 
 def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, object]], cure: str) -> None:

@@ -47,16 +47,16 @@ class Trainer:
             of that mean and four sums; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
-        clip_norm: gradients are scaled down to this total norm, after the sum over ranks.
+        clip_norm: the largest total norm of the gradients after the sum over ranks; larger gradients are scaled down.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
-        ema: the decay of an exponential moving average of the weights, which is evaluated in their place.
+        ema: the decay of an exponential moving average of the weights; evaluations use this average.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
         forward: computes the outputs in place of ``model``: its compiled form, or its replicas.
         measure: in training, an ``Objective`` that is called with (inputs, targets), in place of ``loss``.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, if the kind of processor and torch's number of threads are the same. With
-            several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, not all
-            operations repeat. ``None`` for one part of a step on each rank.
+            several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
+            operations give different bits each time. ``None`` for one part of a step on each rank.
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
@@ -130,7 +130,7 @@ class Trainer:
 
     @property
     def virtual_ranks(self) -> int | None:
-        """Number of shards of a step; ``None`` where each rank has one part of it."""
+        """Number of shards of a step; ``None`` if each rank computes one part of it."""
         return self._parts.count if isinstance(self._parts, VirtualRanks) else None
 
     @property
@@ -139,7 +139,7 @@ class Trainer:
         return self._parts.mine
 
     def close(self) -> None:
-        """Stop averaging gradients, so that the model can be trained by other means. May be called again."""
+        """Stop averaging gradients, so that the model can be trained by other means. A second call does nothing."""
         self.optimizer.close()
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -154,11 +154,11 @@ class Trainer:
     ) -> Step:
         """Take one optimizer step on all ranks' ``batches``. Collective; blocks.
 
-        The gradient is that of the mean loss over all samples of all ranks, however unevenly they are split.
+        The gradient is the gradient of the mean loss over all samples of all ranks, however unevenly they are split.
 
         Args:
-            batches: this rank's part, one backward pass each, on the backend's device; may be empty. With virtual ranks,
-                for each of :attr:`shards` a batch, several batches (one backward pass each), or ``None``.
+            batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
+                ranks, for each of :attr:`shards` a batch, several batches (one backward pass each), or ``None``.
             expected: an estimate of the total weight (the number of samples, for example) over all ranks, the same on every
                 rank. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -184,7 +184,7 @@ class Trainer:
         return step
 
     def _loss_marks(self) -> list[tuple[int, int]]:
-        """With virtual ranks, return numbers that change with the buffers of the loss."""
+        """With virtual ranks, return numbers that change when a buffer of the loss changes."""
         if self._loss is None or self.virtual_ranks is None:
             return []
         # ``_version`` counts a tensor's in-place changes. It is private in torch 2.5 to 2.15.
@@ -213,7 +213,7 @@ class Trainer:
     def split(self, batch: Tensors) -> list[Tensors | None]:
         """Split a global batch (inputs, targets), equal on every rank; return the batch of each of :attr:`shards`.
 
-        Shards differ by one sample at most; those without samples get ``None``.
+        Shards differ by one sample at most. A shard without samples gets ``None``.
 
         Raises:
             ValueError: the trainer has no virtual ranks.
@@ -227,14 +227,14 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps.
-        If the loader's sampler or batch sampler has a method ``set_epoch``, it is called with the number of epochs that
-        this trainer has completed in all calls, including those before a saved state was restored. Modules in evaluation
-        mode stay in it if the model itself is in training mode.
+        Ranks may have different numbers of batches: a rank that has no batch left contributes nothing to later steps. If
+        the loader's sampler or batch sampler has a method ``set_epoch``, the method is called with the number of epochs
+        that this trainer has completed in all calls, including those before a saved state was restored. Modules in
+        evaluation mode keep that mode if the model itself is in training mode.
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
-            of class indices or an ``Objective``. With class weights, both are means weighted by them.
+            of class indices or an ``Objective``. With class weights, both means use these weights.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
@@ -261,7 +261,7 @@ class Trainer:
         while more:
             batch, last = next(batches, (None, True))
             mine = [] if batch is None else [self.to_device(batch)]
-            if not expected:  # once: the largest first batch of any rank, times the number of ranks
+            if not expected:  # at the first step: the largest first batch of any rank, times the number of ranks
                 samples = float(len(mine[0][1])) if mine else 0.0
                 sizes = torch.tensor([samples, -samples], device="cpu")
                 largest, least = self.backend.allreduce(sizes, "max", name="batch size").tolist()
@@ -307,8 +307,8 @@ class Trainer:
         Running statistics are averaged over the ranks for the evaluation, and restored after it.
 
         Args:
-            batches: this rank's batches; with virtual ranks, those of each of :attr:`shards`.
-            objective: by default, that of training.
+            batches: this rank's batches; with virtual ranks, the batches of each of :attr:`shards`.
+            objective: by default, the training objective.
             prefix: the beginning of the names in the result.
         """
         model = self.evaluated
@@ -330,12 +330,12 @@ class Trainer:
         return metrics(total, prefix)
 
     def common_buffers(self) -> AbstractContextManager[None]:
-        """Return a context in which running statistics are the average over the ranks, equal on all. Collective."""
+        """Return a context in which running statistics are the average over the ranks, equal on all ranks. Collective."""
         return self._parts.common_buffers(self.evaluated)
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model that is evaluated and saved: with ``ema``, the one with averaged weights."""
+        """The model that is evaluated and saved: with ``ema``, the copy with averaged weights."""
         return self.model if self.ema is None else self.ema.module
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Trainer:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
         State that differs between ranks is included once for each rank: running statistics, random numbers, and the buffers
-        of a ``loss`` that is a module of your own. With virtual ranks, only these buffers may differ.
+        of a ``loss`` that is a module of your own. With virtual ranks, only the loss's buffers may differ.
         """
         return {
             "model": dict(self.model.state_dict()),
@@ -363,14 +363,14 @@ class Trainer:
         return self.backend.allgather_object(buffers_of(self._loss), name="state of the loss")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
+        """Restore what :meth:`state_dict` returned, on any backend. At a different world size, generators are seeded anew.
 
         With virtual ranks, the next steps are the same at any world size. If this trainer averages the weights (``ema``)
         and the state has no average, the average begins with the loaded weights.
 
         Raises:
-            UserError: the state is of another number of virtual ranks, or only one of the state and this trainer has a
-                schedule.
+            UserError: the state is of a different number of virtual ranks, or either the state or this trainer has a
+                schedule, and the other has none.
         """
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
@@ -390,7 +390,7 @@ class Trainer:
                 self.ema.n_averaged.zero_()
             else:
                 self.ema.load_state_dict(state["ema"])
-            # As after each step, use this rank's own buffers, not those of the rank that wrote the file.
+            # As after each step, use this rank's own buffers, not the buffers of the rank that wrote the file.
             _add_buffers(self.ema.module, self.model)
             own = dict(self.model.named_buffers())
             for name, average in self.ema.module.named_buffers():
@@ -406,7 +406,7 @@ class Trainer:
         """Restore the state from a file of :meth:`save` or from a run's checkpoint, which every rank reads. Collective.
 
         Raises:
-            UserError: the file is missing or damaged, or is of another model or optimizer.
+            UserError: the file is missing or damaged, or is of a different model or optimizer.
             RanksDifferError: the ranks' files differ, or only some ranks can read theirs.
         """
         # The name of a collective operation must not depend on the path, which may differ between hosts.
@@ -417,7 +417,7 @@ class Trainer:
 
 
 def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Call ``set_epoch`` of the loader's samplers, once each."""
+    """Call ``set_epoch`` of each of the loader's samplers once."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
     for sampler in {id(one): one for one in samplers}.values():
@@ -437,7 +437,7 @@ def _add_buffers(average: nn.Module, model: nn.Module) -> None:
 
 
 def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Return ``loss`` if it is a module of the user's own with buffers, which training may change.
+    """Return ``loss`` if it is the user's own module and has buffers, which training may change.
 
     Raises:
         ValueError: the optimizer trains parameters of the loss.

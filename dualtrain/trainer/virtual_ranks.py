@@ -1,10 +1,10 @@
-"""Train as a job of V ranks would, on any number of ranks: the shards of a step, and the state that they begin with.
+"""Give the results of a job of V ranks, on any number of ranks.
 
 A global batch is split into V shards. Each rank owns consecutive shards and computes them one after another. Before each
-shard, random numbers are seeded from (seed, step, shard), and running statistics get the values that all shards of the
-step begin with. The running statistics that the shards end with are averaged along the same tree as the gradients. After a
-step, the generators are equal on all ranks. Related work: EasyScale (Li et al., SC 2023), VirtualFlow (Or et al., MLSys
-2022).
+shard, random generators are seeded from (seed, step, shard), and running statistics are reset to their values from before
+the step. At the end of the step, the statistics that the shards have computed are averaged, in the same tree order as the
+gradients, and the random generators are set to the same state on all ranks. Related work: EasyScale (Li et al., SC 2023),
+VirtualFlow (Or et al., MLSys 2022).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ T = TypeVar("T")
 
 
 class VirtualRanks:
-    """The shards of a trainer's steps; see :class:`~dualtrain.trainer.parts.Parts`.
+    """Division of a trainer's steps into shards; see :class:`~dualtrain.trainer.parts.Parts`.
 
     Args:
         shards: the number of shards, V.
         seed: the seed of all random numbers.
-        model: its buffers are the state that forward passes change.
-        backend: the ranks.
+        model: the model. Its forward passes may change its buffers, but no other state.
+        backend: communicates with the other ranks.
 
     Raises:
-        ValueError: a layer needs the statistics of all shards at once.
+        ValueError: a SyncBatchNorm layer cannot get the statistics of all shards at once.
     """
 
     def __init__(self, shards: int, seed: int, model: nn.Module, backend: Backend) -> None:
@@ -99,7 +99,7 @@ class VirtualRanks:
         """Pair this rank's shards with their batches. Raises ValueError if the counts differ."""
         given = list(batches)
         if len(given) != len(self.mine):
-            raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
+            raise ValueError(f"this rank has shards {list(self.mine)}, but was given batches for {len(given)} shards")
         return list(zip(self.mine, given, strict=True))
 
     def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
@@ -116,7 +116,7 @@ class VirtualRanks:
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
-        """Count the block as one step, and seed the generators after it; if the block fails, restore the buffers."""
+        """Count the block as one step, and seed the random generators at its end; if it fails, restore the buffers."""
         self._buffers.keep()
         try:
             yield
@@ -127,7 +127,7 @@ class VirtualRanks:
         self._seed_after("step")
 
     def _seed_after(self, what: str) -> None:
-        """Seed the generators for the user's code between steps, so that it draws the same numbers on every rank."""
+        """Seed the generators for the user's code between steps, so that this code draws the same numbers on every rank."""
         self._after = what
         self._seed_all(self._steps, "after", what)
 
@@ -143,9 +143,10 @@ class VirtualRanks:
         random.seed(value)
 
     def _flags(self, mine: Sequence[float]) -> Sequence[float]:
-        """Return the flags that this rank sends with its first shard: over all shards, they add up to the ranks' sum.
+        """Return the control flags that this rank sends with its first shard.
 
-        Collective if some ranks own no shard, and therefore send nothing: rank 0 then sends the sum.
+        The flags that all ranks send add up to the sum of ``mine`` over all ranks. A rank without a shard sends nothing. If
+        there are such ranks, this method is collective, and rank 0 sends the sum.
         """
         if self._backend.size <= self.count:
             return mine
@@ -157,7 +158,7 @@ class VirtualRanks:
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
-        rows, buffers = [], CommonBuffers(model, self.count)  # restores the present values after each shard
+        rows, buffers = [], CommonBuffers(model, self.count)  # restores the buffers' present values after each shard
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
@@ -167,19 +168,20 @@ class VirtualRanks:
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`~dualtrain.trainer.parts.Parts`: the buffers are equal after every step."""
+        """See :class:`~dualtrain.trainer.parts.Parts`: after every step, the buffers are equal on all ranks."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`~dualtrain.trainer.parts.Parts`: nothing in it belongs to a single rank."""
+        """See :class:`~dualtrain.trainer.parts.Parts`: no value in it belongs to a single rank."""
         numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
         numbers["threads"] = torch.get_num_threads()
         return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`~dualtrain.trainer.parts.Parts`. The next steps are the same at any world size.
+        """See :class:`~dualtrain.trainer.parts.Parts`. The next steps give the same results at any world size.
 
-        Logs a warning if torch's number of threads is not that of the saved state, since bits depend on it on the CPU.
+        On the CPU, the bits of results depend on torch's number of threads. So a warning is logged if this number differs
+        from the one in the saved state.
         """
         had = state["virtual_ranks"]["shards"] if "virtual_ranks" in state else None
         if had != self.count:
@@ -187,7 +189,7 @@ class VirtualRanks:
                 f"the state is of a trainer with virtual_ranks={had}, not {self.count}: give virtual_ranks={had}"
             )
         own = state["virtual_ranks"]
-        threads, saved = torch.get_num_threads(), own.get("threads")  # not in states of versions before 0.2.0
+        threads, saved = torch.get_num_threads(), own.get("threads")  # states of versions before 0.2.0 have no "threads"
         if saved not in (None, threads) and self._backend.device.type == "cpu":
             log.warning(
                 f"the state is of a trainer with {saved} intra-op threads, and this process has {threads}: "
@@ -209,13 +211,13 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
 
 
 def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:
-    """Make SyncBatchNorm sum in ``order``. Raises ValueError for a layer that cannot."""
+    """Make SyncBatchNorm sum in ``order``. Raises ValueError for a layer that cannot do this."""
     for name, layer in model.named_modules():
         if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             continue
         if not isinstance(layer, RankNorm) or backend.size != order.shards:
             raise ValueError(
-                f"{name!r} needs the statistics of all shards at once: with virtual_ranks={order.shards}, make it by "
+                f"{name!r} needs the statistics of all shards at once: with virtual_ranks={order.shards}, make it with "
                 f"synchronize_norms() and start {order.shards} ranks, not {backend.size}, or use plain BatchNorm"
             )
         layer.order = order

@@ -73,7 +73,7 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
 
     Args:
         task: the data.
-        model: on any device.
+        model: the model, on any device.
         dataset: the dataset's name, for messages.
         name: the model's name, for messages.
 
@@ -90,7 +90,10 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
-    """Yield the samples ``numbers`` as batches of one, or nothing if ``source.stored``: its samples may be of any type."""
+    """Yield the samples with the indices ``numbers``, each as a batch of one sample.
+
+    Yield nothing if ``source.stored``: the stored samples may be of any type.
+    """
     if getattr(source, "stored", False):
         return
     for sample in contents_of(source, numbers):
@@ -99,14 +102,17 @@ def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
 
 
 def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
-    """Return the first of the samples ``numbers`` whose inputs are not all finite; ``None`` if none is found."""
+    """Return the index of the first sample whose inputs are not all finite; ``None`` if no such sample is found.
+
+    Only the first ``LARGEST_SEARCH`` of the indices ``numbers`` are searched.
+    """
     searched = numbers[:LARGEST_SEARCH]
     try:
         for number, sample in zip(searched, contents_of(source, searched), strict=True):
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # training has read these samples before, so they have changed since, and the cause cannot be found
+    except Exception:  # training could read these samples, so they have changed since, and the cause cannot be found
         return None
     return None
 
@@ -218,7 +224,7 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
             f"--compress rounds each rank's sums, so bits depend on the number of ranks: leave out --compress or {flag}"
         )
     if model.compile:
-        raise UserError(f"--compile may give other bits at each number of ranks: leave out --compile or {flag}")
+        raise UserError(f"--compile may give different bits at each number of ranks: leave out --compile or {flag}")
     if run.data_parallel:
         raise UserError(f"--data-parallel splits batches over GPUs by itself: leave out --data-parallel or {flag}")
     if model.sync_batchnorm and size != virtual:
@@ -229,7 +235,7 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
 
 
 def compiled(model: nn.Module) -> Forward:
-    """Wrap ``model`` with torch.compile. The first call compiles it, or raises UserError if it cannot."""
+    """Wrap ``model`` with torch.compile. The first call compiles it, and raises UserError if this fails."""
     fast = torch.compile(model)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
@@ -256,10 +262,10 @@ def compile_error() -> type[Exception]:
 
 @contextmanager
 def determinism(requested: bool) -> Iterator[None]:
-    """If ``requested``, allow only operations whose results repeat bit for bit inside the block; others raise an error."""
+    """If ``requested``, make the block's operations deterministic; those that cannot be deterministic raise an error."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if requested:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this variable
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     try:

@@ -31,7 +31,7 @@ class BatchPlan:
     accumulate: int
 
     def rest_of_epoch(self, epoch: int, first: int) -> Iterator[Batch]:
-        """Yield the training batches of an epoch, from global batch ``first`` on. The loader reads ahead."""
+        """Yield this rank's training batches of an epoch, from global batch ``first`` on. The loader prefetches them."""
         seed = derived(self.sampler.seed, "augmentation", epoch)
         for number in range(first, self.sampler.batches):
             for passes in self.passes(self.sampler.batch(epoch, number)):
@@ -39,7 +39,7 @@ class BatchPlan:
                     yield Batch(part, seed)
 
     def passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Split this rank's parts of a global batch into tensors, one for each backward pass; an empty part has none."""
+        """Split this rank's parts of a global batch into tensors, one for each backward pass; none for an empty part."""
         parts = [share(batch, number, self.parts) for number in self.mine]
         return [part.tensor_split(min(self.accumulate, len(part))) if len(part) else () for part in parts]
 

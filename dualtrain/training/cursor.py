@@ -21,10 +21,10 @@ class Cursor:
         batch: global batches of this epoch that are done.
         seconds: time spent in steps.
         samples: samples trained on, over all ranks.
-        sums: the sums of ``objective.NAMES`` over this epoch so far.
+        sums: the sums that ``objective.NAMES`` lists, over this epoch so far.
         last: the last evaluation, including training metrics.
-        best: the best evaluation so far, with its step and its epoch, which counts from 0 here and in checkpoints.
-        stale: evaluations since the best one.
+        best: the best evaluation so far, with its step and its epoch. Epochs count from 0 here and in checkpoints.
+        stale: the number of evaluations since the best one.
         evaluated_step: the step of the last evaluation.
     """
 
@@ -46,7 +46,7 @@ class Cursor:
         self.sums = added(self.sums, sums)
 
     def update_best(self, evaluation: dict[str, float], measure: str) -> bool:
-        """Record an evaluation; return whether it is the best so far: the lowest loss, or the highest accuracy."""
+        """Record an evaluation; return whether its ``measure`` is the best so far: lowest loss, or highest accuracy."""
         self.last = {**training_metrics(self.sums, "train_"), **evaluation}
         self.evaluated_step = self.step
         sign = -1 if measure.endswith("loss") else 1
@@ -89,12 +89,12 @@ class Cursor:
         return {_STORED.get(name, name): value for name, value in vars(self).items()}
 
 
-#: Fields that checkpoints hold under the name that version 0.1.0 gave them.
+#: Fields that have another name in checkpoints: the name that they had in version 0.1.0.
 _STORED = {"evaluated_step": "judged"}
 
 
 def _has_kind_of(value: Any, default: Any) -> bool:
-    """Check that ``value`` is of the kind of ``default``.
+    """Return whether ``value`` is of the same kind as ``default``.
 
     Counts and seconds must not be negative; other numbers may be. Sums are finite, since a loss that is not finite ends
     the run.

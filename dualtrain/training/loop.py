@@ -132,7 +132,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
 
 
 class Run:
-    """One run, from its start or its last checkpoint to its summary. Construction is collective, and writes nothing."""
+    """One run, from its start or its last checkpoint to its summary. The constructor is collective, and writes no file."""
 
     def __init__(self, name: str, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
@@ -188,7 +188,8 @@ class Run:
         self.folder = Path(on_rank_zero(self.backend, "run folder", lambda: claim(output, name, content, lock, limit)))
 
         def prepare() -> None:
-            # This run repeats the steps after its start. Rename the files of those steps, so that no run resumes from them.
+            # An earlier start may have written files of later steps, and this run computes those steps again. Rename these
+            # files, so that no run resumes from them.
             set_aside(self.folder, self.cursor.step, lock)
             write_task(self.folder, self.task, lock)
             allow_restart(self.folder, lock)
@@ -318,7 +319,7 @@ class Run:
         return flags
 
     def _saves_at_end(self, batch: int, step: int) -> bool:
-        """Return whether the epoch or the run ends after these numbers of batches and steps, and then saves anyway."""
+        """Return whether the epoch or the run ends after ``batch`` batches and ``step`` steps, and therefore saves."""
         saves = (self.cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         return step == self.total_steps or (batch == self.sampler.batches and saves)
 
@@ -360,7 +361,11 @@ class Run:
             )
 
     def _failed_write(self) -> str:
-        """Return why the last checkpoint could not be written; "" if it was written. On rank 0. Raises SupersededError."""
+        """Return why the last checkpoint could not be written; "" if it was written. On rank 0 alone.
+
+        Raises:
+            SupersededError: another process uses the run's folder now.
+        """
         self.lock.check()
         return str(self.writer.failed or "")
 

@@ -16,7 +16,7 @@ from dualtrain.config import ScheduleSection, StepSection
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
-_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # in this order: the base class; needs a closure; needs sparse gradients
+_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base class; LBFGS needs a closure, and SparseAdam sparse gradients
 
 
 def optimizer_names() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
         if name in known:
             options.setdefault(name, value)
         elif value:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: {step.optimizer} has none; leave it out")
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: {step.optimizer} has no such option; leave it out")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("the model has no parameters to train: choose another --model, or leave out --freeze-backbone")
@@ -67,7 +67,7 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--optimizer-options {part!r}: {step.optimizer} has no option {name!r}{hint}")
         options[name] = option_value(text)
         if isinstance(options[name], str) and isinstance(known[name], bool | int | float | tuple):
-            raise UserError(f"--optimizer-options {part!r}: {text!r} is no value; give a number, true or false")
+            raise UserError(f"--optimizer-options {part!r}: {text!r} is not a valid value; give a number, true or false")
     return options
 
 
@@ -77,10 +77,10 @@ _HOW = ("capturable", "foreach", "fused")
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the options and the state that ``optimizer`` has loaded have the kinds and shapes of a new optimizer's.
+    """Check that the loaded options and state of ``optimizer`` have the same kinds and shapes as in a new optimizer.
 
     Raises:
-        ValueError: a part is missing, or has another kind or shape, so that a step would fail, or broadcast the part.
+        ValueError: an entry is missing, or has a different kind or shape. A step would fail, or broadcast the entry.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     known = inspect.signature(type(inner)).parameters  # loading a state adds names to inner.defaults
@@ -163,7 +163,10 @@ def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr
 
 
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
-    """Return a function from the number of a step after the warm-up (of ``steps``) to the factor of the learning rate."""
+    """Return a function that takes the index of a step after the warm-up, and returns the factor of the learning rate.
+
+    ``steps`` is the number of steps after the warm-up.
+    """
     floor = section.lr_min / lr
     if floor > 1:
         raise UserError(f"--lr-min {section.lr_min:g} is above the learning rate {lr:g}: lower it")

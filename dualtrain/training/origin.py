@@ -19,7 +19,7 @@ _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start o
 
 
 def origin_of(backend: Backend) -> dict[str, Any]:
-    """Return how the ranks compute, rank 0's command, commit and versions, and each host's ranks. Collective.
+    """Return the backend and transport, rank 0's command, commit and versions, and each host's number of ranks. Collective.
 
     The result is equal on every rank.
     """

@@ -24,15 +24,15 @@ _PAUSE_SECONDS = 5.0  # blocks separated by a shorter pause have one schedule fo
 
 
 class Ticker:
-    """A thread that prints ``line()`` every ``seconds`` inside its block; never if ``seconds`` is 0.
+    """A thread that prints ``line()`` every ``seconds`` inside its ``with`` block; never if ``seconds`` is 0.
 
     Blocks that follow each other within five seconds print at the same times as one long block.
 
     Attributes:
-        printed: when the last line was printed, or when the first of these blocks began.
+        printed: the time of the last line; before the first line, the time when the first of these blocks began.
     """
 
-    _last = 0.0, -math.inf  # ``printed`` of the last block of this process, and when the block ended
+    _last = 0.0, -math.inf  # the last block of this process: its ``printed``, and the time of its end
 
     def __init__(self, seconds: float, line: Callable[[], str]) -> None:
         self._seconds, self._line = seconds, line
@@ -60,7 +60,7 @@ class Ticker:
 
 
 class Waiting(Ticker):
-    """A thread that prints, inside its block, how long the current phase has lasted. On rank 0 alone (``shown``)."""
+    """A thread that prints, in its ``with`` block, how long the current phase has lasted. On rank 0 alone (``shown``)."""
 
     def __init__(self, what: str, seconds: float, *, shown: bool) -> None:
         super().__init__(seconds if shown else 0, lambda: f"{self._what} for {duration(time.monotonic() - self._began)}")
@@ -82,19 +82,19 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every ``seconds``, also while no step ends. On rank 0 (``shown``).
+    """A progress bar on a terminal; elsewhere a line every ``seconds``, even if no step ends. On rank 0 alone (``shown``).
 
     Args:
         total: optimizer steps in the whole run.
         done: steps before this start.
         shown: whether this is rank 0.
-        launcher: what started the process.
+        launcher: the launcher that started the process.
         seconds: the time between lines; 0 for no lines.
     """
 
     def __init__(self, total: int, done: int, *, shown: bool, launcher: str, seconds: float) -> None:
         self._shown = shown
-        # tqdm's own lock holds a semaphore in the file system, which a rank that exits at once would leave behind.
+        # tqdm's own lock holds a semaphore in the file system. If a rank exits by os._exit, the semaphore would remain.
         tqdm.set_lock(threading.RLock())
         screen = shutil.get_terminal_size()
         self._bar = tqdm(
@@ -112,7 +112,8 @@ class Progress:
         self._ticker = Ticker(seconds if shown and self._bar.disable else 0, self._line)
         self._step, self._total, self._samples, self._loss = done, total, 0, 0.0
         self._line_step, self._line_samples, self._line_time = done, 0, time.monotonic()
-        #: The first step after this start, and its end. This step may compile or wait for workers: it is not timed.
+        #: The number of the first step after this start, and the time of its end. The time left is estimated without this
+        #: step, since it may include compilation or the start of workers.
         self._first: tuple[int, float] | None = None
         self.phase("starting")
 
@@ -125,7 +126,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str, batches: int = 0) -> None:
-        """Begin the phase ``what``. Lines show it while no step ends. :meth:`counted` will yield ``batches`` batches."""
+        """Begin the phase ``what``, which lines show while no step ends. :meth:`counted` will yield ``batches`` batches."""
         self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
@@ -145,7 +146,10 @@ class Progress:
             self._bar.set_postfix_str(words, refresh=False)
 
     def _line(self) -> str:
-        """Format the run's position and its speed since the last line, or its phase if no step ended or it has batches."""
+        """Format the run's position, and its speed since the last line.
+
+        If no step has ended since the last line, or if the phase counts batches, format the phase instead of the speed.
+        """
         now = time.monotonic()
         steps, samples, seconds = self._step - self._line_step, self._samples - self._line_samples, now - self._line_time
         self._line_step, self._line_samples, self._line_time = self._step, self._samples, now

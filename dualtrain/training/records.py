@@ -18,16 +18,16 @@ from dualtrain.training.progress import Progress
 
 
 class Records:
-    """The records of one run. On ranks other than 0, the methods do nothing. Construction may raise OSError.
+    """The records of one run. On ranks other than 0, the methods do nothing. The constructor may raise OSError.
 
     Args:
         folder: the run's folder.
         output: what is recorded, and how often.
         shown: whether this is rank 0.
-        launcher: what started the process.
+        launcher: the launcher that started the process.
         total: optimizer steps in the whole run.
         done: steps before this start.
-        lock: the folder's lock; once it is superseded, nothing is written there.
+        lock: the folder's lock. If it is superseded, because another process uses the folder, nothing is written.
 
     Attributes:
         progress: the progress bar or lines.
@@ -63,7 +63,7 @@ class Records:
         """Close the files."""
         for file in (self._metrics, self._board):
             if file is not None:
-                with suppress(OSError):  # the failed write has been reported
+                with suppress(OSError):  # the write that failed has been reported
                     file.close()
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:
@@ -106,7 +106,7 @@ class Records:
 
     @contextmanager
     def _reported(self, what: str, step: int) -> Iterator[None]:
-        """Report a failed write, which does not end the training."""
+        """Log a warning if a write in the block fails. Training continues."""
         try:
             yield
         except OSError as error:

@@ -18,7 +18,7 @@ from dualtrain.state import weights_sha256
 from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.cursor import Cursor
 
-#: Settings that a summary holds as they were given, since a resumed run may change them.
+#: Settings that decide when a run ends. A resumed run may change them, so the summary records their values.
 PLANNED = ("epochs", "max_steps", "early_stop", "best")
 
 
@@ -100,7 +100,7 @@ def write_results(
         summary: the run's summary.
         failed: returns the error of the last checkpoint's write; called on rank 0.
         lock: the folder's lock.
-        again: the command that continues the run, in words.
+        again: how to continue the run, for messages.
 
     Raises:
         UserError: on every rank, if another process uses the folder now; nothing is written.
@@ -130,5 +130,5 @@ def _write(
             write(folder / name)
         except OSError as error:
             problems.append(f"{name} ({error.strerror or error})")
-            break  # no summary without its model
+            break  # don't write the summary if the model was not written
     return problems

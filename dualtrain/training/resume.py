@@ -62,7 +62,7 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
 
 
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError if fixed settings differ from the checkpoint's: they must stay the same during a run.
+    """Raise UserError if settings that must stay the same during a run differ from those in the checkpoint.
 
     Args:
         tree: the checkpoint.
@@ -85,12 +85,12 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
 
 
 def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapping[str, int], folder: Path) -> None:
-    """Raise UserError if the global batch or the data differ from the checkpoint's.
+    """Raise UserError if the global batch or the data differ from those of the checkpoint's run.
 
     Args:
         tree: the checkpoint, the same on every rank.
-        global_batch: the samples per step of this run.
-        data: the number of samples and classes of this run.
+        global_batch: the number of samples per step of this run.
+        data: the numbers of samples and classes of this run.
         folder: the folder of the checkpoint's run.
     """
     if tree["global_batch"] != global_batch:
@@ -122,7 +122,7 @@ def with_its_weights(folder: Path, changed: Collection[str] = ()) -> str:
 
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in ``config`` of settings that a resumed run must keep but that differ in ``settings``."""
+    """Return those values in ``config`` that a resumed run must keep, and that differ from the values in ``settings``."""
     # A setting that is newer than the checkpoint had its default in the checkpoint's run.
     written = {name: config.get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
     written |= {name: config[name] for name, one in SETTINGS.items() if one.resumed and config.get(name) is not None}
@@ -145,7 +145,7 @@ def _check_form(tree: dict[str, Any]) -> None:
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's settings or platform are plain values, and valid if a resumed run adopts them."""
+    """Return whether a checkpoint's settings or platform are plain values, and adopted settings have valid values."""
     try:
         json.dumps(found)
     except TypeError:  # a tensor
@@ -183,7 +183,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
 def restore_best(
     trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None, lock: FolderLock
 ) -> bool:
-    """Restore the files of the best evaluation that ``cursor`` names: a run may be killed before it writes them.
+    """Restore the files of the best evaluation that ``cursor`` names. A killed run may not have written them.
 
     Collective.
 

@@ -14,14 +14,14 @@ from dualtrain.launchers import detect_world
 
 #: The signals, in the order of a step's control flags. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: A flag that ends the run: also set by rank 0 when another process uses the run's folder.
+#: Index of the flag that ends the run. Rank 0 also sets this flag when another process uses the run's folder.
 STOP = SIGNALS.index(signal.SIGTERM)
-#: The flag that only saves: also set by rank 0 when a checkpoint is due by time.
+#: Index of the flag that only saves. Rank 0 also sets this flag when a checkpoint is due by time.
 SAVE = SIGNALS.index(signal.SIGUSR1)
-_REPEAT_SECONDS = 2.0  # a launcher repeats the SIGINT of a Ctrl-C at once; a person's second Ctrl-C comes later
+_REPEAT_SECONDS = 2.0  # a launcher may repeat the SIGINT of one Ctrl-C within this time; a second Ctrl-C comes later
 
 
-#: Has an entry if SIGUSR1 was received before there was anything to save.
+#: Contains an entry if SIGUSR1 was received before there was anything to save.
 _early: list[bool] = []
 
 
@@ -61,7 +61,7 @@ def take_early_request() -> bool:
 
 
 def ignore_late_requests() -> None:
-    """Keep SIGUSR1 from ending a process that is about to exit: Python removes its handlers before the end."""
+    """Keep SIGUSR1 from ending a process that is about to exit: Python removes its signal handlers before the end."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -90,7 +90,10 @@ class Signals:
             os._exit(128 + number)  # a second Ctrl-C: the current step hangs
 
     def take(self) -> list[float]:
-        """Return 1 for each of ``SIGNALS`` that was received, else 0. SIGUSR1 is returned once, the others every time."""
+        """Return 1 for each of ``SIGNALS`` that was received, else 0.
+
+        A SIGUSR1 is returned by one call only, the other signals by every later call.
+        """
         flags = [float(number in self._noted) for number in SIGNALS]
         self._noted.pop(signal.SIGUSR1, None)
         return flags

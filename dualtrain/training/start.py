@@ -80,9 +80,9 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
 
     Args:
         output: names the run's folder, and what to resume from.
-        name: the run's name, with which a new folder's name begins.
+        name: the run's name. The name of a new folder begins with it.
         settings: all settings of this run by name.
-        backend: the ranks.
+        backend: communicates with the other ranks.
         lock: rank 0's lock of the folder.
 
     Raises:
@@ -118,9 +118,9 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
     Args:
         output: names the run's folder.
         settings: all settings of this run by name.
-        backend: the ranks.
+        backend: communicates with the other ranks.
         by: the beginning of the line that is printed.
-        from_file: whether the run began from a checkpoint that its flags name, not at step 0.
+        from_file: whether the run began from a checkpoint that its flags name, instead of at step 0.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
@@ -156,7 +156,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
     if best_step is not None:
         steps[best] = best_step  # this may be the only good checkpoint
     for path, step in steps.items():
-        with suppress(OSError):  # the file was removed in between
+        with suppress(OSError):  # the file was removed after it had been listed
             status = path.stat()
             identity = [status.st_ino, status.st_size, status.st_mtime_ns]
             files.append((step, path.name, *checkpoint.generation_in(path), identity))
@@ -202,7 +202,7 @@ def _newest(
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
 
-    Raises UserError if none is good but one is needed; ``needed`` says why.
+    Raises UserError if there is no good checkpoint, but ``needed`` gives a reason why the run needs one.
     """
     problems: list[str] = []
     tried: list[Sequence[int]] = []
@@ -241,7 +241,7 @@ def _warn_of_another(file: _File, files: Sequence[_File], backend: Backend) -> N
     unlike = next((other for other in same if other.digest != file.digest), None)
     if unlike is not None and backend.rank == 0:
         log.warning(
-            "rank %d and rank %d hold different checkpoints of step %d in their folders: that of rank %d is used",
+            "rank %d and rank %d hold different checkpoints of step %d in their folders: the one of rank %d is used",
             *(file.rank, unlike.rank, file.step, file.rank),
         )
 
@@ -265,7 +265,7 @@ def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[s
 
 
 def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) -> dict[str, dict[str, Any]]:
-    """Return the checkpoints that rank 0 must write: ``saved``, and the best one before it. Collective."""
+    """Return the checkpoints that rank 0 must write: ``saved``, and the best checkpoint before it. Collective."""
     copies = {file.name: saved}
     best = saved["cursor"].get("best")
     if isinstance(best, dict) and best.get("step", file.step) != file.step:

@@ -1,4 +1,4 @@
-"""The control channel of calls: messages of any length, and errors in place of answers to an earlier message."""
+"""Connections on which ranks compare calls: messages of any length; errors, not outdated answers, after a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dualtrain.backends.short_calls import CallBuffers, longest, travels
 
 @pytest.fixture
 def channels():
-    """Make the ends of channels between ranks of this process; all connections are closed at the end of the test."""
+    """Return a function that connects ranks in this process, and returns their ends. They are closed after the test."""
     made: list[CallChannel] = []
 
     def make(size):
@@ -29,7 +29,7 @@ def channels():
             for rank in range(1, size):
                 theirs = socket.create_connection(server.getsockname())
                 ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
-                for end in (theirs, ours[-1].socket):  # a connection of a job has 9 s
+                for end in (theirs, ours[-1].socket):  # 100 ms; connections of a job have 9 s
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
                 made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
         made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
@@ -45,7 +45,7 @@ def wait_for_all(steps):
 
 
 def gathered(ends, messages):
-    """Return what each rank gets when the ranks send these messages."""
+    """Return what each rank receives when the ranks send these messages."""
     return on_all_ranks([partial(end.gather, message) for end, message in zip(ends, messages, strict=True)])
 
 
@@ -142,7 +142,7 @@ def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
 
 
 def answered(messages):
-    """Return what each rank reads from the reply to the ranks' messages, each a pair of numbers and data."""
+    """Return what each rank reads from rank 0's reply. A message is a pair: a list of numbers, and data."""
     size = len(messages)
     root, *others = (CallBuffers(rank, size, longest(size, one_host=True)) for rank in range(size))
     root.message(*messages[0])

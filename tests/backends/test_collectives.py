@@ -31,7 +31,8 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 MOVABLE = [*DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.complex128, torch.float8_e4m3fn]
-#: Cases in Horovod's worlds for calls that move tensors as bytes, as tests/threads.py asserts.
+#: Cases in Horovod's worlds for calls that only move tensors. A few dtypes are enough, because these calls move all
+#: tensors as bytes (tests/threads.py asserts this).
 AS_BYTES = [(dtype,) for dtype in (torch.bool, torch.float8_e4m3fn, torch.float32, torch.complex128)]
 OPS = list(ReduceOp)
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -254,7 +255,7 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 
 def same_bits_everywhere(backend):
-    """Short tensors are reduced by the comparison of their calls, with the bits of the library's all-reduce."""
+    """Compare with the library's all-reduce: short tensors are reduced while calls are compared, with the same bits."""
     mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
     mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
@@ -716,9 +717,9 @@ def test_connect_does_not_use_the_default_device_of_torch():
 
 
 def calls_in_any_mode(backend, inference_tensor, mode):
-    """Make every kind of call in ``mode``, on a tensor made inside or outside of inference mode, of two lengths."""
+    """Make every kind of call in ``mode``, on short and long tensors, made inside or outside of inference mode."""
     size = backend.size
-    for count in (2 * size, 2000 * size):  # a short reduction travels with the comparison of the calls
+    for count in (2 * size, 2000 * size):  # a short tensor is reduced during the comparison of the calls
         with torch.inference_mode(inference_tensor):
             mine, narrow = torch.ones(count), torch.ones(count, dtype=torch.bfloat16)
             sent = torch.full((2, count), float(backend.rank)).t()
@@ -763,7 +764,7 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
 
 
 def average_in_torchs_threads():
-    """Average subnormal numbers. Torch's own threads start in this call, and replace them by zero as this thread does."""
+    """Average subnormal numbers. Torch's threads start in this call. They flush such numbers to zero, as this one does."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)
@@ -960,7 +961,7 @@ def test_done_becomes_true_without_a_wait_and_waits_may_be_in_any_order(spmd):
 def primitives(backend):
     tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
     works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
-    backend.barrier()  # the barrier needs no data channel, and may return before the primitives have ended
+    backend.barrier()  # the barrier does not wait for the primitives
     await_done(works[0])
     for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() is None
@@ -1033,10 +1034,10 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(man
 
 
 def other_calls(backend):
-    """Make two different checked calls at the same time, one on rank 0 and one on the other ranks, for every such pair.
+    """Make one call on rank 0, and at the same time a different call on the other ranks, for every pair of calls.
 
-    On Horovod, where an exchange takes ten times as long, each call is made with the next one only: the ranks have compared
-    the calls before the backend starts anything.
+    On Horovod, pair each call only with the next one: an exchange takes ten times as long there, and the ranks detect the
+    difference before they use Horovod's operations.
     """
     rows = torch.zeros(2 * backend.size)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -1090,7 +1091,7 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
 
 
 def counts_sums(backend):
-    """Only sums of gradients on a GPU count, and only for calls on a GPU."""
+    """Start a sum on a simulated GPU and one on the CPU; return how many count for calls on the GPU, and on the CPU."""
     gpu = types.SimpleNamespace(is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
     try:
@@ -1142,7 +1143,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many):
 
 
 def checks_behind_pending_calls(backend):
-    # The last rank is late: without a common order, its calls would be matched with later calls of the other ranks.
+    # The last rank is late. Without a common order, its calls would be matched with later calls of the other ranks.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
         time.sleep(0.2)

@@ -201,14 +201,14 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def busy_port():
-    """A port that a server listens on."""
+    """Yield a port on which a server listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def horovod_errors(busy_port, tmp_path_factory):
-    """Three errors, raised in one new process: Horovod is missing, the port is in use, Horovod's world has another size."""
+    """Return three errors from one new process: no Horovod, a port in use, a world of Horovod with a different size."""
     done = run(("-c", HOROVOD_CASES, str(busy_port)), tmp_path_factory.mktemp("horovod_errors"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -286,7 +286,7 @@ GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Function that makes torch report the GPUs with the given indices in ``GPUS``."""
+    """Return a function that makes torch report only the GPUs ``GPUS[number]`` for the given numbers."""
 
     def see(*numbers):
         properties = [SimpleNamespace(uuid=GPUS[number]) for number in numbers]
@@ -321,7 +321,7 @@ def test_two_ranks_with_the_same_gpu_are_refused_for_nccl(gpus):
         else:
             _take_device(backend)
         assert backend.left == refused
-    backend = FakeBackend(0, "aa", [None, [7, 7]], "cuda")  # another GPU with the same index
+    backend = FakeBackend(0, "aa", [None, [7, 7]], "cuda")  # rank 1 has a different GPU with the same index
     _take_device(backend)
     backend = FakeBackend(0, "aa", [None, None], "cuda")
     backend.transport = "gloo"
@@ -433,7 +433,7 @@ def test_every_wait_of_an_operation_on_a_gpu_is_without_a_timeout():
 
 
 def test_a_forked_child_does_not_end_the_groups_of_its_parent(tmp_path):
-    """Three children end: one without a call, one that has closed the backend, one that has connected again."""
+    """Fork three children. The first makes no call, the second closes the backend, the third connects again."""
     end = run(("-c", FORKS), tmp_path)
     # The modules that are loaded before the fork include triton, whose bindings print at exit what they have leaked.
     said = [line for line in end.stderr.splitlines() if not re.search("nanobind|leaked|skipped remainder|refleaks", line)]

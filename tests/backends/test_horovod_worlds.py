@@ -15,7 +15,7 @@ def exchange(backend):
 
 
 def name_of_an_exchange(backend):
-    """Exchange, and record the name that Horovod gets for the exchange, for use in the next world."""
+    """Make an exchange, and keep the name under which Horovod runs it, for the next world."""
     gather = backend.library.allgather_async
 
     def record(tensor, name, **options):
@@ -30,7 +30,7 @@ def name_of_an_exchange(backend):
 
 
 def exchange_after_a_kept_operation(backend):
-    """Exchange after rank 1 has started an operation of the earlier world, which Horovod may keep when it shuts down."""
+    """Make an exchange after rank 1 has started an operation with the earlier world's name, as if Horovod had kept it."""
     if backend.rank == 1:
         backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
     return exchange(backend)

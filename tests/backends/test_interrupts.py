@@ -1,4 +1,4 @@
-"""Exceptions such as KeyboardInterrupt in the middle of a call: all ranks go on with right results, or all get an error."""
+"""Exceptions such as KeyboardInterrupt during a call: all ranks go on with correct results, or all get an error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def after_the_wait_for_a_post(backend, count):
         tensor = torch.full((count,), backend.rank + 1.0)
         if backend.rank == 0:
             semaphores = memory._semaphores
-            # No look finds a post, so that this rank waits.
+            # try_wait() never succeeds, so this rank must wait for the post.
             with (
                 mock.patch.object(semaphores, "try_wait", return_value=False),
                 after(memory, "_wait_and_progress", bool),
@@ -78,7 +78,7 @@ def at_the_start(backend):
             backend.start_sum(tensor, "first")
         reason = "sum of 'first' was interrupted by KeyboardInterrupt and cannot continue"
     else:
-        backend.start_sum(tensor, "first").wait()  # a short sum needs nothing of rank 0 but its values
+        backend.start_sum(tensor, "first").wait()  # succeeds, since rank 0 has sent the values of this short sum
         reason = "rank 0 was interrupted in an operation and cannot complete it"
     with pytest.raises(BackendError, match=reason):
         backend.start_sum(tensor, "later").wait()
@@ -97,7 +97,7 @@ def call_is_interrupted(backend):
             with pytest.raises(BackendError, match="a collective call on rank 0 was interrupted by KeyboardInterrupt"):
                 backend.barrier()
     else:
-        # Rank 0 takes part in the comparison of the call, and not in the sum.
+        # Rank 0 takes part in the comparison of the call, but not in the sum.
         with pytest.raises(PeerFailedError, match="rank 0 stopped: a collective call on rank 0 was interrupted"):
             backend.allreduce(tensor, "sum")
 

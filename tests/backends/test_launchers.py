@@ -115,7 +115,7 @@ def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
     for world, launcher in ((spark, "spark"), (ray, "ray")):
         assert (world.launcher, world.rank, world.size, world.local_rank, world.local_size) == (launcher, 3, 4, 1, 2)
         assert (world.rendezvous, world.secret, world.job, world.single_host) == (("node1", 4000), "s", "j", False)
-    # `served` is False if rank 0 itself serves the store, as with Ray; with Spark, the task that started rank 0 serves it.
+    # `served` is True if a process other than rank 0 serves the store: with Spark, the task that started rank 0.
     assert (spark.served, ray.served, detect_world(SPAWN).served, detect_world(TORCHRUN).served) == (
         True,
         False,
@@ -264,11 +264,11 @@ def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
     worlds = [World(rank, size, launcher="mpirun").placed(rank, hosts) for rank in range(size)]
     for rank, world in enumerate(worlds):
         assert (world.rank, world.size, world.launcher) == (rank, size, "mpirun")
-        # Local ranks number the ranks of a host, from 0, in rank order.
+        # The ranks of a host have the local ranks 0, 1, 2 and so on, in rank order.
         neighbours = [other for other in worlds if hosts[other.rank] == hosts[rank]]
         assert [neighbour.local_rank for neighbour in neighbours] == list(range(len(neighbours)))
         assert world.local_size == len(neighbours)
-        # Cross ranks number the ranks with the same local rank, which are on different hosts, from 0.
+        # Ranks with the same local rank are on different hosts, and have the cross ranks 0, 1, 2 and so on.
         peers = [other for other in worlds if other.local_rank == world.local_rank]
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
@@ -301,5 +301,5 @@ def test_the_name_of_a_job_outlives_the_workers():
     assert detect_world({**batch, "SLURM_RESTART_COUNT": "1"}).job == first.job
     assert detect_world({**batch, "SLURM_STEP_ID": "1"}).job == "slurm-c-7.1"
     assert detect_world({**batch, "MASTER_ADDR": "h", "MASTER_PORT": "1"}).job == first.job
-    # A shell in a step of salloc may start several runs, and is not requeued.
+    # The runs of a shell in a step of salloc have no job name: there may be several, and the step is not requeued.
     assert detect_world({name: value for name, value in batch.items() if name != "ENVIRONMENT"}).job == ""

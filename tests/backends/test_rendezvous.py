@@ -168,7 +168,7 @@ def horovodrun(size):
 
 
 class KeyValueServer(ThreadingHTTPServer):
-    """The part of horovodrun's server that dualtrain uses: PUT, and GET with a 404 for a key that is not set."""
+    """Fake of horovodrun's server, with the requests that dualtrain sends: PUT, and GET (404 for a key that is not set)."""
 
     daemon_threads = True
 
@@ -262,7 +262,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
         assert job.poll() is None, job.errors
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 2
-        # The ranks' libraries may still listen; the process that served the store does not.
+        # The ranks' libraries may still listen, but not the job's process, which served the store.
         found = set(listening(children))
         assert found <= {"0100007F"}
         assert found or backend == "horovod"  # Horovod has closed its ports

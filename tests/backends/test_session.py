@@ -1,4 +1,4 @@
-"""Agreement of the ranks on a session, in a store that still has the keys of failed attempts."""
+"""Agreement of the ranks on a session (the name of an attempt), in a store that still has keys of failed attempts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (
 
 @cache
 def values(rank, count, dtype):
-    """Return the values of a rank, which must not be changed."""
+    """Return the values of a rank. Callers must not change this tensor, because it is cached."""
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype.is_floating_point:
         return torch.randn(count, generator=generator).to(dtype)
@@ -80,7 +80,7 @@ def test_reductions_are_in_rank_order(hosts, op):
 
 
 def test_every_operation_on_every_dtype(shared):
-    """Reduce lengths in one chunk and in several; the test above has float32 and the lengths around the boundaries."""
+    """Reduce one chunk, and several chunks. (The test above covers float32 and the lengths around the boundaries.)"""
     dtypes = torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16
     hosts = (0,) * shared.size
     shared.each(check_reductions, [(hosts, op, dtype, (1, 65, 1000, 300001)) for op in FOLD for dtype in dtypes])
@@ -103,7 +103,7 @@ def test_two_ranks_get_the_same_bits_as_over_gloo(pool):
 
 
 def interleaved(backend):
-    """Run several operations at once, short and long, in shared and in other memory; each rank waits in another order."""
+    """Run short and long operations at once, in shared and in other memory. Each rank waits in a different order."""
     generator = torch.Generator().manual_seed(backend.rank)
     buffers = [backend.new_buffer(count, torch.float32, CPU) for count in (1000, 5001, 1002, 5003)]
     for step in range(30):
@@ -141,7 +141,7 @@ def test_ranks_on_several_hosts_may_wait_for_operations_in_any_order():
 
 def held(kind):
     if kind == "descriptors":
-        return sorted(os.listdir("/proc/self/fd"))[:-1]  # one fewer: listdir itself uses a descriptor
+        return sorted(os.listdir("/proc/self/fd"))[:-1]  # leave out one: the descriptor of listdir itself
     return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -155,7 +155,7 @@ def frees_memory(backend):
     del buffers, buffer
     assert len(backend.memory._regions) == regions - 3
     assert held("maps") == before[0]
-    # A --prove that another process of pytest has started keeps its records there.
+    # In another process of pytest, `horovodize --prove` may run, which keeps its records there.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 
@@ -164,7 +164,7 @@ def test_memory_is_freed_and_has_no_name(shared):
 
 
 def late(backend):
-    """Rank 0 does not make the call."""
+    """Leave out the call on rank 0."""
     backend.timeout = 1.0
     tensor = torch.ones(3)
     if backend.rank == 0:
@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_start_the_sum_is_named_after_the_timeout():
 
 
 def interrupted(backend, count):
-    """Interrupt rank 0 while it waits, which does no harm, and then in a sum, as Ctrl-C does."""
+    """Interrupt rank 0 as Ctrl-C does: first while it waits, which does no harm, then in the middle of a sum."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     tensor, interrupt = torch.ones(count), mock.Mock(side_effect=KeyboardInterrupt)
     if backend.rank == 0:
@@ -209,7 +209,7 @@ def interrupted(backend, count):
         message = "sum of 'second' was interrupted by KeyboardInterrupt and cannot continue"
     else:
         work = backend.start_sum(tensor, "second")
-        with suppress(BackendError):  # a short sum needs nothing else of rank 0
+        with suppress(BackendError):  # a short sum may succeed, since rank 0 has sent its values
             work.wait()
         message = "rank 0 was interrupted in an operation and cannot complete it"
     for _ in range(2):
@@ -238,7 +238,7 @@ def test_a_rank_that_does_not_compare_its_call_is_named_after_the_timeout():
 
 def in_any_mode(backend):
     tensor = torch.ones(500)
-    group = backend.group(range(backend.size))  # its calls use the library
+    group = backend.group(range(backend.size))  # the group's calls do not use shared memory
     with torch.inference_mode():
         assert group.allreduce(tensor, "sum").tolist() == [backend.size] * 500
         inside = torch.full((500,), 1.0)
@@ -259,7 +259,7 @@ def test_reductions_work_inside_and_outside_of_inference_mode(shared):
 
 
 def buffer_on_rank_zero(backend):
-    """Reduce a tensor that is part of a shared buffer on rank 0, and of no buffer on the other ranks."""
+    """Reduce a tensor that is part of a shared buffer on rank 0, and an ordinary tensor on the other ranks."""
     buffer = backend.new_buffer(1000, torch.float32, CPU)
     tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
     tensor.fill_(backend.rank + 1)
@@ -284,7 +284,7 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
 
 
 def short_among_other_calls(backend):
-    """Make short reductions after calls that do not match and while a sum is pending; the ranks are late in turn."""
+    """Make short reductions after calls that do not match, and while a sum is pending. The ranks are late in turn."""
     last = backend.rank == backend.size - 1
     for step in range(12):
         values = torch.arange(5.0) + 10 * backend.rank + step
@@ -341,7 +341,7 @@ def test_more_operations_than_tags_may_be_pending(count):
 
 
 def group_between(backend):
-    """Rank 0 waits for the sum before it makes the group's call; the other ranks make the call first."""
+    """Wait for the sum before the group's call on rank 0, and after the group's call on the other ranks."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5)
     work = backend.start_sum(tensor, "t")

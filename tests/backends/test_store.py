@@ -32,7 +32,7 @@ def processes(monkeypatch):
 
 @pytest.fixture
 def job():
-    """A server that rank 0 of three ranks has joined, and its port."""
+    """Yield the server of a job of three ranks, which only rank 0 has joined, and the server's port."""
     server = serve(listen(LOCAL, [0], 3), 3, "the secret")
     yield server, server._listening.getsockname()[1]
     server.close()
@@ -40,7 +40,7 @@ def job():
 
 @pytest.fixture
 def join():
-    """Function that calls :func:`dial` for this host. The returned clients are closed when the test ends."""
+    """Return a function that calls :func:`dial` for this host. Its clients are closed at the end of the test."""
     found = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world=""):
@@ -194,7 +194,7 @@ def test_a_rank_may_join_in_two_worlds(job, join):
 
 
 def test_a_relay_at_another_port_is_detected(job, join):
-    """A process without the secret relays messages between a rank and the server; the rank refuses the proof."""
+    """Relay messages between a rank and the server, without the secret. The rank refuses the proof for another port."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
 
@@ -215,7 +215,7 @@ def test_a_relay_at_another_port_is_detected(job, join):
 
 def test_a_rank_outside_the_size_is_refused(job, join):
     server, port = job
-    with pytest.raises(UserError, match=r"rank 3 \(process .*\) is not among this job's 3: give every process the same"):
+    with pytest.raises(UserError, match=r"rank 3 \(process .*\) is not one of this job's 3 ranks: give every process"):
         join([port], 3)
     assert server.call("count") == 0
 

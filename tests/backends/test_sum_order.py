@@ -38,13 +38,13 @@ def halves(buffer):
 
 
 def sums(backend, cases):
-    """Return each case's sum; a case is (number of shards, length). All elements but the last two are scaled."""
+    """Return the sum of each case (number of shards, length). All elements but the last two are scaled."""
     results = []
     for shards, numel in cases:
         order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
         wire = backend.new_buffer(numel, torch.float32, torch.device("cpu"))
         partial = ShardSums(backend, wire, order, halves)
-        for _ in range(2):  # the second time, buffers are reused
+        for _ in range(2):  # the second sum reuses the buffers of the first
             mine = order.ranges[backend.rank]
             for shard in mine:
                 if shard != mine[-1]:
@@ -81,7 +81,7 @@ def test_sums_have_the_bits_of_the_tree_on_any_number_of_ranks(shards, gathered,
 
 
 CASES = [(shards, numel) for shards in COUNTS for numel in (5, 9001)]
-#: The cases in Horovod's worlds: fewer shards than ranks, as many on each rank, and unequal numbers.
+#: The cases in Horovod's worlds: fewer shards than ranks, equal and unequal numbers of shards per rank.
 ON_HOROVOD = [(shards, numel) for shards, numel in CASES if shards in (1, 3, 4, 13)]
 
 
@@ -103,7 +103,7 @@ def rank_order(backend, cases):
 
 
 def test_a_sum_in_rank_order_has_different_bits():
-    """The other tests can fail: with their values, another order of the additions gives other bits."""
+    """Show that the other tests can fail: with their values, a different order of additions gives different bits."""
     cases = [(4, 1000)]
     with pytest.raises(AssertionError):
         assert_equal(run_threads(4, rank_order, cases), cases)

@@ -34,7 +34,7 @@ CONTRACT_SECONDS = 30.0  # half of the timeout of the pool's calls
 
 @pytest.fixture
 def new_world(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """A world of three new processes, all of which end with the test."""
+    """Yield a world of three new processes. All of them end with the test."""
     if request.param == "horovod":
         require_horovod()
     pool = Pool(3)
@@ -46,7 +46,7 @@ def new_world(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def call_until_failure(backend, call):
-    """Repeat ``call`` until it fails; return the error, and the seconds of the failed call and of one more call."""
+    """Repeat ``call`` until it fails; return the error, and the durations of the failed call and of one more call."""
     success = time.monotonic()
     with pytest.raises(BackendError) as caught:  # noqa: PT012 - any of the calls may be the first to fail
         for _ in range(100_000):
@@ -63,7 +63,7 @@ def killed_between_calls(backend, victim):
         for _ in range(20):
             backend.allreduce(torch.ones(1000))
         os.kill(os.getpid(), signal.SIGKILL)
-    # A call that has returned on the victim may still run here, and then it fails.
+    # The victim's last call may still run on this rank, although it has returned on the victim. Then it fails.
     return call_until_failure(backend, lambda: backend.allreduce(torch.ones(1000)))
 
 
@@ -72,7 +72,7 @@ def aborts(backend, victim):
         backend.barrier()
         backend.abort("ValueError: boom")
         os._exit(1)
-    return call_until_failure(backend, backend.barrier)  # a barrier that has returned on the victim may fail here
+    return call_until_failure(backend, backend.barrier)  # even the victim's last barrier may fail on this rank
 
 
 KILLED = [("torch", 0), ("torch", 1), ("horovod", 1)]
@@ -237,7 +237,7 @@ def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
 
 
 def outsider_leaves(backend):
-    """Rank 2 leaves; ranks 0 and 1 go on in a group without it, and rank 0 waits there for rank 1."""
+    """Close the backend on rank 2. Ranks 0 and 1 go on in a group of their own, in which rank 0 waits for rank 1."""
     group = backend.group([0, 1])
     if group is None:
         return backend.close()
@@ -288,7 +288,7 @@ def test_data_of_a_rank_that_has_left_may_still_arrive():
 
 
 def misses_a_call(backend, folder):
-    """Rank 0 does not make the call; the other ranks, which wait too, are not named."""
+    """Leave out the call on rank 0. The other ranks' errors name only rank 0, and not the ranks that wait."""
     backend.barrier()
     backend.timeout, before = 4.0, backend.timeout
     failed = [folder / str(rank) for rank in range(1, backend.size)]
@@ -353,7 +353,7 @@ def test_an_error_of_the_library_names_the_ranks_that_do_not_wait():
     failed = threading.Semaphore(0)
 
     def the_library_gives_up(backend):
-        """Ranks 0 and 1 have the same error; rank 2, whose process hangs, reports nothing."""
+        """Let ranks 0 and 1 have the same error, and rank 2 report nothing, like a process that hangs."""
         watch, said = backend.watch, ""
         if backend.rank < 2:
             watch.wait_for_report = lambda seconds: holds(lambda: watch.waiting.keys() == {0, 1})
@@ -369,7 +369,7 @@ def test_an_error_of_the_library_names_the_ranks_that_do_not_wait():
     assert (first, second) == tuple(f"sum of 'b' failed on rank {rank} of 3: {said}" for rank in (0, 1))
 
 
-# -- Watch alone, on threads ------------------------------------------------------------------------------------------
+# -- the class Watch alone; ranks are threads ---------------------------------------------------------------------------
 
 #: Answers of unauthenticated peers to the challenge.
 UNAUTHENTICATED = [
@@ -497,7 +497,7 @@ def test_the_secret_is_not_sent_over_a_control_channel():
 
 
 def fails_during_the_handshake(backend):
-    """The report arrives together with the last message of the handshake."""
+    """Send a report together with the last message of the handshake."""
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
         watch.wait_for_report(CONTRACT_SECONDS)
@@ -523,7 +523,7 @@ def test_a_report_that_arrives_with_the_handshake_is_received():
 
 
 def receives_waits(backend):
-    """Rank 0 forwards to the other ranks the name of the operation that rank 1 waits for."""
+    """Report the operations that rank 1 waits for. Rank 0 forwards these reports to rank 2."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
         watch.report_wait("a")

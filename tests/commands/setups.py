@@ -1,4 +1,4 @@
-"""Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are fakes.
+"""Runs of ``launch/setup.sh`` with fakes of the interpreter, the GPU driver, the CUDA compiler and Horovod.
 
 A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments, and print
 the contents of files that a test has written.
@@ -19,9 +19,9 @@ from tests.pool import ROOT
 
 SECONDS = 60.0
 
-# The fake interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the file "torch" has
-# the version of torch; other calls go to Python, once for each program after -c. When pip builds Horovod's wheel, its
-# environment is written to the file "build".
+# The fake interpreter. `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code. The checks of torch
+# and of Horovod print the files "torch" and "horovod". Python runs everything else, but a program after -c only once (see
+# ONCE). When pip builds Horovod's wheel, its environment is written to the file "build".
 PYTHON = """#!/bin/bash
 here={folder}
 {once}
@@ -48,8 +48,8 @@ case "$1 $2" in
   *) exec {real} -S "$@" ;;
 esac
 """
-# Shell function of fake interpreters. A call goes to Python, unless an earlier call with the same arguments succeeded: then
-# the output of the earlier call is printed again.
+# Shell function of fake interpreters. If an earlier call with the same arguments succeeded, it prints that call's output
+# again. Otherwise it calls Python.
 ONCE = """
 once() {{
   local name=$*
@@ -74,12 +74,12 @@ esac
 
 
 def once(answers: Path) -> str:
-    """Return ``ONCE`` with the answers in this folder."""
+    """Return the shell function ``ONCE``, which keeps Python's outputs in the folder ``answers``."""
     return ONCE.format(answers=answers, real=sys.executable)
 
 
 class Setup:
-    """Runs of setup.sh for one folder. ``answers`` keeps what Python has printed."""
+    """Runs of setup.sh that make an environment in ``folder``. Python's outputs are kept in the folder ``answers``."""
 
     def __init__(self, folder: Path, answers: Path) -> None:
         self.venv = folder / "venv"

@@ -1,4 +1,4 @@
-"""The doctor on healthy and on broken worlds. Each problem is reported with its cure."""
+"""``dualtrain doctor`` in healthy and in broken worlds: each problem is reported with its cure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(main())
 
 
 def row(rank=0, **other):
-    """Return the facts of a healthy rank."""
+    """Return the facts about a rank without problems, with the facts in ``other`` replaced."""
     versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
@@ -52,7 +52,7 @@ def test_the_report_of_one_rank_as_text_and_as_json(tmp_path):
     assert report["works"]
     assert report["chosen"] == "local"
     assert report["problems"] == []
-    assert report["allreduce"] == {}  # one rank sends nothing
+    assert report["allreduce"] == {}  # a single rank measures no all-reduce
     assert report["threads"] == usable_cores()
     text = page(report)
     assert "launcher    none" in text
@@ -71,7 +71,7 @@ def assert_that_both_work(said, chosen):
     """Assert that both backends work on two ranks, and that a run would use ``chosen``."""
     assert f"a run with --backend {chosen} would work" in said
     assert said.count("a run with") == 1
-    assert "torch (shm, cpu)" in said  # what a run would use
+    assert "torch (shm, cpu)" in said  # the transport that a run would use
     assert re.search(r"^(\[[\d,]+\]<stdout>:)?64 MB +\d+\.\d+ ms", said, re.MULTILINE)  # a launcher may prefix lines
     assert "horovod (" in said
     assert all(f"rank {rank} " in said for rank in (0, 1))

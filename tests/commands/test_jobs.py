@@ -48,7 +48,7 @@ def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
             rank.kill()
 
 
-# A model whose construction is interrupted on the ranks in the environment variable INTERRUPTED.
+# A model whose construction is interrupted on the ranks that the environment variable INTERRUPTED lists.
 INTERRUPTED = """
 import os, signal, time
 def model():
@@ -86,7 +86,8 @@ def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_pa
         assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(60) == 1
-        # With Horovod, Gloo's own timeout may expire first if rank 0 has computed for some seconds. Then " 6 s" is missing.
+        # With Horovod, Gloo's own timeout may expire first if rank 0 has computed for some seconds. Then the
+        # message has no " 6 s".
         said = r"error \(rank 0 of 2\): after step [0-9]+: .* failed on rank 0 of 2: waited( 6 s)? for rank 1, which has "
         assert re.search(said, ranks[0].errors), ranks[0].errors
     finally:
@@ -143,7 +144,7 @@ def test_a_refusal_is_printed_by_every_rank_that_it_concerns(backend, tmp_path):
     assert "the local backend is rank 0 of 1" in local
     assert "--data-dir 'missing'" in data
     assert "infinite or not a number in step" in diverged
-    # No launcher has stopped rank 1 meanwhile, so rank 1 prints the errors that it detects itself.
+    # There is no launcher that stops rank 1, so rank 1 prints the errors that it detects itself.
     lr, local = second.stderr.splitlines()
     assert "(rank 1 of 2): --lr must be" in lr
     assert "the local backend is rank 0 of 1" in local

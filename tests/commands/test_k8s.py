@@ -1,9 +1,8 @@
 """launch/k8s: the manifests are valid for the operators, as far as can be checked without a cluster.
 
 This file contains the rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1). If
-the package kubeflow-training is installed, the names and types of all fields, also of the pods, are compared with its
-OpenAPI types.
-tests/launch/test_k8s.py runs the pods' own commands.
+the package kubeflow-training is installed, the names and types of all fields (those of the pods too) are compared
+with its OpenAPI types. tests/launch/test_k8s.py runs the pods' own commands.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def test_a_start_and_a_restart_have_the_same_command_without_a_shell(pod):
 
 
 def assert_type(value: Any, kind: str, models: Any, core: Any) -> None:
-    """Assert that ``value`` fits the OpenAPI type ``kind``: the type has every field of ``value``, and each one fits."""
+    """Assert that ``value`` fits the OpenAPI type ``kind``: the type has all fields of ``value``, and their values fit."""
     inner = re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind)
     if inner:
         for each in value.values() if isinstance(value, dict) else value:

@@ -131,9 +131,9 @@ def test_help_is_the_head_comment(script):
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
-        ((), {"V": "0"}, "V is '0', and must be a number of virtual ranks: V=4"),
-        ((), {"RANKS": "1 two"}, "RANKS has 'two', and must be numbers of ranks"),
-        ((), {"WAYS": "chain slurm"}, "WAYS has 'slurm', and must be some of nproc-shm"),
+        ((), {"V": "0"}, "V is '0', but must be a number of virtual ranks, such as V=4"),
+        ((), {"RANKS": "1 two"}, "RANKS has 'two', but must be numbers of ranks"),
+        ((), {"WAYS": "chain slurm"}, "WAYS has 'slurm', but each entry must be one of nproc-shm"),
         (("--virtual-ranks=8",), {}, "--virtual-ranks is set by the script: use V"),
         (("--epochs", "1", "--run-dir", "x"), {}, "--run-dir is set by the script: use RUNS"),
         (("--backend", "torch"), {}, "--backend is set by the script: use WAYS and RANKS"),

@@ -1,4 +1,4 @@
-"""launch/setup.sh: what it installs for each purpose, and the repair of an interrupted set-up.
+"""launch/setup.sh: what it installs for each DUALTRAIN_WITH, and the repair of an interrupted set-up.
 
 A fake interpreter makes the environment, so a set-up takes a second and needs no network. The fake records pip's arguments,
 and a test may write shell code that runs in place of pip.
@@ -27,7 +27,7 @@ def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(se
     assert not [call for call in calls if "[dev]" in call]
     assert [call for call in calls if call.endswith(f"--editable {ROOT}")]
     assert not list(setup.venv.glob("build.*"))
-    # The tools for tests are added; the wheel of Horovod is in the cache.
+    # This call adds the tools for tests, and takes the wheel of Horovod from the cache.
     (setup.venv / "installed").touch()
     status, output, _ = setup.run()
     assert (status, "was built before" in output) == (0, True)

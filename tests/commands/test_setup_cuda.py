@@ -25,7 +25,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.torch("2.15.0+cu1377", "13.77", "75,90")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # During the build, libraries have the names that Horovod's CMake files look for. Horovod's own FindPytorch is used.
+    # During the build, libraries have the names that Horovod's CMake files look for. FindPytorch is not replaced.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
     found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
@@ -200,7 +200,7 @@ def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path)
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
     calls = setup.calls()
     assert [call for call in calls if call.endswith(" torch==2.6.0+cpu")]
-    # pip would keep the installed Horovod, which has the same version but is built against another torch.
+    # pip would keep the installed Horovod, which has the same version but is built against a different torch.
     (wheel,) = (call for call in calls if call.endswith(".whl"))
     assert "--force-reinstall" in wheel
 

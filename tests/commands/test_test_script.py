@@ -1,4 +1,4 @@
-"""launch/test.sh: the checks beside the tests, its exit status, and its end by Ctrl-C. All programs are fakes."""
+"""launch/test.sh: the checks that run beside the tests, its exit status, and its end by Ctrl-C. All programs are fakes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Script:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.folder / "launch" / "test.sh"), *arguments]
         env = {**os.environ, "DUALTRAIN_VENV": str(self.folder), "TMPDIR": str(self.temporary)}
-        # A shell starts background jobs with SIGINT ignored, and the script would inherit that from tests in such a job.
+        # A shell starts background jobs with SIGINT ignored. If pytest is one, the script must not ignore SIGINT too.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Failures of the user's model, data and code: the traceback of the user's lines, one line of error, torchrun's summary."""
+"""Failures of the user's code: the traceback of the user's lines, the line with the error, and torchrun's summary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Own(nn.Module):
 
 
 class LateError(Own):
-    """Model that fails in training, after the trial with one sample."""
+    """Model that fails in training, but not in the evaluation of one sample before the run begins."""
 
     def __init__(self):
         super().__init__()
@@ -98,14 +98,14 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
     assert command.main(given) == status
     *trace, last = capsys.readouterr().err.splitlines()
-    # Only this UserError is raised after the run has begun.
+    # Of these UserErrors, only the one of bad_later is raised after the run has begun.
     final = "do not restart: " if "bad_later" in name else ""
     assert re.fullmatch(f"dualtrain: error: {final}{line}", last)
     assert trace[0] == "Traceback (most recent call last):"
     files = [found[1] for found in re.finditer(r'File "(.*?)"', "\n".join(trace))]
     assert set(files) == {__file__}, trace
     assert any("# the user's line" in shown for shown in trace)
-    summary = ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file))  # as torchrun's agent reads it
+    summary = ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file))  # torchrun's agent makes the same
     shown = summary.message["extraInfo"]["py_callstack"]
     assert shown.splitlines()[: len(trace)] == trace
     assert summary.timestamp > 0

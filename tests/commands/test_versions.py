@@ -155,7 +155,7 @@ def test_a_failed_installation_is_reported_in_one_line_and_leaves_no_partial_env
 
 
 def test_a_full_disk_is_named_even_if_no_tool_reports_it(versions):
-    # ensurepip's child reports an exit status and no reason.
+    # If the disk is full, the child process of ensurepip reports only an exit status.
     versions.set(df="#!/bin/bash\necho Avail; echo 52; echo 90000", pip=PIP.format(index=INDEX, install="exit 1"))
     (versions.folder / "df").chmod(0o755)
     versions.env["PATH"] = f"{versions.folder}:{os.environ['PATH']}"

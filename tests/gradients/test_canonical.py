@@ -1,4 +1,4 @@
-"""``sum_order="canonical"``: the same bits of averaged gradients with every backend and transport."""
+"""``sum_order="canonical"``: averaged gradients have the same bits with every backend and transport."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_gradients(rank):
 
 
 def averaged(backend, options=None):
-    """Take two steps with learning rate 0; return the second step's gradients, as bytes, and its extra scalar."""
+    """Take two steps with learning rate 0; return the gradients (as bytes) and the extra scalar of the second step."""
     model = conv_net()
     with small_buckets():
         optimizer = DistributedOptimizer(
@@ -69,7 +69,7 @@ def test_gradients_have_the_bits_of_the_tree_in_threads(size):
 
 
 def sharded(backend, shards, dtype):
-    """Return the gradients of ``shards`` losses, several on each rank. Only shard 1 uses ``rare``; none uses ``never``."""
+    """Return a step's gradients and its extra scalar. Only shard 1 uses ``rare``, and no shard uses ``never``."""
     model = perceptron(dtype=dtype)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
     model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))
@@ -159,7 +159,7 @@ def test_a_parameter_may_be_unfrozen_between_steps():
 
 
 def one_changes_its_layout(backend):
-    """Rank 1 alone changes its layout; the step fails on every rank."""
+    """Change the layout on rank 1 alone: the step must fail on every rank."""
     model = perceptron()
     model[0].weight.requires_grad_(False)
     optimizer, mine = with_four_shards(model, backend)
@@ -229,7 +229,7 @@ def test_options_that_rule_out_a_fixed_order_of_sums_are_refused():
 
 
 def sharing(backend):
-    """Return the gradients of two parameters after a step of four shards; each shard's gradients share their memory."""
+    """Return two parameters' gradients after a step of four shards. In each shard, both gradients have the same memory."""
     one, two = (nn.Parameter(torch.zeros(shape)) for shape in (4, (2, 2)))
     optimizer = DistributedOptimizer(
         torch.optim.SGD([one, two], lr=0.0),

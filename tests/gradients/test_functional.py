@@ -18,7 +18,7 @@ def loss_of(result, rank):
 
 
 def check(backend, call, alone, rows=lambda r: 4):
-    """Compare ``call`` on the ranks with ``alone`` in one process: results, and gradients of the ranks' total loss."""
+    """Compare ``call`` on the ranks with ``alone`` in one process: results, and gradients of the sum of all losses."""
     size, me = backend.size, backend.rank
     leaves = [x.requires_grad_() for x in inputs(size, rows)]
     sum(loss_of(result, r) for r, result in enumerate(alone(leaves))).backward()
@@ -94,7 +94,7 @@ def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
 
 
 def gradient_of(backend, call, leaf, mine):
-    """Return the gradient of ``leaf``, on which ``mine`` depends; ``None`` on a rank whose ``mine`` needs no gradient."""
+    """Return the gradient of ``leaf``, from which ``mine`` is computed; ``None`` on a rank without ``leaf``."""
     result = call(mine)
     assert result.requires_grad
     (result * (backend.rank + 1)).sum().backward()
@@ -102,7 +102,7 @@ def gradient_of(backend, call, leaf, mine):
 
 
 def inputs_of_some_ranks(backend):
-    """Only rank 0's input requires a gradient, as in ``broadcast(weight if rank == 0 else torch.empty(2))``."""
+    """Make calls whose input requires a gradient on rank 0 only, as ``weight if rank == 0 else torch.empty(2)`` does."""
     size, total = backend.size, backend.size * (backend.size + 1) / 2
     calls = {
         "broadcast": (lambda x: functional.broadcast(x, backend), total),

@@ -72,7 +72,7 @@ def reducer_alone(backend):
     reducer = GradientReducer(model.named_parameters(), backend)
     vector_loss(model, backend.rank).backward()
     check(gradients(model), expected)
-    reducer.reduce()  # has nothing to do
+    reducer.reduce()  # has no effect after backward
     check(gradients(model), expected)
     reducer.close()
     model.zero_grad()
@@ -95,7 +95,7 @@ def views(backend):
         assert any(start <= p.grad.data_ptr() < end for start, end in inside)
     first = gradients(model)
     optimizer.zero_grad(set_to_none=False)
-    image_loss(model, backend.rank).backward()  # accumulates in the buffer
+    image_loss(model, backend.rank).backward()  # adds to the zeroed gradients
     check(gradients(model), first, **EXACT)
 
 
@@ -114,7 +114,7 @@ def clips(backend):
     clipped = gradients(model)
     optimizer.synchronize()
     optimizer.step()
-    check(gradients(model), clipped, **EXACT)  # not averaged once more
+    check(gradients(model), clipped, **EXACT)  # step() does not average them again
     assert same_on_all(backend, list(model.parameters()))
 
 
@@ -163,7 +163,7 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
 
 
 def several_hooks(backend, numel):
-    """After a reducer's hook has run, hooks of a second reducer and of the user still get this rank's own gradient."""
+    """Give a parameter hooks of two reducers and the user. Each hook must get this rank's own gradient, not an average."""
     p, seen = nn.Parameter(torch.zeros(numel)), []
     halves = Transfer(before=0.5, after=2.0 / backend.size)
     reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]
@@ -260,7 +260,7 @@ def test_one_model_may_mix_dtypes(typical):
 
 
 class Branches(nn.Module):
-    """Three parameters; a pass may use any of them."""
+    """Three parameters; a pass can use any of them."""
 
     def __init__(self):
         super().__init__()
@@ -277,7 +277,7 @@ def unused_somewhere(backend, unused):
     plans = [["common", "left"] if rank == 0 else ["common"] for rank in range(backend.size)]
     expected = mean_gradients(model, [lambda m, names=names: m.loss(names) for names in plans])
     optimizer = sgd(model, backend, momentum=0, unused=unused)
-    for _ in range(3):  # from the second pass on, the buffer has the values of the previous pass
+    for _ in range(3):  # the second pass finds the values of the first in the buffer
         optimizer.zero_grad()
         model.loss(plans[backend.rank]).backward()
         check([model.common.grad, model.left.grad], expected[:2])
@@ -303,7 +303,7 @@ def unused_everywhere(backend, unused):
     decayed = before * (1 - 0.1 * 0.5) ** 2
     check([model.right.detach()], [decayed if unused == "zero" else before])
     optimizer.zero_grad()
-    model.loss(["common", "right"]).backward()  # a parameter may be used again
+    model.loss(["common", "right"]).backward()  # an unused parameter can be used later
     check([model.right.grad], [2 * model.right.detach()])
 
 
@@ -333,10 +333,10 @@ def test_a_rank_without_backward_adds_zeros_at_step(spmd):
 
 
 def skipped_then_idle(backend, zero_grad):
-    """All ranks skip a step, as a scaler may; in the next step, the last rank has no backward."""
+    """Skip a step on all ranks, as GradScaler can do; in the next step, the last rank has no backward."""
     model = perceptron()
     expected = mean_gradients(model, [*of_every_rank(backend, vector_loss)[:-1], None])
-    model.unused = nn.Parameter(torch.ones(2))  # has no gradient
+    model.unused = nn.Parameter(torch.ones(2))  # never gets a gradient
     optimizer = sgd(model, backend, unused="none")
     vector_loss(model[0:], backend.rank).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -393,7 +393,7 @@ def test_frozen_parameters_are_trained_only_after_they_are_unfrozen(typical):
 def all_frozen_then_unfrozen(backend):
     model = perceptron().requires_grad_(False)
     optimizer = sgd(model, backend, momentum=0)
-    optimizer.step()  # has nothing to do
+    optimizer.step()  # has no effect
     model.requires_grad_(True)
     for step in range(2):
         expected = mean_gradients(model, of_every_rank(backend, vector_loss))
@@ -602,7 +602,7 @@ def in_passes(backend, how, unused):
                 vector_loss(model, key).backward()
         if how != "every":
             local = mean_gradients(model, [lambda m, mine=early: accumulated(m, mine)])
-            check(gradients(model), local)  # nothing was sent
+            check(gradients(model), local)  # nothing has been sent yet
         vector_loss(model, last).backward()
         check(gradients(model), expected)
         optimizer.step()
@@ -610,7 +610,7 @@ def in_passes(backend, how, unused):
 
 
 def test_gradients_of_several_passes_add_up(typical):
-    """Gradients are sent after the last pass with ``no_sync`` or ``backward_passes_per_step``, else after every pass."""
+    """With ``no_sync`` or ``backward_passes_per_step``, gradients are sent after the last pass, else after every pass."""
     typical.each(
         in_passes,
         itertools.product(["no_sync", "counted", "every"], UNUSED),
@@ -656,7 +656,7 @@ def test_no_sync_nests_and_ends_with_an_exception(typical):
 
 
 def different_parts(backend):
-    """Each accumulated pass uses different parameters."""
+    """Accumulate passes that use different parameters."""
     model = Branches()
     factors = list(range(1, backend.size + 1))
     expected = mean_gradients(
@@ -700,7 +700,7 @@ def test_a_graph_may_be_used_twice(typical):
 def functional_gradients(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
-    if backend.rank == 0:  # not collective, so one rank alone may call it
+    if backend.rank == 0:  # grad is not collective: one rank alone can call it
         torch.autograd.grad(vector_loss(model, 0), list(model.parameters()))
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     optimizer.zero_grad()
@@ -743,7 +743,7 @@ def test_activation_checkpointing(typical):
 
 
 class Segments(nn.Module):
-    """All trained layers are inside of checkpointed segments; the last layer is in a segment within a segment."""
+    """Model whose trained layers are all in checkpointed segments; the last layer's segment is inside another segment."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -774,7 +774,7 @@ def all_in_segments(backend, reentrant, passes):
             sent.clear()
             for i in range(passes):
                 vector_loss(model, backend.rank + i).backward()
-            check(gradients(model), expected)  # by the end of backward
+            check(gradients(model), expected)  # averages, as soon as backward has returned
             assert optimizer.extra.tolist() == [backend.size]
             assert len(sent) == len(set(sent)) == len(list(model.parameters()))
             optimizer.step()
@@ -810,7 +810,7 @@ def test_extra_scalars_are_summed_with_the_gradients(typical):
 
 
 def sums_extra_scalars_alone(backend):
-    """All gradients are sparse, so no bucket of gradients can hold the scalars."""
+    """Train with sparse gradients only, so that no bucket of gradients can hold the extra scalars."""
     table = seeded(nn.Embedding(4, 2, sparse=True))
     optimizer = sgd(table, backend, momentum=0, extra=1)
     for _ in range(2):
@@ -886,7 +886,7 @@ class Fragile(nn.Module):
 
 
 def fails_in_backward(backend, sizes, passes):
-    """Backward fails on all ranks in the same place. With small buckets, it fails after the first bucket was sent."""
+    """Let backward fail in the same place on all ranks. With small buckets, the first bucket is sent before that."""
     model = Fragile()
     losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
     with small_buckets(sizes):
@@ -908,7 +908,8 @@ def fails_in_backward(backend, sizes, passes):
 
 
 def test_synchronize_ends_the_exchange_of_a_failed_backward(typical):
-    after, before = ([(sizes, passes) for passes in (1, 2)] for sizes in ((1, 1), (1 << 20, 25 << 20)))  # sending
+    # With small buckets, backward fails after the first bucket is sent; with large buckets, before any is sent.
+    after, before = ([(sizes, passes) for passes in (1, 2)] for sizes in ((1, 1), (1 << 20, 25 << 20)))
     typical.each(fails_in_backward, [*after, *before], [after[1], before[0]])
 
 
@@ -925,7 +926,7 @@ def fails_unsent(backend):
             model.armed = False
         else:
             vector_loss(model, backend.rank).backward()
-            check(gradients(model), expected)  # the average, before any step
+            check(gradients(model), expected)  # backward alone has averaged them
             optimizer.step()
 
 
@@ -1011,7 +1012,7 @@ def refuses(backend):
 
 
 def images_of_two_sizes(backend):
-    """Ranks have different numbers of samples; the average gives every rank the same weight."""
+    """Use batches of different sizes: the average gives every rank, not every sample, the same weight."""
     model = conv_net()
 
     def loss(m, rank):

@@ -102,7 +102,7 @@ class FakeBucket:
 
 
 def sent_in_a_round(schedule, ready):
-    """Mark a gradient for each entry of ``ready``. Return the indices of all sent buckets, and how many were sent early."""
+    """Mark a gradient of each bucket in ``ready``, then send the rest; return the order, and how many were sent before."""
     sent = []
     for bucket in ready:
         if schedule.mark_ready(bucket):

@@ -126,7 +126,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     def slow_pack(bucket):
         if bucket.name.endswith("0"):
             filling.set()
-            time.sleep(1e-4)  # lets the other thread run
+            time.sleep(1e-4)  # let the other thread run
         pack(bucket)
 
     monkeypatch.setattr(Bucket, "pack", slow_pack)
@@ -135,7 +135,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
         reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], backend)
         sum(p.sum() for p in params).backward()
     assert reducer.hooks.lock is None
-    reducer.hooks.lock = threading.RLock()  # as with parameters on two devices
+    reducer.hooks.lock = threading.RLock()  # as if the parameters were on two devices
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in reversed(params)]
     rounds, begun, ended = 1000, threading.Barrier(2), threading.Barrier(2)
     monkeypatch.setattr("dualtrain.gradients.reducer.at_end_of_pass", lambda call: None)
@@ -165,7 +165,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(device, number) for number in range(2)]:
             done.result(60)
-    assert not wrong, f"{len(wrong)} of {rounds} rounds, such as {wrong[0]}"
+    assert not wrong, f"wrong order in {len(wrong)} of {rounds} rounds, first {wrong[0]}"
     reducer.close()
 
 
@@ -237,7 +237,7 @@ def test_a_model_in_ddp_causes_a_warning_but_similar_names_do_not(alone):
     finally:
         dist.destroy_process_group()
     similar = nn.Module()
-    similar.module = perceptron()  # as in nn.DataParallel
+    similar.module = perceptron()  # nn.DataParallel has this attribute too
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sgd(similar, alone).close()
@@ -253,7 +253,7 @@ def wide_gradients(backend):
     reducer = GradientReducer([("p", p)], backend, passes=2)
     for _ in range(2):
         p.grad = None
-        for part in (1, 2**-12 * (backend.rank + 1)):  # their sum needs more digits than bfloat16 has
+        for part in (1, 2**-12 * (backend.rank + 1)):  # bfloat16 would round their sum
             (p * part).sum().backward()
         assert p.grad.dtype is torch.float32
         assert p.grad.tolist() == [1 + 2**-12 * (backend.size + 1) / 2] * 3

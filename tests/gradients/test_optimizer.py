@@ -140,7 +140,7 @@ def state_dicts(backend):
     train(model, optimizer, backend, 3)
     bare = torch.optim.Adam(oracle.parameters(), lr=1.0)
     oracle.load_state_dict(model.state_dict())
-    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # load_state_dict of torch shares the given tensors
+    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's load_state_dict keeps the given tensors
     assert bare.param_groups[0]["lr"] == 0.05
     alone(oracle, bare, backend, 2, start=3)
     train(model, optimizer, backend, 2, start=3)
@@ -214,7 +214,7 @@ def hooked_for_all(backend):
     seen = []
 
     def note(when):
-        # Ranks that are threads share global hooks.
+        # Ranks that are threads share global hooks, so ignore the other ranks' optimizers.
         return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
 
     handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
@@ -227,7 +227,7 @@ def hooked_for_all(backend):
 
 
 def hooked_with_other_arguments(backend):
-    """A step pre-hook may replace the arguments of the step."""
+    """Replace the arguments of the step in a step pre-hook."""
     model, oracle = perceptron(), perceptron()
     optimizer, expected = sgd(model, backend), sgd(oracle, backend)
     seen = []
@@ -280,7 +280,7 @@ def scheduled(backend, name, on_inner):
             assert optimizer.param_groups[0]["lr"] == single.param_groups[0]["lr"]
     check(model, oracle)
     scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-    if name != "lambda":  # a lambda cannot be pickled, whatever the optimizer is
+    if name != "lambda":  # a lambda can never be pickled
         pickle.dumps(scheduler.state_dict())
 
 
@@ -324,7 +324,7 @@ def test_loss_scaling_with_and_without_clipping(typical):
 
 
 class TakesScaler(torch.optim.SGD):
-    """Optimizer with torch's older protocol: its step accepts the scaler, to unscale gradients itself."""
+    """Optimizer with torch's older protocol: ``step`` takes the GradScaler as an argument, and unscales the gradients."""
 
     _step_supports_amp_scaling = True
 
@@ -341,7 +341,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """A fused step unscales gradients, and skips the update after an overflow. The last rank overflows in step 1."""
+    """Train with steps that unscale gradients and skip the update after an overflow, which the last rank has in step 1."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -361,7 +361,7 @@ def unscaled_by_the_step(backend):
             check(model, oracle)
             assert scaler.get_scale() == 2.0**9
             assert same_on_all(backend, list(model.parameters()))
-            # The inner optimizer gets found_inf as a tensor: no rank reads it on the CPU.
+            # A fused optimizer gets found_inf as a tensor, so that the CPU need not wait for its value.
             assert set(seen) == {title != "takes scaler"}
             assert not hasattr(optimizer, "found_inf")
 
@@ -462,7 +462,7 @@ def test_a_group_added_later_is_reduced_too(spmd):
 
 
 def line_search(backend, as_number):
-    """The line search uses the averaged loss; with their own losses, the ranks would take different steps."""
+    """Step with LBFGS: the line search uses the averaged loss, so that all ranks take the same steps."""
     model, oracle = perceptron(), perceptron()
     options = {"max_iter": 6, "line_search_fn": "strong_wolfe"}
     optimizer = wrap(torch.optim.LBFGS(model.parameters(), **options), model, backend)
@@ -493,7 +493,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
 
 
 def closure_of_sgd(backend):
-    """A closure may return a loss, which is averaged; or any other object, if the closures of all ranks do so."""
+    """Step with closures that return a loss, which is averaged, or (on all ranks) other objects, which are not changed."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [
@@ -562,7 +562,7 @@ def test_wrong_names_and_options_are_refused(typical):
 
 
 def parts_of_a_model(backend):
-    """An optimizer of a part of a model accepts the names of the whole model; other parameters are ignored."""
+    """Give the names of a whole model to an optimizer of some of its parameters; the other parameters are ignored."""
     model = perceptron()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)
@@ -577,7 +577,7 @@ def test_parameters_outside_of_the_optimizer_are_ignored(typical):
 
 
 def same_parameter_twice(backend):
-    """One parameter has two names, as with ``named_parameters(remove_duplicate=False)``."""
+    """Give one parameter two names, as ``named_parameters(remove_duplicate=False)`` does."""
     layer = seeded(nn.Linear(4, 4))
     model = nn.Sequential(layer, nn.Tanh(), layer)
     expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])

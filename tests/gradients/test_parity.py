@@ -1,4 +1,4 @@
-"""Equal bits on both backends, with torch's DDP, and with Horovod's own optimizer."""
+"""Weights have the same bits with both backends, with torch's DDP, and with Horovod's own optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualtrain import weights_sha256
 from tests.conftest import REAL, SHARED, THREADS, Spmd
 from tests.models_for_tests import DEFAULT_BUCKETS, SMALL_BUCKETS, conv_net, image_loss, images, small_buckets, wrap
 
-STEPS = 6  # a different bit in one step is a difference in all later ones
+STEPS = 6  # several: a different bit in one step changes all later steps
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
     "adam": (torch.optim.Adam, {"lr": 3e-3}),
@@ -99,7 +99,7 @@ def parts_of_a_batch(backend, steps):
 
 @pytest.fixture(scope="session")
 def hashes():
-    """The hashes of our runs that have ended: (world, size, case) → hash."""
+    """Hashes of the weights of dualtrain's finished runs: (world, size, case) → hash."""
     return {}
 
 
@@ -114,7 +114,8 @@ def our_hash(spmd, case, hashes):
     return hashes[key]
 
 
-# With more than two ranks the order of additions matters, and Adam with many buckets shows the smallest difference.
+# With more than two ranks, sums depend on the order of additions. Adam with many buckets shows even the smallest
+# difference in the weights.
 @pytest.mark.parametrize(
     ("real", "case"),
     [
@@ -126,7 +127,7 @@ def our_hash(spmd, case, hashes):
 )
 def test_torch_and_horovod_give_the_same_bits(real, case, hashes, pool):
     digest = our_hash(real, case, hashes)
-    if real.name != "torch":  # the worlds of torch run first, so their hash is known
+    if real.name != "torch":  # torch's worlds run first, so torch's hash is known
         assert digest == our_hash(Spmd("torch", real.size, pool), case, hashes)
 
 

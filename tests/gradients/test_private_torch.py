@@ -78,7 +78,7 @@ def test_torch_counts_changes_in_place():
     buffer = torch.zeros(4)
     before = getattr(buffer, "_version", None)
     assert before is not None, f"{VERSION} has no Tensor._version: change is_reduced in gradients/exchange.py"
-    buffer[:2].detach().mul_(2)  # as clipping does to a gradient that is a part of the buffer
+    buffer[:2].detach().mul_(2)  # as clipping changes a gradient in a bucket
     assert buffer._version > before, f"{VERSION} does not count changes of views and detached tensors in Tensor._version"
 
 
@@ -136,7 +136,7 @@ def test_torch_has_a_base_class_of_batch_norm_layers():
 def test_fsdp_marks_its_parameters(originals, mark):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with warnings.catch_warnings(action="ignore"):  # one rank has no shards
+        with warnings.catch_warnings(action="ignore"):  # torch warns that one rank has no shards
             model = FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=originals, device_id=torch.device("cpu"))
     finally:
         dist.destroy_process_group()

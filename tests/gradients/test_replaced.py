@@ -203,7 +203,7 @@ def reshape_equally(model, optimizer):
 
 
 def refused(backend, change):
-    """A change on one rank is an error on all ranks; no rank waits for another, and training can continue."""
+    """Make a change on rank 1 alone: all ranks raise instead of waiting, and training can continue after ``undo``."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -230,7 +230,7 @@ def test_a_change_on_one_rank_is_refused_by_name_on_every_rank(change):
 
 
 def unfrozen(backend):
-    """All ranks append a frozen parameter; one step later, rank 1 unfreezes it."""
+    """Append a frozen parameter on all ranks; one step later, unfreeze it on rank 1."""
     model = perceptron()
     optimizer = sgd(model, backend)
     late = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -257,7 +257,7 @@ def add_late(optimizer, late):
 
 
 def layout_of_one_rank(backend, change):
-    """A change of the layout on one rank is refused on all ranks at once; the same change on all ranks is accepted."""
+    """Change the layout on one rank: backward fails on all ranks. With the same change on all ranks, backward succeeds."""
     model = perceptron()
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
@@ -295,7 +295,7 @@ def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
 
 
 def reshaped(backend, shape):
-    """One rank changes the shape of a parameter after the first step."""
+    """Change the shape of a parameter on one rank after the first step."""
     model = nn.Module()
     model.q = nn.Parameter(torch.ones(1, 6))
     optimizer = sgd(model, backend)
@@ -315,7 +315,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def without_the_other_rank(backend):
-    """Rank 1 leaves after a step. Rank 0's next backward fails, and the backward after that states the same reason."""
+    """Stop rank 1 after a step. Rank 0's next backward fails, and the backward after that fails with the same reason."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -335,7 +335,7 @@ def test_a_backward_after_a_failed_exchange_states_its_reason():
 
 
 def sparse_and_cast(backend):
-    """All gradients are sparse, so only indices, values and a flag are sent."""
+    """Cast a parameter on rank 1 of a model with sparse gradients only, which sends just indices, values and a flag."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -428,7 +428,7 @@ def test_hvd_refuses_on_every_rank_a_parameter_that_changed_on_one(real):
 
 
 def refused_without_buckets(backend, change):
-    """Max does not use buckets; a change on rank 1 is refused whether or not rank 1 has run backward."""
+    """Make a change on rank 1 with ``op=Max``, which uses no buckets. It is refused before and after rank 1's backward."""
     with library(backend) as hvd:
         for with_backward in (False, True):
             model = perceptron()
@@ -448,7 +448,7 @@ def refused_without_buckets(backend, change):
             optimizer.close()
             with pytest.raises(RuntimeError, match="this optimizer was closed"):
                 optimizer.step()
-            hvd.barrier()  # the world stays usable
+            hvd.barrier()  # other calls still work
 
 
 @pytest.mark.parametrize("change", [cast_all, load_assigned, append])
@@ -458,7 +458,7 @@ def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real,
 
 
 def unfrozen_without_buckets(backend):
-    """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient.
+    """Freeze and unfreeze layers with ``op=Max``: as with buckets, exactly the parameters that are trained are reduced.
 
     A parameter that only some ranks have frozen is refused by name, before any rank steps.
     """
@@ -478,7 +478,7 @@ def unfrozen_without_buckets(backend):
             optimizer.zero_grad()
         before = [p.tolist() for p in model.parameters()]
         model.requires_grad_(True)
-        model[hvd.rank()].requires_grad_(False)  # module 1 has no parameters
+        model[hvd.rank()].requires_grad_(False)  # no effect on rank 1: module 1 has no parameters
         vector_loss(model, hvd.rank()).backward()
         with pytest.raises(RuntimeError, match=r"parameter '0\.bias' is frozen on rank 0 and trained on rank 1, so that"):
             optimizer.step()
@@ -497,7 +497,7 @@ def swap(model):
 
 
 def swapped(backend):
-    """zero_grad restores dropped hooks. A step without zero_grad is refused on every rank, and training can continue."""
+    """Swap parameters, which drops their hooks. ``zero_grad`` restores them; without it, every rank refuses the step."""
     model = perceptron()
     optimizer = sgd(model, backend)
     for step in range(4):
@@ -522,7 +522,7 @@ def test_hooks_that_were_dropped_are_restored_or_the_step_is_refused():
 
 
 def swapped_with_each_other(backend):
-    """Swap two trained parameters, so that the hook of each is called for the other one; backward reaches three of four."""
+    """Swap ``a`` and ``b``, so that the hook of each is called for the other; backward never reaches ``u``."""
     _, a, b, c = params = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     reducer = GradientReducer(zip("uabc", params, strict=True), backend, transfer=Transfer(bucket_bytes=0))
     for step in range(2):
@@ -541,7 +541,7 @@ def test_the_hook_of_a_parameter_is_not_used_for_another_one():
 
 
 def tied_later(backend):
-    """The user ties two parameters of one optimizer, and puts a replaced parameter back."""
+    """Tie two parameters of one optimizer, replace a parameter by a frozen one, and put a replaced parameter back."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = sgd(seeded(model), backend)
     own = model[1].weight

@@ -1,4 +1,4 @@
-"""If only some ranks take a step, all ranks get an error, even if the CPU cannot detect that gradients were zeroed."""
+"""A step that only some ranks take is an error on all ranks, even if the CPU cannot detect that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # an odd number: the ranks' flags show only whether the counts are odd or even
+    for step in range(3):  # an odd number: ranks exchange only whether their counts are odd or even
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -55,7 +55,7 @@ def test_a_step_without_the_other_ranks_is_an_error_on_every_transport(real):
 
 
 def steps_alone(backend):
-    """Ranks 0 and 1 skip a step that rank 2 takes."""
+    """Take a step on rank 2 that ranks 0 and 1 skip."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -72,7 +72,7 @@ def test_a_step_that_some_ranks_skip_is_an_error_on_all_ranks():
 
 
 def synchronizes_without_backward(backend, zero, op):
-    """As in Horovod, all ranks take part in every synchronize() and step()."""
+    """Synchronize again, with a new backward on rank 0 only: as in Horovod, all ranks take part in every synchronize()."""
     with library(backend) as hvd:
         model = perceptron()
         expected = mean_gradients(model, [lambda m: vector_loss(m, 0), None])

@@ -116,7 +116,7 @@ def test_broadcast_of_every_dtype_and_layout(typical):
 
 
 def mixed_layouts(backend):
-    """Ranks may differ in layout, but not in shape. The first tensor has one byte, which shifts all later offsets."""
+    """Broadcast tensors in layouts that differ between ranks. The first has one byte, which shifts all later offsets."""
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),
@@ -145,7 +145,7 @@ def test_tensors_that_would_be_left_out_are_refused():
 
 
 def named_alike(backend):
-    """A tensor is sent even if its name ends in ``_extra_state``, as the key of a module's extra state does."""
+    """Broadcast a tensor whose name ends in ``_extra_state``, like the key of a module's extra state."""
     tensors = {
         "rnn_extra_state": torch.full((2,), float(backend.rank)),
         "lstm._extra_state": torch.full((1,), float(backend.rank)),
@@ -316,7 +316,7 @@ def test_a_broadcast_to_a_fresh_optimizer_changes_only_its_options(typical):
 
 
 def resumes(backend, kind, wrapped, everywhere):
-    """Only the root has a state, as is usual when resuming; or each rank has its own state (``everywhere``)."""
+    """Broadcast the root's state. The other ranks have none, as is usual when resuming, or their own (``everywhere``)."""
     root = backend.size - 1
     model, oracle = perceptron(), perceptron()
     if backend.rank == root or everywhere:
@@ -439,7 +439,7 @@ def averages_buffers(backend):
     check(model.parameters(), weights)
     assert same_on_all(backend, list(model.buffers()))
     before = weights_sha256(model)
-    average_buffers(model, backend)  # the average of equal numbers is that number
+    average_buffers(model, backend)  # averaging equal numbers changes no bit
     assert weights_sha256(model) == before
 
 

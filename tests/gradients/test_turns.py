@@ -86,7 +86,7 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 class Branched(nn.Module):
-    """All ranks use SyncBatchNorm; only even ranks use the branch behind it."""
+    """Model whose SyncBatchNorm all ranks use, and whose branch after this layer only even ranks use."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
 
 
 def overflows_in_no_sync(backend, fused):
-    """Only rank 0's gradients overflow, and ``no_sync`` postpones the average until GradScaler looks for an overflow."""
+    """Let rank 0's gradients overflow in ``no_sync``: they are averaged only when GradScaler looks for an overflow."""
     model = filled(nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)

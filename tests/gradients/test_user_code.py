@@ -16,8 +16,8 @@ from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.gradients.slots import Slot
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
-#: Numbers of elements of a small and of a large gradient. The small gradient is copied together with the others of its
-#: bucket, and the large gradient as soon as it is ready.
+#: Numbers of elements of a small and a large gradient. A small gradient is copied into its bucket together with the
+#: bucket's other gradients, a large gradient as soon as it is ready.
 SIZES = 1000, 20000
 
 
@@ -80,8 +80,8 @@ def test_a_step_copies_no_gradient():
 
 
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
-    # Reference counts depend on the versions of Python and torch. If a free gradient had more references than expected,
-    # it would be copied.
+    # move_kept copies a gradient if its reference count shows that the program keeps it. The counts depend on the versions
+    # of Python and torch: if they were higher than move_kept expects, every gradient would be copied.
     slot = Slot("p", nn.Parameter(torch.zeros(3)))
     memory = torch.zeros(3)
     slot.alias, slot.address = memory.detach(), memory.data_ptr()
@@ -90,7 +90,8 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
     slot.param.grad = slot.alias
     slot.param.grad = None
     slot.move_kept()
-    assert id(slot.alias) == alias, f"a free gradient has {sys.getrefcount(slot.alias)} references: change move_kept"
+    count = sys.getrefcount(slot.alias)
+    assert id(slot.alias) == alias, f"a gradient that the program does not keep has {count} references: change move_kept"
     kept = slot.alias
     slot.move_kept()
     assert slot.alias is not kept
@@ -98,7 +99,7 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
 
 
 def zeroes_in_hooks(backend, first, sizes):
-    """A hook that changes gradients may be registered before or after the reducer's hook."""
+    """Zero the gradients in hooks that are registered before or after the reducer's hook."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     named = [(str(number), p) for number, p in enumerate(params)]
 
@@ -113,7 +114,7 @@ def zeroes_in_hooks(backend, first, sizes):
         reducer = GradientReducer(named, backend)
         hooks += [] if first else register()
         for step in range(4):
-            for p in params if step < 2 else []:  # later, gradients accumulate in the buckets
+            for p in params if step < 2 else []:  # later steps accumulate in the buckets
                 p.grad = None
             sum((p * p).sum() for p in params).backward()
             assert not any(p.grad.any() for p in params)
@@ -177,7 +178,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. The factor 1/size precedes the sum only if the size is a power of two."""
+    """Average gradients whose sum overflows. Only if the size is a power of two, 1/size is applied before the sum."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))
@@ -198,7 +199,7 @@ def freezes_on_one_rank(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
     last = backend.size - 1
-    for step in range(2):  # from the second step on, the last rank's weights differ
+    for step in range(2):  # in the second step, the last rank freezes the weight
         model[0].weight.requires_grad_(step == 0 or backend.rank != last)
         optimizer.zero_grad()
         vector_loss(model, backend.rank).backward()
@@ -213,7 +214,7 @@ def test_a_parameter_that_is_frozen_on_some_ranks_is_refused(many):
 
 
 def unfreezes_on_one_rank(backend):
-    """All ranks freeze two parameters; later, only the first rank trains them again."""
+    """Freeze two parameters on all ranks; later, unfreeze them on the first rank only."""
     model = perceptron()
     optimizer = sgd(model, backend)
 
@@ -234,7 +235,7 @@ def test_a_parameter_that_is_unfrozen_on_some_ranks_is_refused(many):
 
 
 def freezes_with_shards(backend):
-    """Two shards on each rank: the last rank freezes a parameter that the others train."""
+    """Take steps of two shards per rank; the last rank freezes a parameter that the others train."""
     model, order = perceptron(), SumOrder(2 * backend.size, backend.size)
     reducer = GradientReducer(model.named_parameters(), backend, order=order)
     last = backend.size - 1
@@ -294,7 +295,7 @@ def test_gradients_are_averaged_at_once_if_frozen_and_trained_layers_are_swapped
 
 
 def own_factors(backend):
-    """Weight each rank's gradients by a factor of its own; a factor of 1/size after the sum may also be given as None."""
+    """Give each rank its own factor before the sum. ``after=None`` on rank 0 means 1/size, which the other ranks give."""
     p = nn.Parameter(torch.ones(3))
     after = 1 / backend.size if backend.rank else None
     reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))

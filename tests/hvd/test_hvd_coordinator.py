@@ -109,17 +109,17 @@ def test_reductions_skip_joined_ranks_and_a_broadcast_fails():
     last = harness.receive(0, "join", divide_by="initial")
     assert harness.answers(0, "do", "id", "last")[-1] == ("joined", last, 0)
     harness.receive(0, op=0)
-    assert harness.answers(0, "do") == []  # all ranks are active again
+    assert harness.answers(0, "do") == []  # the joins have ended: the call waits for all ranks
 
 
 def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
-    """A rank that does not know of a join would count the joined rank in its averages."""
+    """Joined ranks wait for requests of all others: a rank that does not know of a join would divide by too many ranks."""
     harness = Harness(size=4)
     harness.receive(3, "join", divide_by="active")
     harness.answers(3, "do")
     request = {"kind": "join_with_zeros", "channel": "p.1", "exchange": 2}
     harness.receive(0, **request)
-    harness.receive(0, **request)  # a repeated request, from another thread of rank 0
+    harness.receive(0, **request)  # a second thread of rank 0 repeats the request
     harness.receive(1, **request)
     assert harness.answers(3, "do") == []
     harness.receive(2, "join", divide_by="initial")  # rank 2 joins too, so it requests no zeros
@@ -196,13 +196,13 @@ def test_waits_for_gradients_are_reported_too():
     said = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
     harness.coordinator.receive(0, {**said, "seconds": 12.0})
     assert harness.answers(2, "do", "what") == [("who", "gradients")]
-    harness.look(0.5)  # the other ranks have not had time to answer
+    harness.look(0.5)  # too early: the other ranks are still expected to answer
     assert harness.answers(2, "do") == []
     harness.coordinator.receive(2, {**said, "seconds": 3.0})
     harness.look(1)
     [(text,)] = harness.answers(2, "text")
     assert text == "gradients: ranks 0, 2 waited 12 s for rank 1"
-    harness.look(10)  # the report of the wait has expired
+    harness.look(10)  # no rank repeats its report, so the reports have expired
     assert harness.answers(2, "text") == []
 
 

@@ -41,7 +41,7 @@ def world(size=1, rank=0, module=sampler):
 
 @pytest.fixture
 def sent():
-    """Record the objects that the only rank broadcasts."""
+    """Record the objects that the single rank broadcasts."""
     calls = []
 
     def call(name):
@@ -277,7 +277,7 @@ def attempts(*outcomes):
 
     @elastic.run
     def train(held, *args, **kwargs):
-        """Trains."""
+        """Train."""
         held.train(*args, **kwargs)
         outcome = left.popleft()
         if isinstance(outcome, BaseException):
@@ -293,7 +293,7 @@ def test_run_syncs_trains_and_returns(resets):
     assert methods_of(held) == ["sync", "train"]
     held.train.assert_called_once_with(1, two=2)
     assert resets.method_calls == []
-    assert (train.__name__, train.__doc__) == ("train", "Trains.")
+    assert (train.__name__, train.__doc__) == ("train", "Train.")
 
 
 def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
@@ -399,7 +399,7 @@ def test_options_of_the_optimizer_are_rolled_back(sent):
     assert (group["lr"].item(), group["weight_decay"]) == (pytest.approx(0.1), 0.1)
 
 
-# Before torch 2.9, SequentialLR itself calls other schedulers with an epoch.
+# Before torch 2.9, SequentialLR itself causes this warning: it passes an epoch to other schedulers.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_are_rolled_back(sent, kind):

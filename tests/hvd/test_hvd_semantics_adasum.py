@@ -10,7 +10,7 @@ from tests.hvd.worlds import THEIRS, check, library, same, worlds
 
 
 def reference(vectors):
-    """Return the adaptive sum along Horovod's tree: neighbours first; a vector without a neighbour stays unchanged."""
+    """Return the adaptive sum in the order of Horovod's tree: in each round, add neighbours, and keep a last odd vector."""
     if len(vectors) == 1:
         return vectors[0]
     above = []
@@ -76,7 +76,7 @@ def steps_of_deltas(backend, optimizer_class, options):
                 own.step()
             wanted = start + reference([p.detach().double().numpy() - start for p in alone])
             (weights * torch.sin(torch.arange(6.0) * (me + 1) + step)).sum().backward()
-            optimizer.synchronize()  # does nothing
+            optimizer.synchronize()  # has no effect with Adasum
             optimizer.step()
             optimizer.zero_grad()
             np.testing.assert_allclose(weights.detach(), wanted, atol=1e-5)
@@ -109,7 +109,8 @@ def test_horovod_has_no_adasum_over_gloo(real):
 
 
 def test_adasum_does_not_depend_on_the_number_of_torchs_threads():
-    # Not at the top: tests/launch/test_adasum.py imports this file under mpirun, where dualtrain.hvd is Horovod itself.
+    # Import this here, because tests/launch/test_adasum.py imports this file under mpirun, where dualtrain.hvd is replaced
+    # by Horovod itself.
     from dualtrain.hvd.arithmetic import adasum
 
     generator = torch.Generator().manual_seed(0)

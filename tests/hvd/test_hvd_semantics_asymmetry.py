@@ -105,7 +105,7 @@ def test_channels_of_freed_optimizers_are_closed(real):
 
 
 def different_thresholds(backend):
-    """Set another HOROVOD_FUSION_THRESHOLD on rank 0, so its buckets would differ from the other ranks' buckets."""
+    """Set a different HOROVOD_FUSION_THRESHOLD on rank 0, so that its buckets would differ from those of other ranks."""
     with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
         p, optimizer = wrapped(hvd, name="threshold")
         p.sum().backward()

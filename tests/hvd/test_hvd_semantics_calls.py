@@ -232,7 +232,7 @@ def handles(backend):
         f32, f64 = hvd.grouped_allreduce([x, x.double()], name="mixed", op=hvd.Sum)
         assert (f32.dtype, f64.dtype) == (torch.float32, torch.float64)
         assert f32.tolist() == f64.tolist() == [hvd.size()] * 2
-        # Horovod keeps the tensors of a handle alive, and dualtrain must do so too.
+        # The handle must keep its tensors alive, as with Horovod: the caller has no reference to this tensor.
         handle = hvd.allreduce_async(torch.full((1000,), 2.0), name="alive", op=hvd.Sum)
         assert (hvd.synchronize(handle) == 2.0 * hvd.size()).all()
 

@@ -84,7 +84,7 @@ def unfrozen(hvd):
 
 
 def added(hvd):
-    """Add a parameter group after wrapping. On Horovod, it gets SGD's default momentum and weight decay (0)."""
+    """Add a parameter group after wrapping. On Horovod, the group gets SGD's default momentum and weight decay (0)."""
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
@@ -203,7 +203,8 @@ def equal(one, other):
     return all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, other, strict=True))
 
 
-#: Adagrad's constructor makes its state; RMSprop and Adadelta count steps, but do not use the count.
+#: Optimizers without weight decay, for which Horovod's extra step on zero gradients has no effect: Adagrad has a state
+#: before that step, and RMSprop and Adadelta count steps but do not use the count.
 HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum": 0.9}), ("Adadelta", {})]
 
 
@@ -214,7 +215,7 @@ def harmless(backend):
         for kind, options in HARMLESS:
             model = model_of()
             optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the optimizer's step
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # a scheduler wraps the optimizer's step()
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
             hvd.broadcast_optimizer_state(optimizer, 0)
             trained(hvd, model, optimizer)

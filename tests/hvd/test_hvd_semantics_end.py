@@ -52,7 +52,7 @@ def slow(backend):
             time.sleep(1.0)
         assert hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum).item() == size
         p.sum().backward()
-        optimizer.step()  # the channel is open now
+        optimizer.step()  # opens the optimizer's channel
         optimizer.zero_grad()
         if me == 0:
             time.sleep(2.5)
@@ -79,7 +79,7 @@ def too_slow(backend, gradients):
             optimizer.step()
             optimizer.zero_grad()
         if hvd.rank() == 1:
-            # The other ranks' waits end the world before this rank makes its call.
+            # The other ranks wait too long, which shuts the world down before this rank makes its call.
             assert holds(lambda: hvd.mpi_ops._basics.engine().down is not None)
             what = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
         else:
@@ -102,7 +102,7 @@ def too_slow(backend, gradients):
 def test_waits_end_the_world_after_the_limit(real, gradients):
     real(too_slow, gradients)
     if gradients:
-        real.leave()  # an exchange of this world was interrupted
+        real.leave()  # leave the world, because one of its exchanges was interrupted
 
 
 def one_shuts_down(backend):
@@ -232,7 +232,7 @@ def traced_late(backend, folder):
     """Make a call on rank 1 before rank 0 starts the timeline, then two optimizer steps."""
     with library(backend) as hvd:
         handle = hvd.allreduce_async(torch.ones(2), name="early") if hvd.rank() else None
-        time.sleep(0.3 * (1 - hvd.rank()))  # rank 1's request arrives at rank 0
+        time.sleep(0.3 * (1 - hvd.rank()))  # rank 0 waits until rank 1's request has arrived
         hvd.start_timeline(f"{folder}/late.json")
         hvd.synchronize(handle if handle is not None else hvd.allreduce_async(torch.ones(2), name="early"))
         model = torch.nn.Linear(2, 2)

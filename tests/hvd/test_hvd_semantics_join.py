@@ -55,7 +55,7 @@ def identities(backend):
                 same("grouped gather", lambda: hvd.grouped_allgather([x]), FAILS),
                 same("objects", lambda: hvd.allgather_object(1), FAILS),
             )
-            hvd.barrier()  # a barrier of the remaining ranks
+            hvd.barrier()  # a barrier of the ranks that have not joined
         return hvd.join()
 
 
@@ -65,7 +65,7 @@ def test_joined_ranks_contribute_the_identity_element(real):
     assert last == last[:1] * real.size
     assert last[0] < real.size - 1
     if real.name == "horovod":
-        real.leave()  # Horovod's unnamed calls hang from now on
+        real.leave()  # after a join, Horovod's unnamed calls hang in this world
 
 
 def afterwards(backend):
@@ -79,7 +79,7 @@ def afterwards(backend):
             last = hvd.join()
             assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
             assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
-        # A pending call of a rank that has joined takes part once the other ranks make the call.
+        # A call is pending when its rank joins. It completes when the other ranks make the same call.
         if me == 0:
             handle = hvd.allreduce_async(x, op=hvd.Sum)
             hvd.join()
@@ -87,7 +87,7 @@ def afterwards(backend):
         else:
             assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
             hvd.join()
-        # The divisor counts all ranks, or only those that have not joined.
+        # An average divides by the number of all ranks, or of the ranks that have not joined.
         for divide_by, divisor in [("initial", size), ("active", size - 1)]:
             if me == 0:
                 hvd.join(divide_by=divide_by)
@@ -107,7 +107,7 @@ def test_calls_after_join(real):
 
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
     """Train with 2 + r batches on rank r; ranks without batches contribute zeros to the other ranks' steps."""
-    # On GPUs the CPU reads the extra scalar only if a rank has joined.
+    # on_cpu=False tests the code for GPUs, which reads the extra scalar only if a rank has joined.
     with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
@@ -131,7 +131,7 @@ def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
         assert last == size - 1 if size == 2 else last in range(size)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
         hvd.broadcast_parameters([("p", p), ("q", q)], last)
-        # Then all ranks step together again.
+        # After the joins, all ranks step together again.
         (p.sum() * 0 + q.sum()).backward()
         optimizer.step()
         assert hvd.allgather(p.detach()[None]).std(0).max() == 0

@@ -76,7 +76,7 @@ def pending(backend):
         assert results[3][1].tolist() == [1] * size
         assert results[4].tolist() == [[total, total]]
         assert results[5][1].flatten().tolist() == [total] * size * 2
-        # The names can be used again, and poll becomes true.
+        # The names can be used again. poll() becomes true without synchronize().
         handle = calls[0]()
         deadline = time.monotonic() + 10
         while not hvd.poll(handle) and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ def test_calls_that_do_not_match_fail_on_every_rank_and_later_calls_work(real):
 
 
 def local_mistakes(backend):
-    """Make mistakes on rank 0 alone. They raise there, before anything is sent."""
+    """Make mistakes on rank 0 alone. Each raises on rank 0, before anything is sent."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.ones(4, 3)
@@ -211,7 +211,7 @@ def not_initialized(backend):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()
     with library(backend) as hvd:
-        hvd.init()  # shutdown before init does nothing
+        hvd.init()  # works, because shutdown() before init() does nothing
         assert hvd.size() == backend.size
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == backend.size
 

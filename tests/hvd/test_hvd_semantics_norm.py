@@ -64,7 +64,7 @@ def converted(backend):
         assert isinstance(model[1], hvd.SyncBatchNorm)
         assert isinstance(model[2][0], hvd.SyncBatchNorm)
         assert dict(model.named_parameters()) == weights
-        # Horovod's fixed names would mix the statistics of the two layers.
+        # Horovod's SyncBatchNorm uses the same names in every layer, which would mix the statistics of these two layers.
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), 0)
         for _ in range(2):

@@ -9,7 +9,7 @@ from torch import nn
 from tests.conftest import Spmd
 from tests.hvd.worlds import OURS_2, OURS_3, PAIR, library
 
-STEPS = 3  # the learning rate of the third one is halved
+STEPS = 3  # the third step has half the learning rate
 
 
 class Net(nn.Module):
@@ -97,7 +97,7 @@ def train(backend, cases):
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
             for step in range(STEPS):
                 for micro in range(options.get("backward_passes_per_step", 1)):
-                    rows = 3 if sparse else 6  # repeat rows of sparse gradients
+                    rows = 3 if sparse else 6  # few rows, so that sparse gradients repeat some
                     x = torch.tensor([(step + me + micro + i) % rows for i in range(4)])
                     (
                         model(x, me == 0 or "groups" in options).square().mean() + x.float().mean() * model.last.bias.sum()
@@ -253,7 +253,7 @@ def wrapped_anew(backend):
                 new.step()
         with pytest.raises(RuntimeError, match="closed"):
             old.step()
-        other.step()  # the optimizer of another model with the same names and shapes
+        other.step()  # not closed: its model is different, with the same names and shapes
         return model.weight.tolist()
 
 

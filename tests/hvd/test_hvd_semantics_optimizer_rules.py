@@ -63,7 +63,7 @@ def rules(backend):
         optimizer.step()
         check(hvd, ("set_to_none", lambda: optimizer.zero_grad(set_to_none=True), "TypeError", None))
         optimizer.zero_grad()
-        # Clipping between synchronize and step, and the warning without skip_synchronize.
+        # Change gradients between synchronize() and step(); then step without skip_synchronize(), which warns.
         (p.sum() * (me + 1)).backward()
         optimizer.synchronize()
         assert p.grad.tolist() == [mean_of_ranks(size)] * 2
@@ -80,7 +80,7 @@ def rules(backend):
         assert len(caught) == 1
         assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
         optimizer.zero_grad()
-        # Fewer backward passes than backward_passes_per_step, then a different value of it.
+        # Run fewer backward passes than backward_passes_per_step; then change backward_passes_per_step.
         q, accumulating = wrapped(hvd, name="q", backward_passes_per_step=3)
         (q.sum() * (me + 1)).backward()
         accumulating.step()
@@ -92,7 +92,7 @@ def rules(backend):
         accumulating.step()
         assert q[0].item() == -3 * mean_of_ranks(size)  # summed over passes, averaged over ranks
         accumulating.zero_grad()
-        # State and options of an optimizer that has stepped.
+        # Wrap an optimizer that has a state and options.
         used = nn.Parameter(torch.ones(2))
         adam = torch.optim.Adam([used], lr=0.5, weight_decay=0.25)
         used.sum().backward()
@@ -102,14 +102,13 @@ def rules(backend):
         assert again.defaults["lr"] == (0.001 if theirs else 0.5)
         assert again.param_groups[0]["lr"] == 0.5
         assert again.param_groups[0] is adam.param_groups[0]
-        # A group that is added after wrapping.
+        # Add a group after wrapping.
         r = nn.Parameter(torch.zeros(1))
         optimizer.add_param_group({"params": [r], "lr": 1.0})
         ((p.sum() + r.sum()) * (me + 1)).backward()
         optimizer.step()
-        assert r.item() == (
-            -me - 1 if theirs else -mean_of_ranks(size)
-        )  # with Horovod, ranks get different values without an error
+        # Horovod does not average the gradients of this group: ranks get different values without an error.
+        assert r.item() == (-me - 1 if theirs else -mean_of_ranks(size))
         # Weight decay also applies to a parameter that no rank uses.
         s, t = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         decay = hvd.DistributedOptimizer(torch.optim.SGD([s, t], 0.1, weight_decay=1.0), [("s", s), ("t", t)])
@@ -125,7 +124,7 @@ def test_rules_for_correct_use(real):
 
 
 def broken_rules(backend):
-    """Change gradients between two synchronizations; and step without any synchronization."""
+    """Change gradients between two synchronizations; in a second optimizer, step without any synchronization."""
     with library(backend) as hvd, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         me, size = hvd.rank(), hvd.size()
@@ -139,7 +138,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # Horovod can reduce a gradient in place once all ranks have computed it, so rank 0 steps first
+            hvd.barrier()  # rank 0 steps before Horovod can reduce its gradient in place, which needs all ranks' gradients
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -152,7 +151,7 @@ def broken_rules(backend):
             same("zero_grad", optimizer.zero_grad, "AssertionError"),
             same("backward", lambda: q.sum().backward(), "AssertionError"),
         )
-        optimizer.synchronize()  # ends the exchange
+        optimizer.synchronize()  # end the exchange that backward has started
 
 
 @PAIR
@@ -285,7 +284,7 @@ def line_search(backend):
             single = torch.optim.LBFGS([alone], **options)
 
             def loss_of(x, rank):
-                # A loss that is not convex, and differs between ranks.
+                # The loss is not convex, and differs between ranks.
                 values = (x - rank * 2).square() * torch.tensor([1.0, 10.0 + rank, 100.0]) + (4 * x).cos()
                 return values.sum() * (rank + 1)
 
@@ -316,7 +315,7 @@ def test_lbfgs_uses_the_loss_averaged_over_ranks(real):
     first, *others = real(line_search)
     assert others == [first] * len(others)
     if real.name == "horovod":
-        real.leave()  # Horovod has refused the second evaluation while gradients were being reduced
+        real.leave()  # Horovod refused the second evaluation while it reduced gradients, so leave its world
 
 
 def only_ours(backend):
@@ -349,7 +348,7 @@ def only_ours(backend):
         p.sum().backward()
         optimizer.load_state_dict(state)
         optimizer.zero_grad()
-        # LBFGS with a closure, and a second optimizer of the same parameter.
+        # Step with LBFGS and a closure; then wrap the same parameter in a second optimizer.
         q = nn.Parameter(torch.tensor([3.0, -2.0]))
         lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([q], max_iter=5), [("q", q)])
 
@@ -366,7 +365,7 @@ def only_ours(backend):
             warnings.simplefilter("always")
             hvd.DistributedOptimizer(torch.optim.SGD([q], 0.1), [("q", q)], num_groups=1)
         assert [w.category for w in caught] == [DeprecationWarning]
-        # An optimizer without named_parameters.
+        # Leave out named_parameters.
         nameless = hvd.DistributedOptimizer(torch.optim.SGD([q], 1.0))
         nameless.zero_grad()
         before = q.detach().clone()
@@ -448,7 +447,7 @@ def groups_and_closures(backend):
         with optimizer.skip_synchronize():
             optimizer.step()
         optimizer.zero_grad()
-        p.data.zero_()  # Horovod's step has made it NaN
+        p.data.zero_()  # Horovod's step has made p NaN
         loss = p.sum() + hvd.rank()
         loss.backward()
         check(hvd, ("loss", lambda: optimizer.step(loss.detach).item(), float(hvd.rank()), 0.5))

@@ -119,16 +119,16 @@ def test_sets_can_be_given_to_init(real):
 
 
 def barriers(backend, folder):
-    """A barrier of ranks 0 and 1 waits for both, and for no other rank; files record the order of events."""
+    """Enter a barrier of ranks 0 and 1, which waits for these ranks only. Files record the order of events."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([0, 1])
         hvd.barrier()
         if me == 1:
-            time.sleep(0.15)  # if the barrier did not wait, rank 0 would leave it now
+            time.sleep(0.15)  # time in which rank 0 would leave a barrier that does not wait
             (folder / "enters 1").touch()
         if me == 2:
-            # Rank 2 reaches no barrier before both members have left theirs.
+            # Both members must leave their barrier although rank 2 has not reached a barrier.
             assert holds(lambda: all((folder / f"leaves {rank}").exists() for rank in pair.ranks), 30)
             time.sleep(0.15)
             (folder / "enters 2").touch()
@@ -155,7 +155,7 @@ def optimizer_of_a_set(backend):
             optimizer.zero_grad()
             (p.sum() * (me + 1)).backward()
             optimizer.step()
-        assert p.tolist() == [-4.0, -4.0]  # for each of two steps: (1 + 3) / 2 in the set, 2 outside
+        assert p.tolist() == [-4.0, -4.0]  # two steps, each by 2: on ranks 0 and 2 the mean of 1 and 3, on rank 1 its own 2
         factor = hvd.DistributedOptimizer(
             torch.optim.SGD([p], 1.0), [("p", p)], gradient_predivide_factor=2.0, process_set=pair
         )
@@ -163,7 +163,7 @@ def optimizer_of_a_set(backend):
         (p.sum() * (me + 2)).backward()
         factor.step()
         assert p.tolist() == [-7.0, -7.0]
-        hvd.barrier()  # all ranks make process groups together, so no rank may shut down first
+        hvd.barrier()  # no rank may shut down earlier: all ranks must take part when a process group is made
 
 
 @OURS_3
@@ -181,7 +181,7 @@ def optimizer_before_its_set(backend):
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], process_set=pair, **options)
 
             def step(p=p, optimizer=optimizer):
-                optimizer.load_state_dict(optimizer.state_dict())  # discards a failed step
+                optimizer.load_state_dict(optimizer.state_dict())  # loading a state discards a failed step
                 optimizer.zero_grad()
                 (p.sum() * (me + 1)).backward()
                 optimizer.step()

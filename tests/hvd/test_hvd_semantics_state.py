@@ -84,7 +84,7 @@ def sent_objects(backend):
         assert array.tolist() == [0, 2, 4]
         mine = argparse.Namespace(rank=me, text="x" * me)
         assert hvd.allgather_object(mine, name="all") == [argparse.Namespace(rank=r, text="x" * r) for r in range(size)]
-        # An object that one rank cannot send is an error on all ranks, so that no rank waits; later calls work.
+        # If one rank cannot send its object, all ranks raise instead of waiting, and later calls work.
         code, optimizer = OfTheUser() if me == 1 else 1, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         optimizer.param_groups[0]["own"] = code
         check(
@@ -165,7 +165,7 @@ def test_states_of_fresh_optimizers(real):
     if real.name == "torch":
         assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
         return
-    # Horovod steps with each rank's own learning rate, so that the weights change, and differ.
+    # Horovod's broadcast takes a step, with each rank's own learning rate: the weights change, and differ between ranks.
     assert first["SGD"][0] == pytest.approx(0.99)
     assert second["SGD"][0] == pytest.approx(0.98)
     assert second["AdamW"] == pytest.approx((0.98, 0.1))
@@ -213,8 +213,8 @@ def test_states_keep_their_dtypes(real):
 def learning_rates(backend, compat):
     """Change the learning rate after a broadcast; return the wrapped optimizer's learning rate after each change.
 
-    First change it in the inner optimizer, as a scheduler made before the wrapping does, then in a group that was
-    read before the broadcast.
+    First change it in the inner optimizer, as a scheduler does that was made before wrapping; then in a parameter group
+    of the wrapped optimizer that the program took before the broadcast.
     """
     with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:
         model = nn.Linear(2, 1)

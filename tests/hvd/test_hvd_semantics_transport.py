@@ -94,9 +94,10 @@ def test_shared_memory_adds_in_rank_order(real):
 
 
 def away(backend, folder):
-    """Keep rank 0 from calling ``hvd`` after its backward, until rank 1 has stepped.
+    """Let rank 0 make no call of ``hvd`` between its backward and the end of rank 1's step.
 
-    After the first step, rank 1 may ask rank 0 only once per step to advance the operations, of which there are 12.
+    A step has 12 operations, which rank 0 must advance meanwhile. From the second step on, rank 1 can ask for this only
+    once per step: its other requests are not sent.
     """
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]
@@ -133,7 +134,7 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 def crossed(backend):
     """Let each rank wait for gradients to which the other rank has not added its part yet.
 
-    When a rank sends its gradients, it adds its part only if the other rank has already sent its gradients.
+    The rank that sends its gradients last adds its part of the sum at once. The other rank must add its own part later.
     """
     with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", math.inf):
         pairs = [wrapped(hvd, f"crossed.{i}") for i in range(2)]
@@ -145,7 +146,7 @@ def crossed(backend):
 
         sends, steps = [partial(send, number) for number in range(2)], [optimizer.step for _, optimizer in pairs]
         log = partial(hvd.allreduce, torch.ones(1), name="log")
-        of_rank_0 = [*sends, *steps]  # opens the channels
+        of_rank_0 = [*sends, *steps]  # the first steps open the channels
         of_rank_0 += [sends[0], hvd.barrier, sends[1], steps[1], steps[0]]
         of_rank_0 += [sends[0], hvd.barrier, log, steps[0], sends[0], hvd.barrier, hvd.join]
         of_rank_1 = [*sends, *steps]
@@ -158,11 +159,11 @@ def crossed(backend):
 
 @OURS_2
 def test_every_wait_advances_the_gradients_of_all_optimizers(real):
-    assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 has joined without its last step
+    assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 joins instead of taking its last step
 
 
 def grown(backend, way):
-    """Unfreeze a parameter before the third step's backward, and add parameters after that of the first and the fourth.
+    """Unfreeze a parameter before the third backward pass, and add a parameter after the first and the fourth pass.
 
     The first parameter's gradient, of 64 KiB or more, lies in its bucket. In the fourth step, rank 1 does not compute
     this gradient, so only rank 0 has sent it when the new parameter is added.
@@ -180,7 +181,7 @@ def grown(backend, way):
             lacking = {0} if (step, hvd.rank()) == (3, 1) else set()
             trained = [params[i] for i, first in enumerate((0, 2, 0, 3)) if step >= first and i not in lacking]
             torch.autograd.backward(trained, [torch.full_like(p, hvd.rank() + 1.0) for p in trained])
-            hvd.barrier()  # time for sums that have been started
+            hvd.barrier()  # let started sums make progress
             if step in (0, 3):
                 optimizer.add_param_group({"params": [params[2 + step // 3]]})
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Fixtures for programs that start ranks with Spark or Ray. Each program is a new process: engines keep global state."""
+"""Fixtures for programs that start ranks with Spark or Ray. Each program is a new process: both keep global state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSTALL = "DUALTRAIN_WITH=integrations bash launch/setup.sh"
 
 def require(module: str) -> None:
     """Skip the test if a package is missing."""
-    # Look for the package first, because find_spec raises for a module of a missing package.
+    # Look for the package before its module: find_spec raises for a module of a missing package.
     if any(importlib.util.find_spec(name) is None for name in (module.partition(".")[0], module)):
         pytest.skip(f"needs {module}: {INSTALL}")
 
@@ -64,7 +64,7 @@ def program(tmp_path: Path) -> Program:
         file = tmp_path / "program.py"
         file.write_text(textwrap.dedent(source))
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-        env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"  # the machine may be busy
+        env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"  # enough on a busy machine
         env |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
         # Ray's sockets need a shorter path than tmp_path.
         with tempfile.TemporaryDirectory(prefix="dt", dir="/tmp", ignore_cleanup_errors=True) as folder:

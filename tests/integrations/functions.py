@@ -50,14 +50,14 @@ def fails() -> None:
 
 
 def dies() -> None:
-    """Kill the process of rank 1, while rank 0 waits."""
+    """Kill the process of rank 1, while rank 0 sleeps."""
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(SECONDS)
 
 
 def fails_beside(file: str) -> None:
-    """Raise on rank 1 once rank 0 has written its process id to ``file``; rank 0 then sleeps, outside of any collective."""
+    """Raise on rank 1 when rank 0 has written its process id to ``file``. Rank 0 then sleeps, outside of any collective."""
     if os.environ["RANK"] == "0":
         with open(f"{file}.new", "w") as new:
             new.write(str(os.getpid()))

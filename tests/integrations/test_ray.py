@@ -99,7 +99,7 @@ failure(one_host.start)
     assert "rank 1 of 2" in raised[2]
     assert ended[1:] == ["UserError", "RayExecutor has no workers, because run() has failed: call start() first"]
     assert "rank-1-of-2" in died[2]
-    assert (beside[0], runs) == (True, False)  # rank 0's process has ended after rank 1's failure
+    assert (beside[0], runs) == (True, False)  # after rank 1's failure, rank 0's process was ended too
     assert crowded[1:] == ["UserError", crowded[2]]
     assert "could not reserve 3 times {'CPU': 1} within 2 s" in crowded[2]
     assert "could not reserve 2 times {'CPU': 1} within 2 s" in spread[2]

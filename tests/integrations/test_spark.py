@@ -87,7 +87,7 @@ for local in (True, False):
 """
     )
     for found, launcher in map(json.loads, lines):
-        rank = found["place"][0]  # TorchDistributor returns the result of the rank that wrote its file last
+        rank = found["place"][0]  # TorchDistributor returns the result of whichever rank wrote its file last
         assert rank in (0, 1)
         assert (found["place"], found["library"], launcher) == ([rank, 2, rank, 2], "dualtrain", "torchrun")
     assert len(lines) == 2

@@ -22,7 +22,7 @@ def _untraced() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Return a run's folder; fail if a process with this folder in its command line is left."""
+    """Return a run's folder. After the test, fail if a process with this folder in its command line still runs."""
     yield tmp_path / "run"
     deadline = time.monotonic() + 10
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:

@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: Cores for the hosts, one each, because sums depend on the number of threads, and a rank has as many threads as cores.
-#: Each core is listed twice, in case the machine has only one core.
+#: Each host gets one core: a rank has as many threads as its host has cores, and sums depend on the number of threads.
+#: Every core is listed twice, because the machine may have only one.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
@@ -63,7 +63,7 @@ StrictHostKeyChecking yes
 
 
 def require_hosts(*, ssh: bool = False) -> None:
-    """Skip the test if this machine cannot make such hosts."""
+    """Skip the test if this machine cannot make hosts from namespaces."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make hosts from namespaces")
     tools = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "taskset": "util-linux"}
@@ -126,13 +126,13 @@ class Host:
         subprocess.run(self.inside(*command), check=True, capture_output=True, text=True, timeout=20)
 
     def start(self, command: list[str], env: dict[str, str], output: IO[str]) -> subprocess.Popen[str]:
-        """Start a command on this host with all its output in one file."""
+        """Start a command on this host; write its standard output and its errors to ``output``."""
         return subprocess.Popen(
             self.inside(*command), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True
         )
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of this host's processes by id, without its first process and sshd."""
+        """Return the command line of each process of this host by process id, except the first process and sshd."""
         found = {}
         space = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
         for entry in Path("/proc").iterdir():
@@ -143,7 +143,7 @@ class Host:
                 if not first and not (entry / "comm").read_text().startswith("sshd"):  # OpenSSH 9.8 has sshd-session
                     found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:
-                pass  # ended meanwhile
+                pass  # the process has ended meanwhile
         return {pid: line for pid, line in found.items() if line}  # without zombies
 
     def power_off(self) -> None:

@@ -16,7 +16,7 @@ from tests.pool import ROOT
 BIN = Path(sys.executable).parent
 MODULE = ("python", "-m", "dualtrain.main")
 ENV = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-#: Value of PYTHONPATH for jobs that need not import torch's compiler in each of their processes.
+#: Value of PYTHONPATH with which the processes of a job do not import torch's compiler.
 NO_COMPILER_PATH = f"{FOLDER}{os.pathsep}{ROOT}"
 QUICK = {**ENV, "PYTHONPATH": NO_COMPILER_PATH}
 
@@ -75,7 +75,7 @@ def rank_of(pid: int) -> int | None:
     return None
 
 
-#: Both backends in one launch, because the launch takes most of the time.
+#: Program that trains on both backends in one launch, because most of the time is spent on the launch.
 PROGRAM = f"""{NO_COMPILER}
 from dualtrain.console import leave
 from dualtrain.main import main
@@ -89,7 +89,7 @@ leave(status)
 
 
 def train_on_both(start: Callable[[Path, Path], subprocess.CompletedProcess[str]], folder: Path) -> None:
-    """Let ``start(script, folder)`` start the ranks; the script trains on one backend and then on the other."""
+    """Start ranks by ``start(script, folder)``. They run the script, which trains on torch, then on Horovod."""
     require_horovod()
     script = folder / "train.py"
     script.write_text(PROGRAM)

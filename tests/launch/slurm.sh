@@ -15,9 +15,9 @@ PATH=$PATH:/usr/sbin:/sbin
 for program in munged slurmctld slurmd srun; do
   command -v "$program" >/dev/null || refuse "$program is not installed: apt install slurm-wlm munge"
 done
-[ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot start Slurm's daemons: run it as root"
+[ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot start Slurm's daemons: run this script as root"
 if [ "$1" != --inside ]; then
-  unshare --mount true 2>/dev/null || refuse "root may not make a mount namespace here: run it where CAP_SYS_ADMIN is granted"
+  unshare --mount true 2>/dev/null || refuse "root cannot make a mount namespace here: run this script where CAP_SYS_ADMIN is granted"
   exec unshare --mount bash "$0" --inside "$@"
 fi
 shift

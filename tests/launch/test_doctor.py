@@ -1,4 +1,4 @@
-"""The doctor under horovodrun with either controller; tests/commands/ tests it on forked ranks."""
+"""The doctor under horovodrun, with Gloo and with MPI; tests/commands/ tests the doctor on forked ranks."""
 
 from __future__ import annotations
 

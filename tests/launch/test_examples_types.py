@@ -47,7 +47,7 @@ train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
 
 
 def test_strict_type_checks_of_the_pages_examples_pass(built, tmp_path):  # noqa: F811
-    """The examples are checked against the unpacked wheel. mypy reads the wheel's types because the wheel has py.typed."""
+    """Check the examples against the unpacked wheel. mypy reads the wheel's types because the wheel has py.typed."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")
     programs = {**EXAMPLES, "horovod": HOROVOD_SCRIPT}

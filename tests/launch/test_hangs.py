@@ -26,7 +26,7 @@ os._exit(0)
 
 def test_horovod_hangs_or_crashes(tmp_path):
     require_horovod()
-    # Run all calls at the same time, because their ranks mostly wait.
+    # Test all calls at the same time, because the ranks mostly wait.
     ranks = [
         (
             body,

@@ -34,17 +34,17 @@ assert (hvd.size(), total, bool((weights == weights[0]).all())) == (2, 1.0, True
 """
 
 
-@pytest.mark.timeout(600)  # three starts, on a busy machine
+@pytest.mark.timeout(600)  # enough for three starts on a busy machine
 def test_a_script_is_proven_on_both_libraries(tmp_path, monkeypatch):
     """On Horovod, the broadcast of a new optimizer's state takes a step, in which the weights decay."""
     require_horovod()
     script, results = tmp_path / "script.py", tmp_path / "results.json"
     script.write_text(TRAINING)
     options = ["--rounds", "1", "--json", str(results), "--html", str(tmp_path / "page.html")]
-    with tempfile.TemporaryDirectory(prefix="dt", dir="/tmp") as temporary:  # sockets need a path shorter than tmp_path
+    with tempfile.TemporaryDirectory(prefix="dt", dir="/tmp") as temporary:  # tmp_path is too long for sockets
         monkeypatch.setitem(ENV, "TMPDIR", temporary)
         ended = run(["python", "-m", "dualtrain.horovodize", "--prove", *options, str(script)], timeout=560)
-        # Only torch's cache remains. torch makes this folder without dualtrain too.
+        # Nothing is left except the folder of torch's cache, which torch makes without dualtrain too.
         assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
     assert ended.returncode == 0, ended.stdout + ended.stderr
     line = ended.stdout.splitlines()[-1]

@@ -36,7 +36,7 @@ class Job:
         self.cluster = cluster
         names = ",".join(host.name for host in cluster.hosts)
         given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
-        # horovodrun keeps a cache in HOME for an hour, with facts about each host name.
+        # In HOME, horovodrun caches facts about each host name for an hour. Other tests use the same names.
         env = {**os.environ, "PYTHONPATH": NO_COMPILER_PATH, "HOME": str(folder), **given}
         command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
         self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
@@ -87,7 +87,7 @@ class Job:
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     ssh = request.getfixturevalue("launcher") != "torchrun"
     if ssh or request.getfixturevalue("backend") == "horovod":
-        require_horovod()  # its installation includes mpirun
+        require_horovod()  # the installation of Horovod includes mpirun
     require_hosts(ssh=ssh)
     own = request.getfixturevalue("own") if "own" in request.fixturenames else None
     with two_hosts(tmp_path, ssh=ssh, own=own) as cluster:
@@ -95,7 +95,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 
 def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
-    """Run the same job on one host, and return its folder. The native transport adds in the order of two hosts."""
+    """Run the same job on one host, and return its folder. The native transport adds in the same order as two hosts do."""
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)], env=QUICK)
@@ -122,7 +122,8 @@ VIRTUAL = ("--virtual-ranks", "13")
     ids=["virtual ranks", "plain"],
 )
 def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, ranks, more, transport, cluster, tmp_path):
-    # Two ranks per host: sums inside hosts and between them. With virtual ranks, the run on one host has a single rank.
+    # Each host has two ranks, so gradients are added inside hosts and between them. With virtual ranks, the run on one host
+    # has a single rank.
     alone = on_one_host(tmp_path / "alone", ranks, *more[:2])
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *more]
@@ -170,7 +171,7 @@ def losses(folder: Path, epochs: int) -> list[float]:
     return [row["val_loss"] for row in rows if row["kind"] == "epoch"][:epochs]
 
 
-# Open MPI's threads poll while they wait, and compete with the ranks: on two cores, a job takes ten seconds to minutes.
+# Open MPI's threads poll while they wait, and use the cores that ranks need: with two cores, a job can take minutes.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
 def test_mpi_between_hosts_gives_nearly_the_same_losses(launcher, backend, cluster, alone, tmp_path):
@@ -198,7 +199,7 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
         assert "stopping, since rank 0 cannot be reached: its host 10.77.0.1" in job.logs[1].read_text()
     job.until(lambda: job.launchers[0].poll() is not None, STOP_SECONDS)
     assert job.launchers[0].returncode != 0
-    job.end()  # torchrun's agent on the other host would wait for minutes
+    job.end()  # do not wait for torchrun's agent on the other host, which ends only after minutes
     cluster.restore()
 
     again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")

@@ -1,6 +1,6 @@
 """Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
 
-In each phase that occurs on both ranks, this test kills the rank that tests/training/test_kills.py does not kill.
+tests/training/test_kills.py runs such a job too. In phases that occur on both ranks, it kills the other rank.
 """
 
 from __future__ import annotations

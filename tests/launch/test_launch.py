@@ -17,7 +17,7 @@ from tests.conftest import require_horovod
 from tests.launch.jobs import ENV, NO_COMPILER_PATH, QUICK, horovodrun, processes, rank_of, summary, torchrun
 from tests.pool import ROOT
 
-#: Each launcher with the rank to kill; tests/commands/ tests other combinations without a launcher.
+#: For each launcher, the rank to kill and the command. tests/commands/ has other combinations, without a launcher.
 LONG_JOBS = {
     "torchrun": (0, lambda *a: torchrun(3, "--backend", "torch", *a)),
     "torchrun-horovod": (2, lambda *a: torchrun(3, "--backend", "horovod", *a)),
@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
             time.sleep(0.1)
         pids = [pid for pid in processes(str(folder)) if rank_of(pid) == victim]
         assert pids, log.read_text()
-        os.kill(max(pids), signal.SIGKILL)  # the newest: its parent, horovodrun's shell, has the same environment
+        os.kill(max(pids), signal.SIGKILL)  # the newest: horovodrun's shell, its parent, has the same environment
         status = process.wait(timeout=60)
     finally:
         for pid in [process.pid, *processes(str(folder))]:

@@ -69,7 +69,7 @@ def progress(folder: Path) -> int:
     return 0
 
 
-@pytest.mark.timeout(900)  # eleven starts, each of which takes some seconds on an idle machine
+@pytest.mark.timeout(900)  # enough for eleven starts, each of some seconds on an idle machine
 def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, capsys):
     log, port = tmp_path / "log", free_port()
 
@@ -87,7 +87,7 @@ def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, 
     agents = [Agent(first, port, folder, log) for first in (True, False)]
     try:
         for number in range(KILLS):
-            # Three deaths after the same step would end the run.
+            # Wait for new steps: three deaths after the same step would end the run.
             wait(lambda: progress(folder) >= 10 * number + 1, "progress")  # noqa: B023
             pids: list[int] = []
             wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023

@@ -45,7 +45,7 @@ def weights(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a private Slurm; return its SLURM_CONF. It ends when its standard input closes, or the tests are killed."""
+    """Start a private Slurm; return its SLURM_CONF. It ends when its standard input is closed, or the tests are killed."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
@@ -140,8 +140,8 @@ def test_the_job_has_the_exit_status_of_a_refusal(slurm, tmp_path):
     output = tmp_path / "output"
     output.touch()
     _, job_is = submit(slurm, f"--output={output}", SBATCH, "--lr", "-1")
-    until(lambda: job_is("JobState=FAILED", "ExitCode=2:0"), output)  # sbatch --wait would look only after ten seconds
-    # srun does not end the other rank, which then reports the same error.
+    until(lambda: job_is("JobState=FAILED", "ExitCode=2:0"), output)  # sooner than sbatch --wait, which waits ten seconds
+    # srun does not end a rank if the other rank fails: both report the same error.
     said = [line for line in output.read_text().splitlines() if "--lr must be" in line]
     assert [line.partition(")")[0] for line in said] == [f"dualtrain: error (rank {rank} of 2" for rank in (0, 1)]
 

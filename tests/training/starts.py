@@ -1,7 +1,7 @@
 """Program that starts many processes at once, which all try to lock one folder: ``starts.py FOLDER``.
 
-A separate program, because forks of a process that has imported torch take long. For each round, it prints a line of
-JSON: the replies of the processes, and the newest generation.
+This is a separate program, which does not import torch, because forks of a process with torch take long. For each round,
+it prints a line of JSON: the replies of the processes, and the newest generation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STARTS, ROUNDS = 20, 5
 
 
 def renew(lock: FolderLock, end: threading.Event) -> None:
-    """Renew the lock's file more often than usual, so that a busy machine does not delay the renewal too long."""
+    """Renew the lock's file more often than usual, so that renewals are in time on a busy machine too."""
     while not end.wait(0.05):
         lock._write(renew=True)
 
@@ -32,14 +32,14 @@ def renew(lock: FolderLock, end: threading.Event) -> None:
 def start_all(folder: Path) -> list[str]:
     """Return the reply of each process.
 
-    The processes simulate two hosts. They are killed at the end, and so do not release the lock.
+    The processes simulate two hosts. At the end they are killed, so that they do not release the lock.
     """
     replies, reply = os.pipe()
     started, start = os.pipe()
     processes = {fork(folder, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
     os.close(started)
     os.close(reply)
-    os.close(start)  # each process now reads end-of-file, and tries to take the lock
+    os.close(start)  # now each process reads the end of the pipe, and tries to take the lock
     try:
         return answers(replies)
     finally:
@@ -72,7 +72,7 @@ def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[in
 
 
 def answers(replies: int) -> list[str]:
-    """Return the line of each process, once all have written."""
+    """Wait until all processes have written their lines, and return the lines."""
     data, deadline = b"", time.monotonic() + LIMIT
     while data.count(b"\n") < STARTS and time.monotonic() < deadline:
         if select.select([replies], [], [], 1.0)[0]:

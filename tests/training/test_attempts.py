@@ -62,7 +62,7 @@ def test_every_recovery_is_printed_and_kept(tmp_path, capsys):
     folder = tmp_path / "run"
     end_with(folder, KilledError(), 2)
     end_with(folder, ValueError("a bad sample\nand more"), 3)
-    end_with(folder, StoppedError("saved", 15), 3)  # this start takes no step
+    end_with(folder, StoppedError("saved", 15), 3)  # resumes after step 3, and stops before another step
     capsys.readouterr()
     summary = auto(folder)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
@@ -87,7 +87,7 @@ def test_repeated_steps_are_counted(tmp_path, capsys):
     end_with(tmp_path, KilledError(), 3)
     (tmp_path / "checkpoints" / "step-00000003.safetensors").unlink()
     (tmp_path / "checkpoints" / "step-00000002.safetensors").write_bytes(b"damaged")
-    end_with(tmp_path, KilledError(), 1)  # resumes from step 1 and dies before its first step
+    end_with(tmp_path, KilledError(), 1)  # resumes after step 1, and dies before another step
     summary = auto(tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
     assert said[0].startswith("recovered: the cause is not known, after step 3; 2 steps repeated, ")
@@ -167,7 +167,7 @@ def test_only_the_process_that_owns_the_folder_adds_events(tmp_path):
 
 
 def died(folder: Path, backend: Backend) -> None:
-    """Make two attempts die after step 2. A third death there would forbid a restart."""
+    """Make two attempts die after step 2. A third death after step 2 would forbid a restart."""
     for _ in range(2):
         attempt = Attempt(FolderLock())
         attempt.begin(folder, 2, backend)
@@ -247,7 +247,7 @@ def test_lines_that_are_not_events_are_left_out(tmp_path):
 def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
     end_with(tmp_path, KilledError(), 1)
     end_with(tmp_path, KilledError(), 2)
-    end_with(tmp_path, StoppedError("saved", 15), 2)  # does not count
+    end_with(tmp_path, StoppedError("saved", 15), 2)  # a stop by a signal is not a death
     end_with(tmp_path, ValueError("a bad sample"), 2)
     end_with(tmp_path, KilledError(), 2)
     before = [path.name for path in (tmp_path / "checkpoints").iterdir()]
@@ -289,17 +289,14 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
     trained: list[int] = []
     step = loop.Run._step
     monkeypatch.setattr(loop.Run, "_step", lambda run: (trained.append(run.cursor.step), step(run))[1])
-    for folder in (
-        tmp_path,
-        tmp_path,
-        Path(os.path.relpath(tmp_path)),
-    ):  # another path to the folder: the settings are the same
+    # A different path of the same folder is no change of the settings.
+    for folder in (tmp_path, tmp_path, Path(os.path.relpath(tmp_path))):
         with pytest.raises(UserError) as refusal:
             auto(folder, *DIVERGING)
         assert str(refusal.value).startswith(f"{end.value}; the run would end in the same way again: ")
         assert f"remove {folder / restarts.NAME}, or change the settings" in str(refusal.value)
     assert not trained
-    # A person can resume: with other settings, from a checkpoint, or without the file.
+    # The user can train again: with other settings, with an explicit --resume, or after removing the file.
     checkpoint = max((tmp_path / "checkpoints").glob("step-*.safetensors"))
     for more in (("--timeout", "60"), ("--resume",), ("--resume", str(checkpoint))):
         with pytest.raises(DivergedError):

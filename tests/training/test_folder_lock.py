@@ -115,7 +115,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     if not child:
         os.close(writer)
         os.write(begun, b"1")
-        os.read(reader, 1)  # until the parent closes its end
+        os.read(reader, 1)  # wait until the parent closes its end of the pipe
         os._exit(0)
     os.close(reader)
     os.read(started, 1)
@@ -138,7 +138,7 @@ def test_without_locks_a_process_that_renews_its_file_keeps_the_folder(tmp_path,
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     train(tmp_path)
-    train(tmp_path, "--resume")  # without a wait: the earlier process has left the folder
+    train(tmp_path, "--resume")  # does not wait, because the earlier process has left the folder
     assert not caplog.records
     with locked(tmp_path), pytest.raises(UserError, match=f"may be used by process {os.getpid()} on"):
         train(tmp_path, "--resume", "auto", "--timeout", "0.4")
@@ -186,7 +186,7 @@ def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
             assert len(errors) == 1
             assert "is used by" in errors[0] or "holds another run" in errors[0]
         elif end is not trained[0]:
-            assert resume  # this process started after the other had ended, and prints the run's result
+            assert resume  # this process started after the first had ended, so it prints the result of the run
             assert "nothing is left to train" in end.stdout
     assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Generations of a run's folder: one process owns the folder; a process that was replaced changes nothing."""
+"""Generations of a run's folder: only the process of the newest generation owns it, and older processes change nothing."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_a_start_on_another_host_is_refused_while_the_file_is_renewed(tmp_path, 
         assert first.is_mine()
     assert ["waiting 6 s for a renewal" in record.getMessage() for record in caplog.records] == [True]
     assert locked(tmp_path).generation == 2
-    assert len(caplog.records) == 1  # no wait for a process that has left the folder
+    assert len(caplog.records) == 1  # this start did not wait, because the first process has left the folder
 
 
 def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_lock, "RENEW_SECONDS", 0.3)
     first = FolderLock()
-    monkeypatch.setattr(first, "_renew", lambda: None)  # as if the process were stopped
+    monkeypatch.setattr(first, "_renew", lambda: None)  # renew no file, like a stopped process
     first.job = "one"
     first.take(tmp_path, LIMIT)
     first.sign()
@@ -182,7 +182,7 @@ def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
     train(tmp_path, "--resume", "--epochs", "2")
     assert checkpoint.generation_in(checkpoint.path_of(tmp_path / "checkpoints", 4))[0] == 2
     tree = checkpoint.load(first)
-    checkpoint.write(first, tree)  # as versions without generations wrote it
+    checkpoint.write(first, tree)  # without a generation, like earlier versions
     assert checkpoint.generation_in(first) == (0, digest)
     assert checkpoint.generation_in(tmp_path / "config.json") == (0, "")
     for path in (tmp_path / "generation-2", checkpoint.path_of(tmp_path / "checkpoints", 4)):
@@ -212,7 +212,7 @@ def run_superseded_at(
 
     def write_and_wait(writer: Writer, *arguments: Any, **named: Any) -> None:
         write(writer, *arguments, **named)
-        writer.wait()  # so that nothing comes between the check and the write
+        writer.wait()  # so that nothing happens between the check and the write
 
     patch.setattr(FolderLock, "is_mine", look)
     patch.setattr(FolderLock, "_renew", lambda lock: None)
@@ -225,7 +225,7 @@ def run_superseded_at(
 
 
 def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_write(tmp_path):
-    """The process is replaced at each of its checks in turn, from the lock of the folder to the summary."""
+    """Repeat a run: replace its process at the first check of the generation, at the second, and so on, to the summary."""
     number, begun = 0, tmp_path / "begun"
     train(begun)
     while True:
@@ -239,8 +239,8 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
             assert any(name.endswith("summary.json") for name in before)
         else:
             assert "process 7 on elsewhere since now took over" in str(error), number
-            assert error.shared, number  # every rank ends with it, and rank 0 prints it
-        # The temporary file of the write that was interrupted is removed.
+            assert error.shared, number  # all ranks end with this error, and rank 0 prints it
+        # Only the temporary file of the interrupted write is removed.
         assert content(folder) == {name: held for name, held in before.items() if not name.endswith(".tmp")}, number
     assert error is None
     assert number > 20

@@ -1,8 +1,9 @@
-"""The name of a job: its restarts resume without a flag, and another job's start in its folder is refused."""
+"""The name of a job: restarts of the job resume without a flag, and a different job cannot use the job's folder."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(job: str, epochs: int, *more: str, again: bool = True) -> dict[str, Any]:
-    """Train as a process of ``job``; ``again`` simulates a new process."""
+    """Train as a process of ``job``: as a new process if ``again``, else as the same process as before."""
     if again:
         start._runs.clear()
     with connect("local", world=World(job=job)) as backend:
@@ -58,13 +59,15 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def first_line(capsys: pytest.CaptureFixture[str]) -> str:
-    return capsys.readouterr().out.splitlines()[0]
+    """Return the first printed line that is not a progress report, which a slow phase prints on a busy machine."""
+    lines = capsys.readouterr().out.splitlines()
+    return next(line for line in lines if not re.search(r" for \d+ s$", line))
 
 
 def test_a_restart_of_the_same_job_resumes_without_a_flag(tmp_path, capsys):
     whole, folder = train("", 3, "--run-dir", str(tmp_path / "whole")), tmp_path / "run"
     flags = "--run-dir", str(folder)
-    killed("one", 3, 0, *flags)  # before its first checkpoint
+    killed("one", 3, 0, *flags)  # the run has no checkpoint yet
     killed("one", 3, 3, *flags)
     capsys.readouterr()
     killed("one", 3, 3, *flags)
@@ -115,7 +118,7 @@ def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, cap
     train("one", 2)
     assert "restart of job one: resuming from step 2" in capsys.readouterr().out
     train("two", 1)
-    # The second run of a process has a name of its own (one.2), so it is not a restart of the first run.
+    # The second run of a process gets the name one.2, so that it is not a restart of the first run.
     killed("one", 3, 1)
     train("one", 1, "--seed", "1", again=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
@@ -138,7 +141,7 @@ def test_a_run_that_began_from_a_file_resumes_from_its_own_checkpoints(tmp_path,
             train("one", 3, *flags)
     killed("one", 3, 0, *flags)
     capsys.readouterr()
-    killed("one", 3, 2, *flags)  # still from the file: this folder has no newer checkpoint
+    killed("one", 3, 2, *flags)  # resumes from the file again: the folder has no newer checkpoint
     said = capsys.readouterr().out
     assert ("restart of job one: resuming from step 2" in said) == own
     killed("one", 3, 1, *flags)

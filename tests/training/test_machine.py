@@ -180,7 +180,7 @@ def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, o
 
 
 def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
-    """Train to a checkpoint on one platform and resume on another; return the warnings of this rank."""
+    """Train on one platform, and resume on a simulated other platform; return the warnings of this rank."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Models by name: each is built, learns in one step, and loads weights that fit. Other weights are refused by name."""
+"""Models by name: each is built, learns in one step, and loads weights that fit. Other weights are refused."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_weights_of_a_file_are_loaded(tmp_path, suffix, wrap):
         state = {f"module.{name}": tensor for name, tensor in state.items()}
     elif wrap:
         state = {wrap: state, "epoch": 3}
-    if suffix == "safetensors":  # the metadata of another program, which resemble those of a run's checkpoint
+    if suffix == "safetensors":  # metadata of another program, similar to a run's checkpoint
         safetensors.torch.save_file(state, file, {"structure": "convnet"})
     else:
         torch.save(state, file)

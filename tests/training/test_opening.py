@@ -69,7 +69,7 @@ def test_a_run_is_named_after_what_it_trains(dataset, model, name):
     assert run_name("digits-convnet", dataset, model) == name
 
 
-#: A run in which every setting has its effect.
+#: Facts of a run in which every setting has an effect.
 FACTS = RunFacts(
     steps=100,
     steps_of_epochs=100,

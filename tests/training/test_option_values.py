@@ -86,7 +86,7 @@ def test_the_default_of_every_option_can_be_written():
 
 @pytest.mark.parametrize("options", ["nesterov=flase", "nesterov=[", "dampening=much", "momentum='0.5'"])
 def test_text_in_place_of_a_number_or_a_bool_is_refused(options):
-    with pytest.raises(UserError, match="is no value; give a number, true or false") as refusal:
+    with pytest.raises(UserError, match="is not a valid value; give a number, true or false") as refusal:
         make_optimizer(parse(["--optimizer-options", options]).step, dropping((1, 8, 8), 10), 0.1)
     assert "\n" not in str(refusal.value)
 

@@ -83,7 +83,7 @@ def evaluates_alone(backend):
     synchronize_norms(model, backend)
     model.eval()
     inputs = batch()[0] * (1 + backend.rank)
-    for _ in range(1 + backend.rank):  # an exchange would time out
+    for _ in range(1 + backend.rank):  # unequal numbers of calls: exchanges would time out
         found = model(inputs)
     torch.testing.assert_close(found, nn.functional.batch_norm(inputs, None, None, torch.ones(4), torch.zeros(4), True))
 
@@ -113,7 +113,7 @@ def test_a_model_loads_its_own_weights(model, tmp_path):
     load_weights(model, str(file))
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), wanted, strict=True))
     torch.save({f"module.{name}": p for name, p in zip(dict(model.named_parameters()), wanted, strict=True)}, file)
-    load_weights(model, str(file))  # as DDP saves it
+    load_weights(model, str(file))  # weights with DDP's prefix
 
 
 def test_lazy_layers_are_trained_but_take_no_weights(tmp_path):

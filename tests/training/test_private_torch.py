@@ -19,7 +19,7 @@ def test_torch_has_the_base_class_of_the_errors_of_compile():
             f"torch {torch.__version__}: the base class of torch.compile's errors has moved ({error}): name its new path "
             "in training/assemble.py, so that an error of --compile is printed in one line"
         )
-    own = getattr(importlib.import_module("torch._inductor.exc"), "InductorError", base)  # new in torch 2.7
+    own = getattr(importlib.import_module("torch._inductor.exc"), "InductorError", base)  # exists since torch 2.7
     assert issubclass(own, base), f"torch {torch.__version__} has an InductorError of another base: catch both"
 
 

@@ -122,7 +122,7 @@ def test_the_remaining_time_is_estimated_without_the_first_step(monkeypatch):
     monkeypatch.setattr("dualtrain.training.progress.time.monotonic", lambda: now[0])
     progress = Progress(1000, 100, shown=False, launcher="none", seconds=0)
     values = {"loss": 0.5, "accuracy": 1.0, "lr": 0.1}
-    now[0] = 100.0  # the first step compiles
+    now[0] = 100.0  # a slow first step, as with a compiler
     progress.step(64, values)
     assert progress._line() == "step 101/1000  loss 0.5000  1 samples/s"
     now[0] = 104.0

@@ -135,7 +135,7 @@ def test_a_frozen_model_trains_only_its_head(tmp_path, monkeypatch):
 
 
 def test_ranks_are_interrupted_together_and_resume_to_the_same_bits(processes, places, tmp_path):
-    # BatchNorm and dropout: each rank must get its own statistics and random state back.
+    # The model has BatchNorm and dropout, so each rank must get its own statistics and random state back.
     whole = processes(train, flags("dropout", places, tmp_path / "whole"))[0]
     part = flags("dropout", places, tmp_path / "part")
     said = processes(train, part, 3)
@@ -155,7 +155,7 @@ def test_a_run_resumes_on_the_other_backend_with_the_same_bits(pool: Pool, place
 
 
 def test_a_run_resumes_at_another_world_size(processes, places, tmp_path):
-    # 300 samples per step on any number of ranks: the same samples in the same batches.
+    # Each step has 300 samples on any number of ranks, so all runs have the same batches.
     arguments = [*flags("digits", places, tmp_path / "part")[:-1], "300"]
     whole = train_alone([*flags("digits", places, tmp_path / "whole")[:-1], "300"])
     assert "after step 4" in train_alone(arguments, stop_after=4)
@@ -189,7 +189,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
         (["--model", "tests.training.test_recipes:narrow"], ["class indices", "the model has 3 outputs"]),
-        # The targets are the smallest class index that the model does not have.
+        # The targets are 3, the smallest class index that this model does not have.
         (
             [
                 "--model",

@@ -47,12 +47,12 @@ def test_the_old_run_is_resumed_and_ends_as_before(tmp_path):
     removed = {"train_top5"}
     assert summary.keys() == (old.keys() - removed) | added | origin
     assert summary["steps"] == old["steps"] == 12
-    # Another processor rounds differently.
+    # A different processor may round differently.
     for name in ("train_loss", "val_loss"):
         assert summary[name] == pytest.approx(old[name], abs=1e-4)
     lines, kept = ((path / "metrics.jsonl").read_text().splitlines() for path in (folder, OLD))
     assert [json.loads(line)["step"] for line in lines] == [json.loads(line)["step"] for line in kept]
-    assert lines[0] == kept[0]  # the line before step 6 is not written again
+    assert lines[0] == kept[0]  # the line before the checkpoint is kept
     (newest, *_) = checkpoint.found(folder / "checkpoints")
     first = checkpoint.load(OLD / "checkpoints" / "step-00000006.safetensors")
     assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()

@@ -109,7 +109,7 @@ def test_every_setting_is_compared_or_may_differ_for_a_reason():
             mine, theirs = ("not set" if value is None else repr(value) for value in values)
             line = f"{SETTINGS[name].flag} is {mine} on rank 0 and {theirs} on rank 1; "
             assert text == "the ranks do not have the same settings: " + line + "give every rank the same command line"
-        elif name in ("weights", "resume"):  # the values are not compared, only whether the flag is given
+        elif name in ("weights", "resume"):  # only whether the flag is given is compared
             assert f"{SETTINGS[name].flag} is not set on rank 0 and 'given' on rank 1" in text
         else:
             assert text == "", name
@@ -319,7 +319,7 @@ def test_reading_a_fifo_in_place_of_a_file_does_not_block(tmp_path):
 
 
 def own_generators(backend) -> str:
-    # The random numbers differ between ranks, and at each reading.
+    # The samples contain random numbers that differ between ranks, and at each reading.
     return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
 
 

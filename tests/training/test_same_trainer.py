@@ -49,7 +49,7 @@ class Loss:
 
 
 class Penalty(nn.Module):
-    """A loss with its own weights and a reference to the model. The model's weights may still differ between ranks."""
+    """A loss with weights of its own, which must be the same on all ranks. The weights of its model may differ."""
 
     def __init__(self, model: nn.Module, own: float) -> None:
         super().__init__()

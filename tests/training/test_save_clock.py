@@ -46,7 +46,7 @@ def test_a_save_is_due_after_the_seconds_and_costs_are_added_up(monkeypatch):
 
 
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
-    """Train; on a rank, a save is always or never due. ``due`` has a value for rank 0 and one for all other ranks."""
+    """Train while a save is always or never due: ``due[0]`` is the answer on rank 0, ``due[1]`` on the other ranks."""
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveClock, "due", due[min(backend.rank, 1)])
@@ -59,13 +59,13 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
 
 @pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
 def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_path, flags):
-    # With two virtual ranks on three ranks, one rank computes nothing and sends its flags separately.
+    # If three ranks have two virtual ranks, one of them computes nothing, and sends its control flags separately.
     without = processes(saved_steps, str(tmp_path / "without"), [False, False], flags)
     by_time = processes(saved_steps, str(tmp_path / "by time"), [True, False], flags)
     others = processes(saved_steps, str(tmp_path / "others"), [False, True], flags)
     assert [one["saved"] for one in without] == [[8]] * len(without)
     assert [one["saved"] for one in by_time] == [[1, 2, 3, 4, 5, 6, 7, 8]] * len(without)
-    assert [one["saved"] for one in others] == [[8]] * len(without)  # the clocks of other ranks are ignored
+    assert [one["saved"] for one in others] == [[8]] * len(without)  # only rank 0's clock matters
     assert len({one["weights"] for one in [*without, *by_time]}) == 1
     assert by_time[0]["costs"]["saves"] == 8
     assert by_time[0]["costs"]["seconds"] > 0

@@ -187,7 +187,7 @@ def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
 
 
 def test_of_two_checkpoints_of_one_step_that_of_the_newer_generation_is_used(monkeypatch):
-    """Rank 0's checkpoint is of generation 1: another host has replaced the process that wrote it."""
+    """Rank 0's checkpoint is of generation 1, rank 1's of generation 2: rank 1's host has taken over."""
     owners: list[int] = []
 
     def send(folder: Path, name: str, owner: int, backend: Any) -> tuple[dict[str, Any], str]:
@@ -235,7 +235,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(real, tmp_path):
     assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
     assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(rank_1.glob("summary.json"))
-    # Both folders have checkpoints now, and one has a summary: no rank trains.
+    # Now both folders have checkpoints, and one has a summary, so no rank trains.
     assert {one["steps"] for one, _ in real(by_disk, str(tmp_path), "3")} == {6}
 
 

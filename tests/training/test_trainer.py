@@ -71,7 +71,7 @@ def unequal_shares(backend) -> None:
     inputs, targets = part_of(backend, data())
     for _ in range(4):
         passes = list(zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True))
-        # 40 is not the number of samples: the gradients are rescaled.
+        # ``expected`` is not the number of samples, so the trainer must rescale the gradients.
         done = trainer.step(passes, expected=40.0, control_flags=(1.0, float(backend.rank == 0), 0.0))
         assert done.control_flags == [float(backend.size), 1.0, 0.0]
         assert done.sums[1].item() == 23
@@ -106,7 +106,7 @@ def overflow(backend) -> tuple[float, list[float], list[float]]:
     nn.init.ones_(model.weight)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 1.0), lambda y, _: y.mean(), backend=backend, amp="fp16")
     before = trainer.precision.scaler.get_scale()
-    # One rank's gradient is too large for the scale; its loss is not.
+    # On the last rank, the scaled loss is finite, but the gradient is not.
     last = backend.rank == backend.size - 1
     trainer.step([(torch.full((1, 1), 6e4 if last else 1.0), torch.zeros(1))], backend.size)
     trainer.step([(torch.full((1, 1), 6e4 if last else 1.0), torch.zeros(1))], backend.size)
@@ -342,7 +342,7 @@ def test_training_and_evaluation_count_the_same_correct_predictions(classes, cou
     loss, trained = CrossEntropy()(logits, targets)
     with torch.no_grad():
         _, evaluated = CrossEntropy()(logits, targets)
-    assert trained == [pytest.approx(evaluated[0]), *evaluated[1:3], 0]  # the top five are counted in evaluations only
+    assert trained == [pytest.approx(evaluated[0]), *evaluated[1:3], 0]  # training does not count the top 5
     assert evaluated[1] == (targets != -100).sum()
     assert evaluated[3] >= evaluated[2] > 0
     assert set(training_metrics(trained, "train_")) == {"train_loss", "train_accuracy"}
@@ -436,7 +436,7 @@ def test_every_optimizer_of_torch_steps(name):
     ("arguments", "parts"),
     [
         (["--optimizer", "lion"], ["'lion'", "adamw"]),
-        (["--optimizer", "adam", "--momentum", "0.9"], ["--momentum 0.9", "adam has none"]),
+        (["--optimizer", "adam", "--momentum", "0.9"], ["--momentum 0.9", "adam has no such option"]),
         (["--optimizer-options", "nestorov=true"], ["'nestorov'", "did you mean nesterov"]),
         (["--optimizer-options", "nesterov"], ["name=value"]),
         (["--optimizer-options", "nesterov=true", "--momentum", "0"], ["refuses its options"]),
@@ -528,7 +528,7 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Program that compiles without code generation, which takes seconds; tests/launch/test_compile.py generates code.
+# Program that compiles without generating code, because that takes seconds. tests/launch/test_compile.py generates code.
 COMPILED = """
 import sys
 from pathlib import Path

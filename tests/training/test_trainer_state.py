@@ -86,7 +86,7 @@ def test_frozen_layers_keep_their_mode_and_a_failed_evaluation_restores_it():
 
 
 class Master(torch.optim.Optimizer):
-    """An optimizer with float32 copies of its parameters, and counts."""
+    """An optimizer whose state has float32 copies of the parameters, and integer counts."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1e-3})
@@ -165,7 +165,7 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
     with connect("local") as backend:
         model = Counting()
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
-        trainer.resume(tmp_path / "state")  # one rank gets the mean over the ranks, and rank 0's other buffers
+        trainer.resume(tmp_path / "state")  # a single rank gets the mean of all ranks, and rank 0's other buffers
         assert model.mean.item() == sum(counts) / len(counts)
         assert (model.count.item(), model.kept.item(), model.phase.item()) == (2, 2, 2)
         assert model.grows.tolist() == [True, True]
@@ -297,14 +297,14 @@ def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
 
 
 def uneven_norms(backend, first):
-    """Train with SyncBatchNorm: the last rank has no batch if ``first``, else one batch; the others have one more."""
+    """Train with SyncBatchNorm. The last rank has one batch less than the others, which have two, or one if ``first``."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
     batches = [batch(), batch(1)][first:]
     with pytest.raises(RanksDifferError, match="different numbers of batches, and SyncBatchNorm needs a batch of every"):
         trainer.fit(batches[: len(batches) - (backend.rank == backend.size - 1)])
-    assert trainer.fit([batch(2)])[0]["loss"] > 0  # the ranks still agree
+    assert trainer.fit([batch(2)])[0]["loss"] > 0  # training can continue
 
 
 @pytest.mark.parametrize("first", [False, True])

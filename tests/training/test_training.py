@@ -75,7 +75,8 @@ def test_the_default_job_learns(tmp_path):
     assert train_alone("--run-dir", str(tmp_path))["val_accuracy"] >= 0.97
 
 
-# 240 can be split evenly over 2 or 3 ranks, 250 only over 2. The last batch of an epoch, the sixth, is smaller.
+# Batches of 240 samples can be split evenly over 2 or 3 ranks, those of 250 only over 2. The last batch of an epoch, the
+# sixth, is smaller.
 @pytest.mark.parametrize("batch", ["240", "250"])
 def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch):
     flags = ("--max-steps", "10", "--global-batch-size", batch)
@@ -178,7 +179,7 @@ def test_an_earlier_checkpoint_can_be_resumed(tmp_path):
     again = train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(tmp_path))
     assert again["weights_sha256"] == first["weights_sha256"]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    # Checkpoints of the earlier attempt are kept, but never resumed.
+    # Later checkpoints of the first run are kept under other names, so that no run resumes from them.
     assert [name for name in names if name.endswith(".aside")]
     assert names[-1].startswith("step-00000006")
     with pytest.raises(UserError, match="holds another run"):
@@ -291,7 +292,7 @@ def diverge(backend, folder: str) -> str:
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(processes, tmp_path):
     messages = processes(diverge, str(tmp_path))
-    # The advice at the end differs, because only the last rank finds the bad sample in its data.
+    # After the last semicolon, messages differ: only the last rank finds the bad sample in its data.
     assert len({message.rpartition("; ")[0].replace("there is no", "") for message in messages}) == 1
     assert "; training sample " in messages[-1]
     assert f"in step 1 on rank {processes.size - 1};" in messages[0]

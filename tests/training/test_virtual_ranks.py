@@ -19,9 +19,9 @@ from tests.threads import run_threads
 from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
 
 ALL = tuple(CASES)
-#: The few cases that run in Horovod's worlds (by size), where an operation takes ten times as long. Cases differ in their
-#: models, random numbers and dtypes, but these do not depend on the world. tests/backends/test_sum_order.py also tests the
-#: sums of the shards on Horovod. "transformer" has the most buckets, and 3 shards: in a world of 4, one rank has none.
+#: Cases that run in Horovod's worlds, by world size. They are few, because Horovod's operations take ten times as long, and
+#: because models, random numbers and dtypes do not depend on the world. tests/backends/test_sum_order.py also tests the
+#: sums of shards on Horovod. "transformer" has the most buckets. It has 3 shards, so in a world of 4 one rank has none.
 ON_HOROVOD = {2: ("convnet", "drawing"), 3: ("branches", "bf16"), 4: ("transformer",)}
 
 
@@ -41,7 +41,7 @@ def test_one_result_in_every_world(real, alone):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_one_result_on_any_number_of_threads(size, alone):
-    names = ("branches", "narrow", "double")  # without random numbers: threads share the generators
+    names = ("branches", "narrow", "double")  # no random numbers, because threads share the generators
     for found in run_threads(size, trained, names):
         assert found == {name: alone[name] for name in names}
 
@@ -151,7 +151,7 @@ def changed_buffers(backend):
     """Return the mean buffer after three steps; assert the values of the other buffers."""
 
     def change(model, x):
-        model.mean = 0.5 * model.mean + x.mean(0)  # replaced, not changed in place
+        model.mean = 0.5 * model.mean + x.mean(0)  # a new tensor, not a change in place
         model.count += 1
         model.ready.fill_(True)
 
@@ -224,7 +224,7 @@ def test_one_of_100_shards_cannot_change_a_counter_by_another_amount(different, 
     model.register_buffer("samples", torch.tensor(7))
     buffers = CommonBuffers(model, 100)
     buffers.keep()
-    total = torch.zeros(buffers.count)  # float32, as with gradients of float32
+    total = torch.zeros(buffers.count)  # of the gradients' dtype, float32
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         for shard in range(100):
             buffers.restore()
@@ -306,7 +306,7 @@ def test_expanded_constants_and_constants_with_nan_are_kept():
 def counted_evaluations(backend):
     model = Buffers(lambda model, x: None, calls=torch.zeros(1))
 
-    def count(model, _):  # runs in evaluation too
+    def count(model, _):  # also called in evaluation
         model.calls.add_(1)
 
     model.register_forward_pre_hook(count)

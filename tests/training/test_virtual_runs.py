@@ -123,7 +123,7 @@ CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
 
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_an_interrupted_run_resumes_in_any_world(name, pool, texts, tmp_path, alone):
-    """The signal goes to the last rank, which owns no shard in a world of four ranks with three shards."""
+    """The last rank gets the signal. In a world of four ranks, it has none of the three shards."""
     require_horovod()
     flags = arguments(name, texts, tmp_path)
     for number, (world, size) in enumerate(CHAIN, 1):
@@ -150,7 +150,7 @@ def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
             ["--compress", "fp16"],
             "so bits depend on the number of ranks: leave out --compress or --virtual-ranks 4",
         ),
-        (["--compile"], "--compile may give other bits at each number of ranks"),
+        (["--compile"], "--compile may give different bits at each number of ranks"),
         (["--data-parallel"], "--data-parallel splits batches over GPUs by itself"),
         (["--sync-batchnorm"], "with --virtual-ranks 4 needs one rank for each virtual rank, and this job has 1: start 4"),
     ],
@@ -168,7 +168,7 @@ def test_a_number_of_virtual_ranks_out_of_bounds_is_refused(value):
 
 
 def few(folder):
-    """Build a training and a validation dataset; the latter has fewer samples than there are shards."""
+    """Build a training dataset, and a validation dataset with fewer samples than there are shards."""
     return [TensorDataset(torch.linspace(-1, 1, n * 4).view(n, 4), torch.arange(n) % 3) for n in (8, 2)]
 
 

@@ -19,7 +19,7 @@ from tests.models_for_tests import perceptron, seeded, small_buckets, vectors
 from tests.threads import run_threads
 from tests.training.virtual import CASES, Statistics, digest, step, trainer_of
 
-RANK: ContextVar[int] = ContextVar("rank")  # of this thread
+RANK: ContextVar[int] = ContextVar("rank")  # rank of the current thread
 
 
 def samples(number=12):

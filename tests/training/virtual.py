@@ -29,7 +29,7 @@ class ConvNet(nn.Module):
             nn.Flatten(),
             nn.Dropout(0.3),
             nn.Linear(64, 8),
-            nn.BatchNorm1d(8, momentum=None),  # its update depends on the count of batches
+            nn.BatchNorm1d(8, momentum=None),  # without a momentum, updates depend on the count of batches
             nn.Linear(8, CLASSES),
         )
 
@@ -228,7 +228,7 @@ def digest(trainer: Trainer, *more: Any) -> str:
 
 
 def trained(backend: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """Train each case; return, for each, one hash of its state and its metrics."""
+    """Train each case; return one hash for each case, of its state and metrics."""
     results = {}
     for name in names:
         case = CASES[name]

@@ -31,7 +31,7 @@ class DelegatingBackend(Backend):
         self.name, self.transport, self.versions, self.narrow = inner.name, inner.transport, inner.versions, inner.narrow
         self.hosts, self.members, self.is_group = inner.hosts, inner.members, inner.is_group
 
-    # The inner backend keeps these three attributes, since its waits use them.
+    # Keep the next three attributes in the inner backend, whose waits use them.
 
     @property
     def timeout(self) -> float:
@@ -107,8 +107,8 @@ class SharedMemoryBackend(DelegatingBackend):
     Args:
         inner: a connected backend with CPU tensors.
         beside: shared memory of other backends; their operations progress while this backend waits.
-        reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. With sizes, that
-            method does not block, and the ranks may call it at different times. Without sizes, each call maps memory.
+        reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. If sizes are given, that method does not
+            block, and the ranks may call it at different times. If not, it is collective and maps memory at each call.
 
     Raises:
         UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequal rank counts.
@@ -125,14 +125,15 @@ class SharedMemoryBackend(DelegatingBackend):
             raise UnsharedError("the hosts do not have equally many ranks")
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
         across = inner.between_hosts() if several else None
-        # Operations in one memory are matched by their order, and sums of gradients and other calls have separate orders.
+        # Operations in one memory are matched by their order. Sums of gradients and other calls have no common order on all
+        # ranks, so each kind has its own memory.
         self.memory = SharedMemory(inner, None if across is None else across.gradient_path, beside)
         self.calls = SharedMemory(inner, across, beside)
         self.memory.add_partner(self.calls)
         self.calls.add_partner(self.memory)
         if reserved:
             self.memory.reserve(reserved)
-        self._copies = False  # whether a buffer could not be shared
+        self._copies = False  # whether a gradient buffer could not be put into shared memory
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         if tensor.device.type != "cpu":

@@ -16,7 +16,7 @@ from dualtrain.backends.shm.shards import Plan, Region, Tree
 STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
 TAG_BYTES = 64  # size of the tag of one operation
 
-#: Function that returns whether a condition is met. Its argument says whether to block until then.
+#: Function that returns whether a condition is met. Its argument says whether to block until the condition is met.
 Need = Callable[[bool], bool]
 
 
@@ -30,7 +30,7 @@ class Memory(Protocol):
         """Return whether an operation has failed, so that all later ones fail too."""
 
     def is_short(self, tensor: torch.Tensor) -> bool:
-        """Return whether every rank reduces a tensor of this size for itself."""
+        """Return whether ``tensor`` is so short that every rank computes its whole reduction."""
 
     def advance(self, until: Reduction | None = None) -> None:
         """Advance operations without blocking; with ``until``, block until that operation has ended."""
@@ -64,7 +64,7 @@ class Reduction(Work[None]):
         self.tensor = tensor
         self.region = region
         self.short = tree is None and memory.is_short(tensor)
-        self.values: list[torch.Tensor] = []  # of a short tensor: the ranks' slots
+        self.values: list[torch.Tensor] = []  # for a short tensor, the slots of all ranks
         self.posted = False  # whether this rank has posted "ready" for the whole tensor
         self.op, self.name = op, name
         self.factor = factor
@@ -89,7 +89,10 @@ class Reduction(Work[None]):
         return self.ended or self._memory.failed
 
     def progress(self, block: bool) -> bool:
-        """Carry out steps until a condition is not met, or with ``block`` all steps. Return whether the operation ended."""
+        """Run steps until a condition is not met; with ``block``, wait for each condition and run all steps.
+
+        Return whether the operation has ended.
+        """
         while self._need is None or self._need(block):
             self._need = next(self._steps, None)
             if self._need is None:
@@ -118,7 +121,7 @@ class Reduction(Work[None]):
             plan.own.copy_(piece)
             memory.post_ready(self)
             yield from memory.reduce_shard(plan, self)
-            # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
+            # Only tensors made in inference mode must be written in that mode. Entering it takes longer than a short copy.
             with torch.inference_mode() if piece.is_inference() else nullcontext():
                 piece.copy_(plan.own)
 

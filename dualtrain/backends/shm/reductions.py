@@ -1,17 +1,18 @@
 """Reductions of CPU tensors through memory that the ranks of a host share.
 
 Every rank's buffer is in memory that all ranks of its host map. When all ranks have posted "ready", each rank reduces its
-shard of all buffers, in rank order, and writes the result into all of them. When all ranks have posted "done", every buffer
-holds the whole result. On one host no data is sent, and the fixed order gives the same bits in every run.
+shard (one part of the elements per rank) of all buffers, in rank order, and writes the result into all of them. When all
+ranks have posted "done", every buffer holds the whole result. On one host no data is sent, and the fixed order gives the
+same bits in every run.
 
-A short tensor is copied to a slot in shared memory instead, and every rank reduces all ranks' values for itself
-(``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a short tensor.
+A short tensor is copied to a slot in shared memory instead, and every rank computes the whole reduction from the slots of
+all ranks (``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a short tensor.
 
-With several hosts, the ranks that have the same shard (one per host) all-reduce it through the backend ``across``, and
-then write the result.
+With several hosts, the ranks that have the same shard (one per host) all-reduce it through the backend ``across``. Then
+each of them writes the result into the buffers of its host.
 
 The caller's thread does the work: when it waits, and, as far as possible without blocking, when it starts the next
-operation. Ranks that compute on all cores gain nothing from another thread.
+operation. If the ranks compute on all cores, an additional thread would not make this faster.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
-_VECTOR_BYTES = 1 << 10  # least size of the memory for a vector, rounded up to pages
+_VECTOR_BYTES = 1 << 10  # least number of bytes for an exchanged vector; rounded up to pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
-_INTERRUPTED_AT = _TAGS * TAG_BYTES  # index, behind the tags, of the mark that this rank's operations were interrupted
+_INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte after the tags: 1 if an operation of this rank was interrupted
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
@@ -84,28 +85,29 @@ class SharedMemory:
         pairs = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
         self._vectors = [[memoryview(vector) for vector in pair] for pair in pairs]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
-        #: Values of short tensors: those of reductions, and those that accompany an exchanged vector.
+        #: Slots for short tensors: of operations that :meth:`start` starts, and of :meth:`reduce_beside`.
         halves = zip(*(slot.view(2, -1) for slot in self._new_region(4 * SHORT_BYTES).slots), strict=True)
         self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions
-        #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
+        #: For each rank, a ring buffer with the tags of its last operations. At each position, all ranks' tags must be
+        #: equal.
         rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES + 1).slots]
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
-        self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and waited for
+        self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and has received
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
         #: The operation that an exception such as KeyboardInterrupt has stopped in the middle, and the exception's type.
-        #: It is set without a call: before a call, the interpreter may raise the next KeyboardInterrupt.
+        #: The assignment must not call a function: the interpreter may raise the next KeyboardInterrupt before a call.
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
 
     def add_partner(self, partner: SharedMemory) -> None:
-        """Add the memory of the same backend's other operations, which progress during waits for those of this memory."""
+        """Add the memory of the same backend's other operations. They progress while operations of this memory wait."""
         self._partners.append(partner)
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -159,10 +161,10 @@ class SharedMemory:
     ) -> Work[None]:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
-        All elements but the last ``tail`` are then multiplied by ``factor``. If ``tensor`` is a buffer of
-        :meth:`new_buffer`, it is reduced without copies, and must be such a buffer on every rank; with ``in_place=False``
-        it is copied like any other tensor.
-        With ``tree``, for such buffers only, partial sums are added along the tree instead of in rank order.
+        All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :meth:`new_buffer` is reduced
+        without copies; ``tensor`` must then be such a buffer on every rank. With ``in_place=False``, it is copied like any
+        other tensor. With ``tree``, which requires such buffers, partial sums are added along the tree instead of in rank
+        order.
         """
         with self._lock:
             flat = tensor.view(-1)
@@ -190,7 +192,7 @@ class SharedMemory:
         return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))
 
     def is_short(self, tensor: torch.Tensor) -> bool:
-        """Return whether every rank reduces a tensor of this size for itself; the same on every rank."""
+        """Return whether ``tensor`` is so short that every rank computes its whole reduction; the same on every rank."""
         return self._across is None and self._short.fits(tensor)
 
     def reduce_beside(self, tensor: torch.Tensor, op: ReduceOp, compare: Callable[[], object]) -> None:
@@ -213,7 +215,7 @@ class SharedMemory:
         """
         regions = [self._regions.get(buffer.data_ptr()) for buffer in (*others, tensor)]
         found = [region for region in regions if region is not None]
-        # With several hosts, the tree may need the partial sums of a host, and not only their sum.
+        # With several hosts, the tree may need each partial sum of a host, but only their sum is sent to the other hosts.
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
     def advance(self, until: Reduction | None = None) -> None:
@@ -347,7 +349,7 @@ class SharedMemory:
         reduce_into(work.tensor, work.values, work.op, work.factor, work.scaled)
 
     def _check_tags(self, work: Reduction) -> None:
-        """Check that all ranks, which have posted "ready", are in the same operation. Raises BackendError if not."""
+        """Check that all ranks have posted this "ready" for the same operation. Raises BackendError if not."""
         at = self._seen_ready % _TAGS * TAG_BYTES
         self._seen_ready += 1
         for tags in self._others_tags:
@@ -388,7 +390,7 @@ class SharedMemory:
             unfinished = unfinished or bool(self._pending)
         if self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds):
             return True
-        # Read the mark before the semaphore: a rank marks itself after its last post.
+        # Read the mark before the semaphore: the other rank sets its mark after its last post.
         interrupted = self._tags[other][_INTERRUPTED_AT]
         if self._semaphores.timed_wait(kind, other, 0.0):
             return True
@@ -400,7 +402,8 @@ class SharedMemory:
         """Advance operations without blocking. Return how many are left unfinished; 0 if another thread advances them."""
         acquired: list[bool] = []
         try:
-            # A signal handler cannot run between the two halves of this call, so the lock is always released.
+            # A signal handler cannot run between acquiring the lock and recording this, since both happen in one call. So
+            # ``finally`` releases the lock in any case.
             acquired.extend(map(self._lock.acquire, (False,)))
             if True in acquired:
                 with suppress(BackendError):  # raised again by the wait for the operation that failed

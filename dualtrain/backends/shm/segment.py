@@ -1,7 +1,7 @@
 """Memory that all ranks of a host map.
 
 The memory has no name, so nothing is left behind however a job ends. The host's first rank creates it
-(``memfd_create``); the others open it through that process's descriptors in /proc, which Linux permits to the same user.
+(``memfd_create``). The others open it through that process's descriptors in /proc; Linux permits this to the same user.
 /dev/shm, which is small in containers, is not used.
 """
 
@@ -33,7 +33,7 @@ def map_on_host(
     nbytes: int,
     prepare: Callable[[torch.Tensor], None] = lambda memory: None,
 ) -> torch.Tensor:
-    """Map ``nbytes`` of zeros, uint8, that all ranks of a host share. Collective over all ranks; blocks.
+    """Map ``nbytes`` bytes that all ranks of a host share, as a uint8 tensor of zeros. Collective over all ranks; blocks.
 
     Args:
         exchange: gathers integers over all ranks.
@@ -78,7 +78,7 @@ def map_on_host(
 def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # If that rank runs in another container, its PID belongs to another process in this container.
+        # If the host's first rank runs in a different container, its PID belongs to a different process in this container.
         if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
             raise OSError("its PID belongs to another process in this container")
         return _map(descriptor, nbytes)

@@ -1,9 +1,10 @@
 """Semaphores with which the processes of a host order their accesses to shared memory.
 
-What a process writes before a post is visible, on every processor, to the process whose wait consumes the post: the
+On every kind of processor, a process whose wait consumes a post sees everything that the posting process wrote before: the
 functions of POSIX semaphores "synchronize memory with respect to other threads" (POSIX.1-2017, 4.12; this includes threads
 of other processes). Semaphores are used because Python has no atomics. Each ordered pair of ranks has one semaphore per
-kind of signal: if ranks shared one, a second post of a fast rank would be mistaken for the first post of a slow rank.
+kind of signal: if several ranks posted to the same semaphore, a second post of a fast rank would be mistaken for the first
+post of a slow rank.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Semaphores:
 
         self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
         self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
-        #: The results of ``timed_wait`` for each kind and rank; 0 is a post that it has received and ``try_wait`` has not.
+        #: Results of ``timed_wait``, for each kind and rank. 0 stands for a post that the next ``try_wait`` will report.
         self._received: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(kinds)]
         # Calls that do not block keep the GIL, which is faster; calls that block release it.
         with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)
         self._sem_post, self._sem_trywait = with_gil.sem_post, with_gil.sem_trywait
-        # Use the monotonic clock if the C library can (glibc 2.30 or newer): the real-time clock may be set during a wait.
+        # Use the monotonic clock if the C library supports it (glibc 2.30 or newer): the real-time clock may be set during
+        # a wait.
         self._sem_clockwait = getattr(without_gil, "sem_clockwait", None)
         self._sem_timedwait = without_gil.sem_timedwait
 
@@ -89,14 +91,15 @@ class Semaphores:
     def timed_wait(self, kind: int, source: int, seconds: float) -> bool:
         """Sleep until there is a post of rank ``source``, at most for ``seconds``. Return whether there is one.
 
-        Does not consume the post, whatever exception a signal handler raises meanwhile: the next :meth:`try_wait` does.
+        The post stays available for the next :meth:`try_wait`, even if a signal handler raises an exception meanwhile.
         """
         received = self._received[kind][source]
         if 0 in received:
             return True
         received.clear()
         at = self._from[kind][source]
-        # A signal handler runs between two steps of the interpreter. One call of ``extend`` waits and records the result.
+        # Signal handlers run between two steps of the interpreter. ``extend`` waits and records the result in one step, so
+        # an exception of a handler cannot lose a post.
         if self._sem_clockwait is not None:
             clock = time.CLOCK_MONOTONIC
             received.extend(map(self._sem_clockwait, (at,), (clock,), (_until(clock, seconds),)))

@@ -1,7 +1,8 @@
 """Buffers of every rank in memory that the ranks of a host share, and the reduction of this rank's shard of them.
 
-Each rank reduces its shard piece by piece. It reduces all ranks' values of a piece into one buffer (the first rank's
-buffer or, with a tree, the first partial sum), then copies the result into the other buffers while it is in the CPU cache.
+The elements are divided into one shard per rank. Each rank reduces its shard piece by piece. It reduces all ranks' values
+of a piece into one buffer (the first rank's buffer or, with a tree, the first partial sum), then copies the result into the
+other buffers while it is in the CPU cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ _PLANS = 64  # largest number of plans that a region caches
 
 
 class Region:
-    """One buffer per rank: ``slots`` are the buffers as bytes, of equal size, in rank order; ``rank`` is this process's."""
+    """One buffer per rank.
+
+    Args:
+        slots: the buffers in rank order, as bytes, of equal size.
+        rank: this process's rank.
+    """
 
     def __init__(self, slots: Sequence[torch.Tensor], rank: int) -> None:
         self.slots = list(slots)
@@ -44,7 +50,7 @@ class Region:
         if key not in self._plans:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
-            with torch.inference_mode(False):  # cached for callers in any mode
+            with torch.inference_mode(False):  # callers in any mode use the cached plan
                 self._plans[key] = self._new_plan(dtype, count, scaled, tree)
         return self._plans[key]
 
@@ -77,7 +83,7 @@ class Tree(NamedTuple):
 
 
 class Plan:
-    """Reduction of a rank's shard of buffers of equal size.
+    """Reduction of one rank's shard of several buffers of equal size.
 
     Args:
         parts: the buffers to reduce.
@@ -146,8 +152,8 @@ class Plan:
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:
     """Return begin and end of a rank's elements.
 
-    A shard that is not empty begins at a multiple of ``CACHE_LINE`` elements. An element has at least one byte, so no two
-    ranks write to one cache line.
+    Each shard that is not empty begins at a multiple of ``CACHE_LINE`` elements. An element has at least one byte, so two
+    ranks never write to the same cache line.
     """
     lines = -(-count // CACHE_LINE)
     return min(count, lines * rank // size * CACHE_LINE), min(count, lines * (rank + 1) // size * CACHE_LINE)

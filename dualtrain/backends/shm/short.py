@@ -1,7 +1,7 @@
-"""Reductions of short tensors, which every rank computes for itself from the values of all ranks.
+"""Reductions of short tensors: every rank computes the whole result from the values of all ranks.
 
-This needs one signal from each rank, where the reduction of a shard needs two. The values are added in rank order, as in a
-shard, so the bits are the same.
+This needs one signal from each rank, while a reduction by shards needs two. Both reduce the values in rank order, so they
+give the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from dualtrain.backends.base import FOLD, ReduceOp
 from dualtrain.backends.subnormals import keep_subnormals
 
-SHORT_BYTES = 16 << 10  # size of the longest tensor that every rank reduces for itself
+SHORT_BYTES = 16 << 10  # size of the longest tensor whose whole reduction every rank computes
 _LAYOUTS = 64  # largest number of (dtype, length) pairs whose views an object caches
 
 
@@ -45,7 +45,7 @@ class ShortTensors:
         if key not in self._values:
             if len(self._values) == _LAYOUTS:
                 self._values.clear()
-            with torch.inference_mode(False):  # cached for callers in any mode
+            with torch.inference_mode(False):  # callers in any mode use the cached views
                 self._values[key] = self._new_values(*key)
         values = self._values[key][number]
         values[self._rank].copy_(tensor)
@@ -66,7 +66,7 @@ def reduce_into(
     tensor: torch.Tensor, values: Sequence[torch.Tensor], op: ReduceOp, factor: float = 1.0, scaled: int = 0
 ) -> None:
     """Reduce ``values`` in their order into ``tensor``, and multiply its first ``scaled`` elements by ``factor``."""
-    # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
+    # Only tensors made in inference mode must be written in that mode. Entering it takes longer than a short copy.
     with torch.inference_mode() if tensor.is_inference() else nullcontext():
         # With one rank, ``reduce`` calls nothing, and ``tensor`` already holds the result.
         reduce(partial(FOLD[op], out=tensor), values)

@@ -1,6 +1,6 @@
 """``hvd.elastic``: training that continues in the same processes after a failed collective or a change of hosts.
 
-Commits are in the workers' memory, and torchrun restarts all workers when one worker fails: write checkpoints too.
+Commits exist only in the workers' memory, and torchrun restarts all workers when one worker fails: write checkpoints too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def run(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``train(state, ...)``: call ``state.sync()``, which copies the root's state, then ``train``.
+    """Decorate ``train(state, ...)``: call ``state.sync()``, which copies the root's state to all ranks, then ``train``.
 
     After a HorovodInternalError in either call, the last commit is restored; after a HostsUpdatedInterrupt the state
     does not change. In both cases Horovod is shut down and initialized again, the reset callbacks run, and both calls

@@ -25,7 +25,7 @@ class HostUpdateResult(IntFlag):
 
 
 class WorkerNotificationManager:
-    """Informs the states in use of added and removed hosts.
+    """Informs the training states when hosts are added to the job or removed from it.
 
     No service detects changes of hosts, because torchrun restarts all workers at each change. A program that detects
     changes itself calls :meth:`handle_hosts_updated`, from any thread.
@@ -63,7 +63,7 @@ class State:
     """Base class of training states. Subclasses save, restore and broadcast the state.
 
     Args:
-        bcast_object: gives every rank the root's object.
+        bcast_object: returns the root's object on every rank.
         get_rank: returns this process's rank.
     """
 
@@ -137,12 +137,12 @@ class State:
 class ObjectState(State):
     """Objects as attributes: ``ObjectState(bcast, rank, epoch=0).epoch``.
 
-    ``save`` keeps a deep copy of the objects; ``restore`` sets the attributes to a copy of it. ``sync`` sends every rank
-    the root's current objects and saves them, so that all ranks restore the same point if a failure comes before the
-    next commit. (Horovod sends the objects of the last commit, but current weights.)
+    ``save`` keeps a deep copy of the objects; ``restore`` sets the attributes to copies of the saved objects. ``sync``
+    sends every rank the root's current objects and saves them, so that all ranks restore the same state if a failure comes
+    before the next commit. (Horovod sends the objects of the last commit, but current weights.)
 
     Args:
-        bcast_object: gives every rank the root's object.
+        bcast_object: returns the root's object on every rank.
         get_rank: returns this process's rank.
         kwargs: the objects, by name; the same names on every rank.
     """

@@ -51,7 +51,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Count ``batch_size`` samples on every rank as processed; the next :meth:`reset` leaves them out."""
-        # As in Horovod: after a short last batch, or with repeated samples, the count exceeds the number of samples.
+        # As in Horovod: after a short last batch, or with repeated samples, the count may exceed the size of the dataset.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class StateHandler:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt the object to the new world after it was joined again."""
+        """Adapt the object to a new world, which this process has just joined."""
 
     def set_value(self, value: Any) -> None:
         """Handle ``value`` instead of the previous object, and save it."""
@@ -103,7 +103,7 @@ class OptimizerStateHandler(StateDictHandler):
     _saved_optimizer_state = property(lambda self: self._saved)
 
     def restore(self) -> None:
-        """Load a copy of the saved state, with its dtypes."""
+        """Load a copy of the saved state, and keep its dtypes."""
         load_optimizer_state(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -206,7 +206,7 @@ class TorchState(ObjectState):
         if name in vars(self).get("_handlers", {}):
             self._handlers[name].set_value(value)
         elif name in vars(self).get("_saved_state", {}) and (handler := _get_handler(value)):
-            # Without a handler, restore() would set a copy of the model, whose parameters the optimizer does not have.
+            # Without a handler, restore() would replace a model by a copy, whose parameters the optimizer does not update.
             self._handlers[name] = handler
             del self._saved_state[name]
         super().__setattr__(name, value)
