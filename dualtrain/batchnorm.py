@@ -173,8 +173,8 @@ class RankNorm(SyncBatchNorm):
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     """Replace torch's BatchNorm layers in ``model``, in place. Collective; blocks.
 
-    ``FrozenNorm`` layers are not changed. Subclasses of torch's layers are not changed either; rank 0 logs the names of
-    such subclasses in training mode.
+    ``FrozenNorm`` layers are not changed. Layers of subclasses of torch's classes are not changed either; rank 0 logs
+    the names of those that are in training mode.
     """
     # A layer may be used under several names, each of which needs the new layer.
     layers = [

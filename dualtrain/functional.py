@@ -48,7 +48,7 @@ def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
-    """Return the root's ``tensor``. The gradient is the sum of all ranks' gradients at the root, zero elsewhere."""
+    """Return the root's ``tensor``. The root's gradient is the sum of all ranks' gradients; on other ranks, it is 0."""
     result, graded = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> t
 def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, backward: Backward) -> torch.Tensor:
     """Return ``result``. If ``graded``, ``backward`` converts the gradient of ``result`` to the gradient of ``tensor``.
 
-    ``graded`` says whether the ``tensor`` of any rank requires a gradient. Then all ranks run ``backward``, since it is
-    collective, even if their own ``tensor`` requires no gradient.
+    ``graded`` says whether the ``tensor`` of any rank requires a gradient. If so, all ranks run ``backward``, since it
+    is collective, even if their own ``tensor`` requires no gradient.
     """
     if not graded or not torch.is_grad_enabled():
         return result

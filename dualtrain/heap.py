@@ -46,9 +46,9 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
 
 
 def use_huge_pages(env: MutableMapping[str, str] | None = None) -> None:
-    """Make torch request huge pages (MADV_HUGEPAGE) for CPU tensors of 2 MB or more, unless the user has set its variable.
+    """Make torch request huge pages (MADV_HUGEPAGE) for CPU tensors of 2 MB or more: set THP_MEM_ALLOC_ENABLE if unset.
 
-    Call this before the first tensor is created, when torch reads the variable that this sets. Child processes inherit it.
+    Call this before the first tensor is created: torch reads the variable then. Child processes inherit it.
     Linux grants the request if /sys/kernel/mm/transparent_hugepage/enabled is "madvise" or "always".
 
     Args:

@@ -90,7 +90,7 @@ SPAWNED = "DUALTRAIN_SPAWNED"
 SECRET = "DUALTRAIN_SECRET"
 #: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-#: Exit status of a rank of the launcher "spawn" after an error that may not occur again. The job's status is then 2.
+#: Exit status of a rank of the launcher "spawn" after an error that a restart may avoid. The job's status is then 2.
 TRY_AGAIN = os.EX_TEMPFAIL
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16
@@ -243,8 +243,8 @@ def _by_pmi(env: Mapping[str, str]) -> bool:
 
 
 def _by_ray(env: Mapping[str, str]) -> bool:
-    # dualtrain.ray sets SPAWNED. Ray Train's workers have RAY_RAYLET_PID and torch's variables. Processes that they start
-    # inherit these variables, so SPAWNED has precedence.
+    # dualtrain.ray sets SPAWNED. Ray Train's workers have RAY_RAYLET_PID and torch's variables instead. Ranks that such a
+    # worker starts inherit these, so SPAWNED has precedence.
     train = all(name in env for name in ("RAY_RAYLET_PID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return env.get(SPAWNED, "ray" if train else "") == "ray"
 

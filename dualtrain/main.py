@@ -127,8 +127,8 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     Waits for the other ranks only if all ranks have the same error.
     """
     status = _status_of(error, backend.world)
-    # Under torchrun, which starts the same command again after any error, the printed line says "do not restart". Under
-    # other launchers, it says so only if the run's folder refuses later starts.
+    # After a final error, the printed line says "do not restart": always under torchrun, which starts the same command
+    # again after any error; under other launchers, only if the run's folder refuses later starts.
     final = is_final(error) and (
         backend.world.launcher == "torchrun" or isinstance(error, DivergedError) or getattr(error, "forbids_restart", False)
     )

@@ -127,7 +127,7 @@ def _run_finalizers() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal. Unlike SIG_IGN, programs that the worker starts do not inherit this handler."""
+    """Ignore a signal. Programs that the worker starts do not inherit this handler; they would inherit SIG_IGN."""
 
 
 @contextmanager

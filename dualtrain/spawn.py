@@ -59,14 +59,14 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     every rank imports the program again.
 
     Args:
-        body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` (status 2) after
-            an error that may not occur again, such as a full disk.
+        body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` after an error
+            that a restart may avoid, such as a full disk (without a restart, the job's status is then 2).
         arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: how often all ranks are started again after a rank has failed; never after status 2 (an error that
-            a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after ``TRY_AGAIN`` are 1 s,
-            2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has lasted longer than 30 s or
-            has ended with a different status.
+        restarts: how often all ranks are started again after a rank has failed; never after a rank's status 2 (an
+            error that a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after
+            ``TRY_AGAIN`` are 1 s, 2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has
+            lasted longer than 30 s or has ended with a different status.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;

@@ -21,8 +21,8 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist; the callable requires other arguments (``takes`` describes
-            the possible ones); or the user's code raises (the error has that code's traceback). The message names
+        UserError: the module or the callable does not exist; the callable requires other arguments (the message describes
+            ``arguments`` as ``takes``); or the user's code raises (the error has that code's traceback). The message names
             ``flag``.
     """
     module_name, _, name = path.partition(":")
@@ -129,7 +129,7 @@ def _is_ours(file: str) -> bool:
 
 def _is_users(file: str) -> bool:
     path = os.path.abspath(file)
-    installed = "site-packages" in path or "dist-packages" in path  # this folder may be below the standard library's
+    installed = "site-packages" in path or "dist-packages" in path  # may be below the standard library's folder
     others = _folders()[1][:-1] if installed else _folders()[1]
     return not (file.startswith("<frozen") or _is_ours(file) or path.startswith(others))
 

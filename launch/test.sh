@@ -34,7 +34,7 @@ begin_checks() {
   ruff check .
   types=$(mktemp)
   trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$types"' EXIT
-  trap 'exit 130' INT # runs after pytest has ended: Ctrl-C does not end mypy, which is in the background
+  trap 'exit 130' INT # runs after pytest has ended; this exit ends mypy, since Ctrl-C does not reach a background process
   mypy >"$types" 2>&1 &
   mypy=$!
 }

@@ -82,7 +82,7 @@ class Spmd:
             return [fn(backend, *args)]
 
     def each(self, fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]], on_horovod: Cases | None = None) -> None:
-        """Run ``fn(backend, *case)`` on all ranks for each case; processes run all cases in one call.
+        """Run ``fn(backend, *case)`` on all ranks for each case; a world of processes runs all cases in one call.
 
         ``on_horovod``: the cases in Horovod's worlds, where an operation takes ten times as long; by default all.
         """
@@ -90,7 +90,8 @@ class Spmd:
         if self._pool is not None:
             self(in_turn, fn, chosen)
             return
-        # Open a new world for each case. Otherwise, a thread that begins the next case could change globals of this one.
+        # Open a new world for each case. Otherwise, a thread could begin the next case and change globals that other
+        # threads still use in this case.
         for case in chosen:
             with named(case):
                 self(fn, *case)

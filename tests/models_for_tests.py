@@ -30,7 +30,7 @@ def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def conv_net(seed: int = 0) -> nn.Module:
-    """Build a network from images (n, 3, 8, 8) to logits, with enough weights for several small buckets."""
+    """Build a network that maps images (n, 3, 8, 8) to logits, with enough weights for several small buckets."""
     return seeded(
         nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
@@ -47,7 +47,7 @@ def conv_net(seed: int = 0) -> nn.Module:
 
 
 def perceptron(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build a network from vectors (n, 4) to (n, 3)."""
+    """Build a network that maps vectors (n, 4) to vectors (n, 3)."""
     return seeded(nn.Sequential(nn.Linear(4, 6, dtype=dtype), nn.Tanh(), nn.Linear(6, 3, dtype=dtype)), seed)
 
 

@@ -143,7 +143,7 @@ def make_script(folder: Path) -> None:
 
 
 def load_script_of(folder: Path) -> None:
-    with suppress(SyntaxError):  # as Python itself does for this script
+    with suppress(SyntaxError):  # half of the script is not valid Python
         load_script(str(folder / "script.py"), [])
 
 

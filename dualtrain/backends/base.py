@@ -285,9 +285,10 @@ class Primitives(ABC):
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients this rank has started in the process group of calls on ``device`` (a type).
+        """Return how many sums of gradients this rank has started in the process group that calls on ``device`` use.
 
-        Return 0 if sums have a separate process group. Before a call on ``device``, this number must be equal on all ranks.
+        ``device`` is a device type. Return 0 if sums have a separate process group. Before a call on ``device``, this
+        number must be equal on all ranks.
         """
         return 0
 

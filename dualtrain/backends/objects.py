@@ -36,7 +36,7 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler whose output the weights-only reader can read, and contains no more memory than the object uses.
+    """Pickler for output that the weights-only reader can read, and that contains no more memory than the object uses.
 
     It writes defaultdict and deque as calls of constructors, since the reader cannot add items to them. It copies a tensor
     that uses only a part of its storage, since torch would write the whole storage.

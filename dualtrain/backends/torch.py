@@ -5,10 +5,11 @@ torch.distributed's default group stays as it is, so that libraries which check 
 would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on. The ranks compare their
 calls on separate connections (``call_channel.py``).
 
-Operations of a group are matched by their order. Buckets of gradients are sent while backward makes other calls, in an
-order that may differ between ranks. So one Gloo group is for sums of gradients, and the other one is for all other calls,
-which the ranks compare before they start them. All NCCL operations share one group, since two groups may deadlock on a GPU.
-Before a call on a GPU tensor, the ranks therefore also compare how many sums they have started.
+Operations of a group are matched by their order. While backward runs, buckets of gradients are sent in the same order on
+all ranks, but one rank may send a bucket before some other call, and another rank after this call. So one Gloo group is for
+sums of gradients, and the other one is for all other calls, which the ranks compare before they start them. All NCCL
+operations share one group, since two groups may deadlock on a GPU. Before a call on a GPU tensor, the ranks therefore also
+compare how many sums they have started.
 """
 
 from __future__ import annotations
@@ -521,7 +522,7 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
-    """Return the key-value store of ``world``: of the default group, launcher, parent process or rank 0.
+    """Return the key-value store of ``world``. It is served by torch's default group, the launcher, the parent or rank 0.
 
     Raises:
         UserError: the launcher names no address, the address cannot be reached, or its port is in use.

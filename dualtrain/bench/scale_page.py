@@ -128,7 +128,7 @@ def charted(growth: Growth) -> list[Layout]:
 def chart(growth: Growth) -> str:
     """Return one SVG element with a panel per measure: milliseconds by number of ranks, both axes logarithmic.
 
-    Shows the ranks on one host, of which at least one number must have been measured.
+    Shows the layouts on one host, at least one of which must have been measured.
     """
     layouts = charted(growth)
     measured = [name for name in CONTENDERS if any((layout, name) in growth.rounds for layout in layouts)]

@@ -3,8 +3,8 @@
 Ranks on different nodes see different hosts, and communicate over TCP through the bridge, a network with little latency.
 The nodes share the cores and the disk. Each node has an /etc/hosts with the addresses of all nodes, because Gloo looks up
 the host's own name. Nothing outside the namespaces is changed: the bridge has a namespace of its own. The kernel removes a
-namespace when its last process has ended. The processes that keep the namespaces end when the bench ends, even if the
-bench was killed.
+namespace when its last process has ended. The processes that keep the namespaces alive exit when the bench ends, even
+if the bench was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NodesError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """One virtual node: its host name, its address on ``INTERFACE``, and the process that keeps its namespaces."""
+    """One virtual node: host name, address on ``INTERFACE``, and the process that keeps the namespaces alive."""
 
     name: str
     address: str
@@ -105,7 +105,7 @@ def virtual_nodes(count: int, folder: Path) -> Iterator[list[Node]]:
 
 
 def _keep(stack: ExitStack, unshare: list[str], script: str, *arguments: str) -> int:
-    """Start a process in new namespaces, which ends with ``stack``, and return its id."""
+    """Start a process in new namespaces, and return its id. The process ends when ``stack`` is closed."""
     process = subprocess.Popen(
         [*unshare, "sh", "-c", script, *arguments],
         stdin=subprocess.PIPE,

@@ -50,7 +50,7 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        # The number of bytes of the output that were read, and the step at which each start found there began.
+        # The number of bytes read from the output, and the first step of each start that the output reports.
         self._read, self._starts = 0, list[int]()
 
     # -- processes --------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class Bucket:
         self.sum.add_shard([*parts, self.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Split a buffer like ``wire`` into parts: one for each slot, and the extra scalars; only one if ``_adds_wire``."""
+        """Split a buffer like ``wire``: a part for each slot, then the extra scalars; or one part if ``_adds_wire``."""
         if self._adds_wire:
             return [buffer]
         address = buffer.data_ptr()
@@ -282,7 +282,7 @@ class Bucket:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return whether 1/size is applied before the sum, the same on every rank. It is exact for powers of two."""
+    """Return whether 1/size is applied before the sum: only if it is a power of two (exact). Same on every rank."""
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size
     return is_average and size > 1 and size.bit_count() == 1 and not backend.scales_sums

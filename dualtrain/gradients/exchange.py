@@ -181,7 +181,7 @@ class Exchange:
         return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
 
     def refuse(self) -> NoReturn:
-        """Raise BackendError with the first rank's reason, after a round in which a rank refused. Collective; blocks."""
+        """Raise BackendError with the reason of the first rank that refused in the last round. Collective; blocks."""
         assert self._backend is not None
         self.refusals.refuse(self._backend, self.schedule.buckets)
 

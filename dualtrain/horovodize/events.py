@@ -35,7 +35,7 @@ def steps(source: Source) -> Iterator[list[Event]]:
 
 
 def _backward_functions(source: Source) -> set[str]:
-    """Return the names of the script's functions that call ``backward`` of a loss, but no ``step`` or ``synchronize``."""
+    """Return the names of functions that call ``backward``, but not ``step``, ``synchronize`` or ``zero_grad``."""
     found = set()
     for name, function in source.functions.items():
         calls = {last_name(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
@@ -73,10 +73,10 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events between the last backward pass or step and event ``number``; without these, all earlier events.
+    """Return the events between the last backward pass or step and event ``number``, or else all earlier events.
 
-    With ``strictly``, return the events since the last backward pass, also steps; None if there is no such pass. Leave out
-    events that are in a different branch of an ``if`` than event ``number``.
+    With ``strictly``, return all events since the last backward pass, even steps; None if there is no such pass. Leave
+    out events that are in a different branch of an ``if`` than event ``number``.
     """
     found: list[Event] = []
     this = events[number]

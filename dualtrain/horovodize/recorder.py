@@ -34,7 +34,8 @@ FORMAT = 1
 #: Steps after which the weights are summarized; 0 is before the first step. ``marks`` adds two that depend on STEPS.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
-PART = 1 << 24  # elements of a tensor that are converted at once: a frozen layer may fill half of a GPU
+#: Elements of a tensor that are converted to float64 at once. A copy of a whole large layer might not fit on the GPU.
+PART = 1 << 24
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, perhaps none reaches STEPS.
 MOST_ROUNDS = 4
 KEPT = 8  # optimizers, and tensors of one name, that are summarized at the end: a script may make models in a loop

@@ -193,7 +193,7 @@ class Source:
         }
 
     def is_plain(self, optimizer: ast.expr) -> bool:
-        """Return whether ``optimizer`` is a local variable of a function to which only optimizers of torch are assigned."""
+        """Return whether ``optimizer`` is a function's local variable to which only torch's optimizers are assigned."""
         scope = self.scope(optimizer)
         if not isinstance(optimizer, ast.Name) or scope is self.tree:
             return False
@@ -338,9 +338,9 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _arms(branch: ast.AST, below: ast.AST) -> Iterator[tuple[ast.AST | str, bool]]:
-    """Yield what identifies the condition of ``branch``, each with its value where ``below`` runs.
+    """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
-    These are the node, and the condition's text if no call can change its value.
+    The keys are the node and, if no call can change the condition's value, its text.
     """
     arm = _arm(branch, below)
     yield branch, arm

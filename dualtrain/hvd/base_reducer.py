@@ -72,7 +72,7 @@ class HorovodReducer(ABC):
         self.closed = False
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
-        self._late_in = basics.generation()  # in this world, ranks may have sent gradients in the current layout
+        self._late_in = basics.generation()  # the world in which ranks may have sent gradients in the current layout
 
     @property
     def set_id(self) -> int:

@@ -214,7 +214,7 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe this rank's options for the comparison over ranks. HOROVOD_FUSION_THRESHOLD, for example, may differ."""
+        """Describe this rank's options for comparison: HOROVOD_FUSION_THRESHOLD, for example, must not differ."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
         factors = f"factors {t.before} before and {t.after} after the sum"

@@ -76,7 +76,7 @@ class Coordinator:
         self._joined: dict[int, Message] = {}
         #: Channel → index of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
-        #: Waits for gradients (this class does not match their exchanges):
+        #: The ranks' waits for gradients, whose exchanges this class does not match:
         #: operation → waiting rank → (time of the rank's report, report).
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
@@ -228,7 +228,8 @@ class Coordinator:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
         The joined ranks get the request only after all other ranks have asked for zeros. So before the exchange can end,
-        all other ranks know that a rank has joined, and they read how many ranks the averages leave out.
+        all other ranks know that a rank has joined, and therefore read the exchange's extra scalar: the number of ranks
+        that averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

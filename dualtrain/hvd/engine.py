@@ -163,7 +163,7 @@ class Engine:
             set_id: the process set.
             layout: descriptions of what will be sent, the same on every rank.
             sparse: this rank's sparse gradients, as pairs of a parameter's index and the number of sparse dimensions.
-            buffers: sizes in bytes of the buffers on the CPU that the caller will make.
+            buffers: sizes in bytes of the CPU buffers that the caller will make.
             then: called with the result in the engine's thread, before the call counts as ended.
 
         Returns:
@@ -276,7 +276,8 @@ class Engine:
     def _do_progress(self, message: Message) -> None:
         """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
-        An operation can end only after the waiting rank has signalled, so check again as long as operations end.
+        An operation can end only after the waiting rank has signalled, so check repeatedly: until none has ended in
+        ``_LOOKS`` consecutive checks.
         """
         left, looks = self.channels.progress(), _LOOKS
         while left and looks > 0:

@@ -255,7 +255,8 @@ class _Optimizer(NativeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if compat.enabled():
-            # On Horovod, the new group gets the class's defaults for missing options, even on ranks that reduce nothing.
+            # On Horovod, options that the new group lacks get the defaults of the optimizer's class, not those of the
+            # wrapped optimizer. This also happens on ranks that reduce nothing.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
             self.optimizer.add_param_group(param_group)

@@ -31,7 +31,7 @@ def check_all_reachable(
         hosts: the host of each rank.
         put: stores a value under a key in the job's store.
         take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time.
-        obstacle: why the library cannot use this host, or ``None``. Every rank raises an error with this reason.
+        obstacle: why this rank's backend cannot use this host, or ``None``. Every rank raises an error with this reason.
 
     Raises:
         UserError: on every rank, if a host cannot reach another host or has an ``obstacle``.

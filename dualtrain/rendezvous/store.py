@@ -40,7 +40,7 @@ class Store(Hashable, Protocol):
         ...
 
     def close(self) -> None:
-        """Disconnect a client, or make the server accept no further process."""
+        """On a client, disconnect; on the server, accept no further processes."""
         ...
 
 

@@ -14,7 +14,7 @@ from dualtrain.report.document import text
 from dualtrain.report.runs import Points, Run
 
 MOST_POINTS = 600  # largest number of points of a drawn curve, about one per pixel
-WIDER = 4.0  # largest difference in width between equal curves, in pixels
+WIDER = 4.0  # largest difference in width between curves with the same points, in pixels
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 #: CSS class of each kind of curve.
 KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}

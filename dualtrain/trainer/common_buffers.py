@@ -3,9 +3,10 @@
 Shards (virtual ranks) are the parts of a global batch. A rank may compute several of them.
 
 Every shard of a step begins with the same values. A floating-point buffer (running statistics) then gets the mean of the
-shards' values. Running statistics are updated linearly, so this mean equals the mean of separate statistics for each
-shard. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same
-amount in every forward pass of every shard. All other buffers must not change.
+shards' values. Running statistics are updated linearly, so the result is the same as if each shard kept separate
+statistics over all steps, and these were averaged at the end. An integer buffer of one element (a count of batches)
+gets the value of shard 0, and must change by the same amount in every forward pass of every shard. All other buffers
+must not change.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class CommonBuffers:
     def __init__(self, model: nn.Module, shards: int) -> None:
         self._modules = list(model.modules())
         self._structure = self._count_buffers()
-        #: Largest allowed change of a counter. The shards' changes are compared by the exact sum of their squares.
+        #: Largest allowed change of a counter: the shards' changes are compared through the sum of their squares, which
+        #: float32 must represent exactly.
         self._largest = math.isqrt(_EXACT // shards)
         # The numbers are sent with gradients, so the narrowest parameter limits their precision.
         narrowest = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)

@@ -19,7 +19,7 @@ from dualtrain.data.sources import IGNORED
 
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
 #: are among the five likeliest classes. Only evaluations report this last sum. An objective that does not count predictions
-#: gives the negative weight in place of the last two sums.
+#: gives the negative weight in place of each of the last two sums.
 NAMES = ("loss", "weight", "correct", "top5")
 _TINY = 128  # largest number of targets that are counted in Python
 

@@ -61,8 +61,9 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or differs from the number of ranks of a model
-            with SyncBatchNorm; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
+        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or differs from the number of ranks
+            although the model has SyncBatchNorm layers; a parameter's gradient cannot be averaged; or ``schedule`` is
+            ReduceLROnPlateau.
         RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
             weights may differ). Names what differs, and each rank's value.
     """

@@ -87,7 +87,7 @@ class Signals:
         now = time.monotonic()
         first = self._noted.setdefault(number, now)
         if number == signal.SIGINT and now - first > _REPEAT_SECONDS:
-            os._exit(128 + number)  # a second Ctrl-C: the current step hangs
+            os._exit(128 + number)  # a second Ctrl-C: exit now, since the current step may hang
 
     def take(self) -> list[float]:
         """Return 1 for each of ``SIGNALS`` that was received, else 0.

@@ -163,7 +163,7 @@ def allreduce_layouts(backend):
         assert backend.allreduce_(mine, "sum", kind) is mine
         assert mine.stride() == strides
         torch.testing.assert_close(mine, expected)
-    # A tensor of one element is contiguous, although its memory has the opposite sign.
+    # A lazily negated tensor of one element counts as contiguous, although its memory holds the opposite sign.
     negative = [torch.complex(torch.ones(1), torch.ones(1) + rank).conj().imag for rank in range(backend.size)]
     expected = reduced(negative, ReduceOp.MIN)
     torch.testing.assert_close(backend.allreduce_(negative[backend.rank], "min"), expected)
@@ -255,7 +255,7 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 
 def same_bits_everywhere(backend):
-    """Compare with the library's all-reduce: short tensors are reduced while calls are compared, with the same bits."""
+    """Compare with the library's all-reduce: short tensors, reduced in the comparison of calls, get the same bits."""
     mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
     mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
@@ -274,7 +274,7 @@ def test_all_ranks_get_the_same_bits(spmd):
 
 
 def subnormal_numbers_with_a_flag_on_rank_0(backend, count):
-    """Reduce subnormal numbers while rank 0, and only rank 0, replaces them by zero."""
+    """Reduce subnormal numbers after ``torch.set_flush_denormal(True)`` on rank 0 alone."""
     size, numbers = backend.size, torch.arange(1, count + 1, dtype=torch.int32)
     order = sum_order(size, size)
     torch.set_flush_denormal(backend.rank == 0)
@@ -717,7 +717,7 @@ def test_connect_does_not_use_the_default_device_of_torch():
 
 
 def calls_in_any_mode(backend, inference_tensor, mode):
-    """Make every kind of call in ``mode``, on short and long tensors, made inside or outside of inference mode."""
+    """Make every kind of call in ``mode``, on short and long tensors created in or outside of inference mode."""
     size = backend.size
     for count in (2 * size, 2000 * size):  # a short tensor is reduced during the comparison of the calls
         with torch.inference_mode(inference_tensor):
@@ -764,7 +764,7 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
 
 
 def average_in_torchs_threads():
-    """Average subnormal numbers. Torch's threads start in this call. They flush such numbers to zero, as this one does."""
+    """Average subnormal numbers. Torch's threads start in this call, and inherit the flag that flushes them to zero."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)

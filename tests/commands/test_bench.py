@@ -715,7 +715,7 @@ def test_ranks_on_virtual_nodes_take_each_other_for_ranks_on_different_hosts(nam
         assert {one["rank"] for one in found} == {0, 1}
         nodes[1].listen(lambda: socket.create_server((nodes[1].address, 0))).close()
         with pytest.raises(OSError, match="assign"):
-            socket.create_server((nodes[1].address, 0))  # this process has stayed outside
+            socket.create_server((nodes[1].address, 0))  # this process is not on the node's network
     assert not any(Path(f"/proc/{node.pid}").exists() for node in nodes)
 
 

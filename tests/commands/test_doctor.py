@@ -35,7 +35,7 @@ sys.exit(main())
 
 
 def row(rank=0, **other):
-    """Return the facts about a rank without problems, with the facts in ``other`` replaced."""
+    """Return the facts about a rank without problems; the facts in ``other`` replace some of them."""
     versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}

@@ -353,7 +353,7 @@ class Slow(Numbers):
     ids=["stopped", "slow"],
 )
 def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch checks every 5 s
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch's default: 5 s
     source = LoaderSource(reader(), 2)
     source.timeout = 0.5 if reader is Slow else 60.0
     stream = source.stream([Batch(torch.arange(2))] * 20, CPU)
@@ -372,7 +372,7 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
 
 
 def test_a_worker_that_was_killed_is_named(monkeypatch):
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch checks every 5 s
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch's default: 5 s
     source = LoaderSource(Numbers(), 2)
     stream = source.stream([Batch(torch.arange(2))] * 20, CPU)
     try:

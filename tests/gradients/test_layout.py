@@ -102,7 +102,10 @@ class FakeBucket:
 
 
 def sent_in_a_round(schedule, ready):
-    """Mark a gradient of each bucket in ``ready``, then send the rest; return the order, and how many were sent before."""
+    """Mark one gradient ready per entry of ``ready``, and send each bucket as soon as possible; then send the rest.
+
+    Return the order of the buckets, and how many were sent before the rest.
+    """
     sent = []
     for bucket in ready:
         if schedule.mark_ready(bucket):

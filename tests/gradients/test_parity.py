@@ -29,7 +29,7 @@ def make_optimizer(name, model):
 
 
 def of_two_ranks(worlds):
-    """Return the worlds of two ranks as test parameters. The sum of two values does not depend on their order."""
+    """Return the worlds of two ranks as test parameters. In these, all libraries have the same sums: a + b = b + a."""
     chosen = [(name, size) for name, size in worlds if size == 2]
     return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
 
@@ -114,8 +114,8 @@ def our_hash(spmd, case, hashes):
     return hashes[key]
 
 
-# With more than two ranks, sums depend on the order of additions. Adam with many buckets shows even the smallest
-# difference in the weights.
+# With more than two ranks, sums depend on the order of additions. Two cases suffice there: many buckets with Adam,
+# whose weights show even the smallest difference between sums, and the default buckets.
 @pytest.mark.parametrize(
     ("real", "case"),
     [

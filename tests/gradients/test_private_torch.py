@@ -136,7 +136,7 @@ def test_torch_has_a_base_class_of_batch_norm_layers():
 def test_fsdp_marks_its_parameters(originals, mark):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch warns that one rank has no shards
+        with warnings.catch_warnings(action="ignore"):  # torch warns that a world of one rank is not sharded
             model = FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=originals, device_id=torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -335,7 +335,7 @@ def test_a_backward_after_a_failed_exchange_states_its_reason():
 
 
 def sparse_and_cast(backend):
-    """Cast a parameter on rank 1 of a model with sparse gradients only, which sends just indices, values and a flag."""
+    """Cast a parameter on rank 1. The model has only sparse gradients, so just indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -428,7 +428,10 @@ def test_hvd_refuses_on_every_rank_a_parameter_that_changed_on_one(real):
 
 
 def refused_without_buckets(backend, change):
-    """Make a change on rank 1 with ``op=Max``, which uses no buckets. It is refused before and after rank 1's backward."""
+    """Make a change on rank 1 with ``op=Max``, which uses no buckets.
+
+    The change is refused whether or not rank 1 runs a backward pass after it.
+    """
     with library(backend) as hvd:
         for with_backward in (False, True):
             model = perceptron()

@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Do nothing: on a GPU, the CPU cannot detect that gradients are zeroed in place."""
+    """Do nothing, which is what the CPU sees when gradients on a GPU are zeroed in place."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # an odd number: ranks exchange only whether their counts are odd or even
+    for step in range(3):  # an odd count (steps_alone has an even one): ranks exchange only the parity of their counts
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()

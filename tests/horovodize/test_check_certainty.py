@@ -103,7 +103,7 @@ CASES = [
         f"def run():\n    scaler.step(optimizer)\n{WRAP}def other():\n    optimizer.synchronize()",
     ),
     (
-        "same_random_numbers",  # worker processes draw from torch's generator, whatever numpy's seed is
+        "same_random_numbers",  # torch seeds numpy in worker processes, whatever the script's seed is
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=0)",
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=4)",
     ),
@@ -124,7 +124,7 @@ CASES = [
         f"if args.ddp:\n    s = torch.utils.data.DistributedSampler(d)\n{WRAP}",
     ),
     (
-        "collective_on_some_ranks",  # the same call of the other ranks, with a further condition
+        "collective_on_some_ranks",  # rank 0 may make the same call, under a further condition
         "if hvd.rank() != 0:\n    hvd.barrier()",
         "if hvd.rank() != 0:\n    hvd.barrier()\nload()\nif hvd.rank() == 0 and args.many:\n    hvd.barrier()",
     ),

@@ -317,7 +317,7 @@ CASES = [
         "def other():\n    if not is_master():\n        return\n    torch.save(x, 'y')\nother()",
     ),
     (
-        "never_broadcast",  # neither a seed of a separate generator nor a comment makes the weights equal
+        "never_broadcast",  # a separate generator's seed, or broadcast_parameters in a comment, has no effect
         "g = torch.Generator()\ng.manual_seed(1)\nhvd.broadcast_optimizer_state(o, 0)  # not broadcast_parameters\n"
         + WRAP.replace("\n", "  # HERE\n")
         + f"x = {' + '.join('a' * 500)}\n",
@@ -387,7 +387,7 @@ CASES = [
         "o = torch.optim.Adagrad(p)\nhvd.broadcast_optimizer_state(o, 0)",  # Adagrad has a state before its first step
     ),
     (
-        "optimizer_state",  # a finding only for an optimizer that a step with zero gradients changes
+        "optimizer_state",  # a finding only if a step with zero gradients has an effect: here, weight decay
         "a = torch.optim.SGD(p, 0.1)\nb = torch.optim.SGD(p, 0.1, weight_decay=wd)\nb = hvd.DistributedOptimizer(b)\n"
         "hvd.broadcast_optimizer_state(a, 0)\nhvd.broadcast_optimizer_state(b, 0)  # HERE",
         "a = torch.optim.SGD(p, 0.1, momentum=0.9)\nb = hvd.DistributedOptimizer(a)\nc = torch.optim.Adam(p)\n"
@@ -967,7 +967,7 @@ CASES = [
         "for x in test_loader: pass",
     ),
     (
-        "rate_times_size",  # with the warm-up that the message asks for
+        "rate_times_size",  # no finding with the warm-up that the message asks for
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ns = torch.optim.lr_scheduler.LambdaLR(o, decay)",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nwarm_up = torch.optim.lr_scheduler.LambdaLR(o, f)",
     ),

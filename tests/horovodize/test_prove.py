@@ -195,7 +195,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
 
 
 def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
-    """A broadcast frozen layer can fill half of a GPU. The recorded memory must include only the script's own."""
+    """A frozen layer that is broadcast can fill half a GPU. The recorded memory must include only the script's own."""
     sizes, order, double = [], [], torch.Tensor.double
     monkeypatch.setattr(recorder, "PART", 8)
     monkeypatch.setattr(recorder, "SAMPLES", 4)
@@ -341,7 +341,7 @@ def test_equal_runs_have_the_same_bits(simulated):
 
 
 def test_tensors_that_differ_after_the_last_step_are_found(simulated):
-    """Compare all broadcast tensors at the end: also BatchNorm's averages and weights without hvd.DistributedOptimizer."""
+    """Compare all broadcast tensors at the end: also BatchNorm's averages, and weights that no hvd optimizer has."""
 
     def change_buffer(models, optimizers):
         models[1].average += 1e-3
@@ -597,7 +597,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """Compare options at every recorded step, and with the run that has Horovod's defects if these change the options."""
+    """Compare options at every recorded step. If Horovod's defects change them, compare the run with these defects."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):
@@ -623,7 +623,7 @@ def test_options_must_be_equal_on_another_machine(simulated):
 
 
 def test_a_difference_as_large_as_the_change_by_training_is_not_tolerated(simulated):
-    """With a low learning rate, both sides' weights stay close to each other, even if the steps differ."""
+    """With a low learning rate, both sides' weights stay close to each other, even if their updates differ."""
 
     def slow(factor):
         def change(rank, step, models, optimizers):
@@ -924,7 +924,7 @@ def hold_workspace(connection):
 
 @pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
 def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
-    """The runs' processes and folders disappear at the end of the block, and also if this block's process is killed.
+    """The runs' processes and folders disappear when ``with workspace()`` ends, and also if its process is killed.
 
     Batch systems send SIGTERM to all processes of a job, including the process that removes the folders.
     """
@@ -1153,7 +1153,8 @@ def test_all_runs_take_less_than_three_times_the_steps_of_one(script, rounds, fu
     [
         # The weights differ in the last step: only a full run shows whether Horovod's runs agree.
         (Script(compat="step 50", plain="step 50"), 3, [("Horovod", 50)], "differs from step 50"),
-        # Defects were reproduced, but change nothing, or this version of Horovod lacks them: only a full run shows which.
+        # Defects were reproduced. Only a full run without them shows that they change nothing (first case), or that
+        # this version of Horovod lacks them (second case).
         (Script(first_defect=1), 3, [("plain", 10), ("plain", 50)], SAME),
         (Script(compat="start", first_defect=1), 3, [("plain", 5), ("plain", 50)], SAME),
         # Rounds that the user adds are full runs, if the sides differ.

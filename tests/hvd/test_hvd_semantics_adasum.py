@@ -10,7 +10,10 @@ from tests.hvd.worlds import THEIRS, check, library, same, worlds
 
 
 def reference(vectors):
-    """Return the adaptive sum in the order of Horovod's tree: in each round, add neighbours, and keep a last odd vector."""
+    """Return the adaptive sum in the order of Horovod's tree.
+
+    Each round adds neighbours. If the number of vectors is odd, the last one is kept for the next round.
+    """
     if len(vectors) == 1:
         return vectors[0]
     above = []

@@ -29,7 +29,7 @@ def trained(hvd, model, optimizer, steps=3, before=lambda step: None, factor=3):
 
 
 def fresh(hvd, kind, wrapped_first, **options):
-    """Broadcast the state of an optimizer that has taken no step, before or after it is wrapped.
+    """Broadcast, before or after wrapping, the state of an optimizer that has taken no step.
 
     The ranks have different learning rates.
     """

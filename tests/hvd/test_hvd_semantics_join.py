@@ -107,7 +107,7 @@ def test_calls_after_join(real):
 
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
     """Train with 2 + r batches on rank r; ranks without batches contribute zeros to the other ranks' steps."""
-    # on_cpu=False tests the code for GPUs, which reads the extra scalar only if a rank has joined.
+    # on_cpu=False tests the code for GPUs, which reads the number of joined ranks only if a rank may have joined.
     with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))

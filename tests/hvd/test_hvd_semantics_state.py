@@ -213,8 +213,8 @@ def test_states_keep_their_dtypes(real):
 def learning_rates(backend, compat):
     """Change the learning rate after a broadcast; return the wrapped optimizer's learning rate after each change.
 
-    First change it in the inner optimizer, as a scheduler does that was made before wrapping; then in a parameter group
-    of the wrapped optimizer that the program took before the broadcast.
+    First change it in the inner optimizer, as a scheduler that was made before wrapping does; then in a parameter group
+    that the program got from the wrapped optimizer before the broadcast.
     """
     with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:
         model = nn.Linear(2, 1)

@@ -192,7 +192,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         for host in hosts:
             host.booted()
         here, there = hosts
-        # Enter only the network namespace: ``there.pid`` is a process id outside the hosts' namespaces.
+        # Enter only the network namespace: in the host's PID namespace, ``there.pid`` is not the id of the other host.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
         subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:

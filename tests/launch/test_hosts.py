@@ -95,7 +95,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 
 def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
-    """Run the same job on one host, and return its folder. The native transport adds in the same order as two hosts do."""
+    """Run the same job on one host; return its folder. The native transport adds in the same order as on two hosts."""
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)], env=QUICK)

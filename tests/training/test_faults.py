@@ -447,7 +447,7 @@ def test_a_request_to_save_before_the_first_step_is_recorded(tmp_path):
 def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
     import hashlib
 
-    depth = sys.getrecursionlimit()  # torch's compiler raises it, if a test of this process has compiled a model
+    depth = sys.getrecursionlimit()  # larger than usual if torch's compiler has run in this process
     for number, structure in enumerate(("[" * 10**5, '["list",[' * depth + "]" * 2 * depth)):
         header = {"structure": structure, "sha256": hashlib.sha256(structure.encode()).hexdigest()}
         path = tmp_path / f"step-0000000{number}.safetensors"

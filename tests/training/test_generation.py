@@ -60,7 +60,7 @@ def supersede(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
-    """Release the locks of a test at its end, because the locks' threads check the generation."""
+    """Release the locks of a test at its end: otherwise, their threads would check generations during later tests."""
     yield
     for lock in list(folder_lock._held):
         lock.release()

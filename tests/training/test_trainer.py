@@ -39,7 +39,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def part_of(backend, tensors, uneven: bool = True):
-    """Return this rank's samples. If ``uneven``, rank 0 has more samples than each other rank."""
+    """Return this rank's samples. If ``uneven``, rank 0 has more samples than any other rank."""
     if not uneven:
         return [tensor[backend.rank :: backend.size] for tensor in tensors]
     cut = [0, *(len(tensors[0]) - (backend.size - 1 - rank) * 3 for rank in range(backend.size))]

@@ -123,7 +123,7 @@ CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
 
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_an_interrupted_run_resumes_in_any_world(name, pool, texts, tmp_path, alone):
-    """The last rank gets the signal. In a world of four ranks, it has none of the three shards."""
+    """The last rank gets the signal. In the world of four ranks, it has none of the three shards of "text"."""
     require_horovod()
     flags = arguments(name, texts, tmp_path)
     for number, (world, size) in enumerate(CHAIN, 1):

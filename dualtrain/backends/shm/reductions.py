@@ -85,7 +85,7 @@ class SharedMemory:
         pairs = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
         self._vectors = [[memoryview(vector) for vector in pair] for pair in pairs]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
-        #: Slots for short tensors: of operations that :meth:`start` starts, and of :meth:`reduce_beside`.
+        #: Slots for short tensors: one set for operations that :meth:`start` starts, and one for :meth:`reduce_beside`.
         halves = zip(*(slot.view(2, -1) for slot in self._new_region(4 * SHORT_BYTES).slots), strict=True)
         self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions

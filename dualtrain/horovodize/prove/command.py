@@ -67,7 +67,7 @@ def prove(arguments: Sequence[str]) -> int:
 def _ending_by_signals() -> Iterator[None]:
     """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs end before this process.
 
-    A second signal waits until the runs have ended. SIGHUP stays ignored under nohup.
+    A second signal is ignored while the runs end. SIGHUP stays ignored under nohup.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]

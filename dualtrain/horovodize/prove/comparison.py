@@ -24,7 +24,7 @@ class Difference:
         options: the optimizer's options that differ at ``step`` or, if none do, at ``measured``: (name, value in the first
             run, value in the second run).
         order: the place of the step in the order of all optimizers' steps on this rank.
-        at_end: whether the weights differ only at the end of the script, or are not compared after each step.
+        at_end: whether the difference was found in the weights at the end of the script, not in those after a step.
     """
 
     step: int
@@ -128,8 +128,9 @@ def _different_options(one: OptimizerRecord, other: OptimizerRecord, step: int) 
 
 
 def unequal_options(one: RunRecord, other: RunRecord) -> tuple[tuple[str, object, object], ...]:
-    """Return the options that differ after the first step at which any do: (name, value in ``one``, value in ``other``).
+    """Find the first step after which options of an optimizer differ, and return these options.
 
+    Each option is a tuple (name, value in ``one``, value in ``other``). The result is empty if no option differs.
     Numbers may differ by a millionth, because versions of torch compute a schedule's learning rates differently.
     """
     for a, b in zip(one.ranks, other.ranks, strict=True):

@@ -181,7 +181,7 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 
 def _is_switched(source: Source, node: ast.AST) -> bool:
-    """Return whether a variable of another file decides whether to write, which may be true on one rank only."""
+    """Return whether a variable of another file, which may be true on one rank only, decides whether to write."""
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [

@@ -198,7 +198,7 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
 
 
 def _is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether each process may make ``data`` itself: by random numbers without a seed, or by playing."""
+    """Return whether each process may make ``data`` itself: by random numbers without a seed, or by rollouts."""
     text = ast.unparse(data)
     draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
     if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, (source, *source.program)))):

@@ -175,7 +175,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
 
 
 def _import_line(source: Source, node: ast.AST) -> int | None:
-    """Return the line of the statement that imports the name in ``node``, and fails; None for a module's attribute."""
+    """Return the line of the import that fails because of the name in ``node``; None for a module's attribute."""
     while isinstance(node, ast.Attribute):
         node = node.value
     if not isinstance(node, ast.Name) or source.name(node) in HOMES or source.hvd(node) in ("", *MODULE_NAMES):

@@ -49,8 +49,8 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
 def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bool:
     """Return whether another function may have averaged the gradients before event ``number``.
 
-    That is so for a function without a backward pass before the event if the program calls ``synchronize`` anywhere, and
-    after a call whose name says so.
+    That is so after a call whose name says so. It is also so if the function has no backward pass before the event, and
+    the program calls ``synchronize`` anywhere.
     """
     event, earlier = events[number], events[:number]
     passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
@@ -64,7 +64,7 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     return not passes and any(last_name(call.func) == "synchronize" for file in files for call in file.calls)
 
 
-#: Names of functions that average gradients. Horovod's own names are imported, and torch.cuda.synchronize too.
+#: Names of functions that average gradients. The names of imported functions, such as Horovod's, are not checked.
 _AVERAGES = re.compile(r"sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORECASE)
 
 

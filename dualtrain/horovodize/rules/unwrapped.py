@@ -107,7 +107,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
 def _is_used(source: Source, wrapper: str) -> bool:
     """Return whether anything uses the wrapper in a way that may step it.
 
-    zero_grad, param_groups, state_dict, a schedule and broadcast_optimizer_state never do.
+    zero_grad, param_groups, state_dict, an lr_scheduler and broadcast_optimizer_state never do.
     """
     for file in {id(one): one for one in (source, *source.program)}.values():
         for node in file.nodes:

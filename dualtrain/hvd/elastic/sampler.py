@@ -34,7 +34,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
         #: How many samples all ranks together have processed in this epoch.
         self.processed_num = 0
-        #: Always empty, as in Horovod 0.28.1, which counts in ``processed_num``.
+        #: Always empty, as in Horovod 0.28.1: ``processed_num`` counts the processed samples.
         self.processed_indices: set[int] = set()
         #: This rank's samples in the last iteration.
         self.indices: list[int] = []

@@ -117,7 +117,7 @@ class SamplerStateHandler(StateDictHandler):
     _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
-        """Split the rest of the epoch among the new ranks, because no sync follows if hosts were only removed."""
+        """Split the rest of the epoch among the current ranks. If hosts were only removed, no later sync does this."""
         self.value.reset()
 
 
