@@ -73,10 +73,11 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events between the last backward pass or step and event ``number``, or else all earlier events.
+    """Return the events that come after the last backward pass or step, and before event ``number``.
 
-    With ``strictly``, return all events since the last backward pass, even steps; None if there is no such pass. Leave
-    out events that are in a different branch of an ``if`` than event ``number``.
+    If there is no earlier backward pass or step, return all events before ``number``. With ``strictly``, only a backward
+    pass counts: steps are events like others, and without an earlier backward pass the result is None. Leave out events
+    that are in a different branch of an ``if`` than event ``number``.
     """
     found: list[Event] = []
     this = events[number]

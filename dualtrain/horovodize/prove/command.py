@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--steps", type=whole(1, 1_000_000), help="optimizer steps of each run (default: 50, or as many as were recorded)"
     )
     parser.add_argument(
-        "--rounds", type=whole(1, 1000), default=3, help="runs on each side (default: 3); only the first takes all steps"
+        "--rounds", type=whole(1, 1000), default=3, help="runs on each side (default: 3); later runs may take fewer steps"
     )
     parser.add_argument(
         "--seed", type=whole(0, 2**32 - 1), help="seed torch, numpy and random on each rank before the script starts"

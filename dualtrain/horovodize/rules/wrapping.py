@@ -128,7 +128,10 @@ def _is_sgd(source: Source, optimizer: ast.expr, call: ast.Call) -> bool:
 
 
 def _values_before(source: Source, variable: ast.expr, node: ast.AST) -> list[ast.expr]:
-    """Return what ``variable`` may hold at ``node``: not what its function assigns later, unless in a loop around it."""
+    """Return the values that ``variable`` may hold at ``node``.
+
+    Assignments below ``node`` in the same function are left out, unless a loop contains both the assignment and ``node``.
+    """
     text, scope = ast.unparse(variable), source.scope(node)
     loops = [above for above in source.above(node) if isinstance(above, ast.For | ast.While)]
     found = []
@@ -188,7 +191,7 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
     for line in sorted(lines)[:1]:
         message = (
             "a parameter frozen after wrapping does not change; Horovod gives it gradients of zeros, so that weight decay "
-            "and momentum change it; freeze before wrapping to get the same result with both"
+            "and momentum change it; freeze before wrapping to get the same result with both libraries"
         )
         yield Finding(line, "differs", message)
 
