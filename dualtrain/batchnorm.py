@@ -32,7 +32,7 @@ class SynchronizedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the normalized input, and the mean (C,), variance (C,) and number of samples () used for it."""
+        """Return the normalized input, and all ranks' mean (C,), variance (C,) and number of values per channel ()."""
         x, dims = _wide(input), [0, *range(2, input.dim())]
         count = x.numel() / max(x.shape[1], 1)
         mean = x.mean(dims) if count else x.new_zeros(x.shape[1])
@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` (N, C, …) normalized.
 
-        Collective in training, and in evaluation if the layer has no running statistics; then blocks.
+        Collective in training, and in evaluation if the layer has no running statistics. A collective call blocks.
         """
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:

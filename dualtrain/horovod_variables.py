@@ -18,7 +18,7 @@ log = logging.getLogger("dualtrain.hvd")
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-#: Variables that have an effect here too. In Horovod, HOROVOD_STALL_CHECK_DISABLE also disables the shutdown.
+#: Variables that have an effect here too. Unlike in Horovod, HOROVOD_STALL_CHECK_DISABLE does not disable the shutdown.
 HONOURED = {
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     "HOROVOD_ELASTIC",

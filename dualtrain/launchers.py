@@ -63,7 +63,7 @@ class World:
         return " ".join(f"{name}={value}" for name, value in self.evidence) or "no launcher variable is set"
 
     def placed(self, rank: int, hosts: Sequence[Hashable]) -> World:
-        """Return this world with rank, local and cross ranks computed from ``hosts``, the host of each rank."""
+        """Return the world of ``rank``. Sizes, local and cross ranks follow from ``hosts``, the host of each rank."""
         host = hosts[rank]
         local_rank = hosts[:rank].count(host)
         # The hosts that have a process with this local rank, in the order of their first rank.

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("dualtrain.predict", str(__doc__))
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file, or a folder of them")
-    parser.add_argument("--best", action="store_true", help="use model-best.safetensors, of the best evaluation")
+    parser.add_argument("--best", action="store_true", help="use model-best.safetensors, from the best evaluation")
     parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
     try:
         given = parser.parse_args(arguments)

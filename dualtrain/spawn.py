@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank outlives a killed parent until it has imported this file.
+# Don't import torch: the parent does not need it, and a rank can outlive a killed parent while it imports this file.
 
 Body = Callable[[list[str]], int]
 
@@ -63,8 +63,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             that a restart may avoid, such as a full disk (without a restart, the job's status is then 2).
         arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: how often all ranks are started again after a rank has failed; never after a rank's status 2 (an
-            error that a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after
+        restarts: how many times at most all ranks are started again after a rank has failed; never after a rank's
+            status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after
             ``TRY_AGAIN`` are 1 s, 2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has
             lasted longer than 30 s or has ended with a different status.
 

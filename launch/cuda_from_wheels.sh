@@ -39,7 +39,7 @@ toolkit_folders() {
   printf '%s\n' "/usr/local/cuda-$torch_cuda" /usr/local/cuda
 }
 
-# find_toolkit: sets toolkit and unfit. torch's headers include those of cuBLAS and cuSPARSE: a toolkit without them cannot be used.
+# find_toolkit: sets toolkit and unfit. torch's headers need those of cuBLAS and cuSPARSE: a toolkit without them cannot be used.
 find_toolkit() {
   local folder found file seen=:
   while read -r folder; do

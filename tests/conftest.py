@@ -50,7 +50,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if not session.config.getoption("numprocesses", None):
         import torch
 
-        torch.set_num_threads(1)  # as in the worker processes: equal bits of sums, and no more threads than cores
+        torch.set_num_threads(1)  # as in the worker processes, so that sums have the same bits here
 
 
 def pytest_collection_finish() -> None:

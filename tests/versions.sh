@@ -42,7 +42,8 @@ read_arguments() {
   [ "${#versions[@]}" -gt 0 ] || refuse "no version of torch was given; name one or more, such as 2.5.1 2.15.0"
 }
 
-# requirements NAME…: prints setup.cfg's requirements of these packages; without names, of all but torch and torchvision.
+# requirements NAME…: prints the lines of setup.cfg that require these packages; without names, all lines except those for torch and
+# torchvision.
 requirements() {
   "$python" - "$root/setup.cfg" "$@" <<'PY'
 import configparser, re, sys

@@ -349,7 +349,7 @@ class Primitives(ABC):
         except Exception:
             raise
         except BaseException as error:
-            self.interrupted = error.__class__  # not type(error): the next KeyboardInterrupt may be raised before a call
+            self.interrupted = error.__class__  # not type(error): that is a call, before which Ctrl-C may raise again
             raise
         finally:
             if True in acquired:

@@ -96,7 +96,8 @@ class Backend(Primitives):
         """Reduce every rank's ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Args:
-            tensor: any shape; floating point, integer, bool (SUM is "any", PRODUCT "all") or complex (SUM, AVERAGE).
+            tensor: any shape; floating point, integer, bool (SUM is "any", PRODUCT "all"), or complex (only
+                SUM and AVERAGE).
             op: AVERAGE, SUM, MIN, MAX or PRODUCT, or its name. The average of integers is truncated toward zero.
             name: shown in errors and reports.
 

@@ -40,7 +40,8 @@ class Addition(NamedTuple):
 class SumOrder:
     """The tree over ``shards`` shards, and the shards that each of ``size`` ranks owns. Equal arguments give equal orders.
 
-    The first ``shards % size`` ranks own one shard more than the others; ranks beyond the last shard own none.
+    The first ``shards % size`` ranks own one shard more than the others. If there are fewer shards than ranks, the
+    last ranks own none.
 
     Attributes:
         shards: the number of shards, V.

@@ -522,7 +522,9 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
-    """Return the key-value store of ``world``. It is served by torch's default group, the launcher, the parent or rank 0.
+    """Return the key-value store of ``world``.
+
+    It is served by torch's default group, the launcher, the parent process or rank 0.
 
     Raises:
         UserError: the launcher names no address, the address cannot be reached, or its port is in use.

@@ -73,8 +73,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--pairs",
         type=whole(1, 10_000),
         metavar="N",
-        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS}; with --scale "
-        "fewer with more ranks)",
+        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS}; with --scale, "
+        "the more ranks, the fewer rounds)",
     )
     parser.add_argument(
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if not all are judged and met"

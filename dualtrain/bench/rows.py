@@ -119,7 +119,7 @@ def _weights(job: str, one: str, other: str, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round. Different rounds run different numbers of steps."""
+    """Return the hashes of the contenders' final weights in one round. Rounds differ in steps, and thus in weights."""
     columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 

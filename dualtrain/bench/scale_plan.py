@@ -13,7 +13,7 @@ from dualtrain.errors import UserError
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """Number of virtual nodes and of ranks per node. One node is this host itself. ``str()`` is its form in ``--ranks``."""
+    """Number of virtual nodes (1 means this host itself) and ranks per node. ``str()`` is its form in ``--ranks``."""
 
     nodes: int
     ranks_per_node: int
@@ -57,7 +57,7 @@ CONTENDERS = {
 COMPARED = (("native", RAW), ("shm", RAW), ("hvd", HOROVOD), ("hvd", RAW), (HOROVOD, RAW))
 
 MOST_ROUNDS = 7
-_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # estimates: for any start, and in addition for each rank on one core
+_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # estimates: for each start, plus for each rank that shares a core
 _ALIKE = 1.5  # ratio of the ends of the widest interval that contains 1 and is still shown
 
 Times = dict[str, float]  # seconds by name of the measure

@@ -65,7 +65,7 @@ class DataSection:
     download: bool = setting(False, "fetch files that are missing, on one rank of each host")
     workers: int = setting(2, "processes that read files, for each rank; 0: the rank reads them", at_least(0))
     augment: str | None = fixed_setting(
-        None, "none, crop-flip, imagenet, or weights (the transforms of the model's weights)", one_of(*AUGMENTATIONS)
+        None, "none, crop-flip, imagenet, or weights (as published with the model's weights)", one_of(*AUGMENTATIONS)
     )
     image_size: int | None = fixed_setting(None, "side of the images that the model gets, in pixels", at_least(1))
     resize: int | None = fixed_setting(None, "length of the shorter side before cropping, in pixels", at_least(1))
@@ -115,7 +115,7 @@ class StepSection:
     optimizer_options: str | None = fixed_setting(None, "the optimizer's other options: nesterov=true,dampening=0")
     momentum: float = fixed_setting(0.0, "momentum, of optimizers that have it", UNIT)
     weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
-    label_smoothing: float = fixed_setting(0.0, "probability that the loss moves from the true class to all classes", UNIT)
+    label_smoothing: float = fixed_setting(0.0, "probability taken from the true class and spread over all classes", UNIT)
     clip_norm: float | None = fixed_setting(
         None, "scale the averaged gradients down to this norm, over all parameters", ABOVE_ZERO
     )
@@ -148,7 +148,7 @@ class ScheduleSection:
     )
     lr_batch: int | None = fixed_setting(None, "the batch that --lr was chosen for (default: --batch-size)", at_least(1))
     name: str = fixed_setting(
-        "constant", "constant, cosine, step, multistep, one-cycle or polynomial, in optimizer steps",
+        "constant", "constant, cosine, step, multistep, one-cycle or polynomial; all count optimizer steps",
         one_of("constant", "cosine", "step", "multistep", "one-cycle", "polynomial"), flag="schedule",
     )  # fmt: skip
     warmup_steps: int = fixed_setting(0, "steps in which the learning rate rises linearly to its value", at_least(0))
@@ -178,7 +178,7 @@ class OutputSection:
         "is one, else start anew"
     )  # fmt: skip
     checkpoint_every: int | None = setting(
-        None, "optimizer steps between checkpoints, in addition to those of epochs", at_least(1)
+        None, "optimizer steps between checkpoints; the checkpoints of epochs are written too", at_least(1)
     )
     checkpoint_seconds: float = setting(60.0, "the longest time between checkpoints, in seconds; 0: no limit", at_least(0))
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))

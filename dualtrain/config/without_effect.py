@@ -56,8 +56,8 @@ class RunFacts:
     """Facts that decide whether a setting has an effect, and that are known only after the run was prepared.
 
     Attributes:
-        steps: optimizer steps of the whole run.
-        steps_of_epochs: optimizer steps in all epochs of the run.
+        steps: the optimizer step after which the run ends, by ``--epochs`` and ``--max-steps``.
+        steps_of_epochs: how many optimizer steps the run would have without ``--max-steps``.
         global_batch: samples of a step, on all ranks.
         part: the largest number of samples of a step on one rank or virtual rank.
         short_batch: whether an epoch's last batch, if it is not dropped, has fewer samples than the others.

@@ -63,7 +63,7 @@ class LoaderSource(Source):
         return hasattr(self._reader, "contents")
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """See the base class. The samples are read in this process; workers are started for training only."""
+        """See the base class. The samples are read in this process; only :meth:`stream` starts workers."""
         read = getattr(self._reader, "contents", None) or (lambda number: _unwrap(self._reader.__getitems__(([number], 0))))
         return (read(number) for number in numbers)
 

@@ -16,7 +16,7 @@ from dualtrain.console import size_in_words
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
-_FREE = 16 << 20  # bytes beyond what the run without faults needs
+_FREE = 16 << 20  # bytes beyond what all ``runs`` write
 _MEMORY = 4  # the file system may take at most 1/4 of the free memory
 
 

@@ -193,7 +193,7 @@ class Exchange:
 
     def end_round(self, *, reduced: bool) -> None:
         """Start the next round; ``reduced`` says whether the gradients are the result of the round that has ended."""
-        self.reduced = reduced  # first: after an interrupt in between, the gradients must not be averaged again
+        self.reduced = reduced  # set first: after an interrupt in between, the gradients must not be averaged again
         self.schedule.start_round()
 
     def _share_buckets(self) -> None:

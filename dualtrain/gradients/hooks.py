@@ -135,7 +135,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
             hooks = living.hooks
             slot = hooks.slots[number]
             if slot.param is not p:
-                return  # swap_tensors has moved this hook to a different tensor; ``lost`` reports its parameter
+                return  # swap_tensors has moved this hook to a different tensor; ``lost`` reports the slot's parameter
             if hooks.lock is None:
                 living.gradient_ready(slot)
             else:

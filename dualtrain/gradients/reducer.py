@@ -295,7 +295,7 @@ class GradientReducer:
         """Handle the end of the running backward pass: all its gradients are ready."""
         self._ending = None
         if self._seen >= self.passes:
-            self.hooks.restore()  # gradients without a hook are averaged too, at the end of this pass
+            self.hooks.restore()  # don't refuse because of dropped hooks: ``reduce`` averages their gradients too
             self.reduce()
 
     def _forget_failed_pass(self) -> None:

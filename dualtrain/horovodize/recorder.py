@@ -38,7 +38,9 @@ SAMPLES = 64  # recorded values of each tensor
 PART = 1 << 24
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, perhaps none reaches STEPS.
 MOST_ROUNDS = 4
-KEPT = 8  # optimizers, and tensors of one name, that are summarized at the end: a script may make models in a loop
+#: At the end, only the last 8 optimizers, and the last 8 tensors of each name, are summarized: a script may make models
+#: in a loop.
+KEPT = 8
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")

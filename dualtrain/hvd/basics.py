@@ -163,7 +163,7 @@ def is_homogeneous() -> bool:
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return a map from the id of each process set in use to the set's ranks. Horovod's own tests call this function."""
+    """Return the ranks of each process set in use, by the set's id. Horovod's own tests call this function."""
     _world()
     return ids_and_ranks()
 

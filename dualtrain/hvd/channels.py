@@ -45,7 +45,7 @@ class Channels:
 
     Attributes:
         sets: process set id → backend; 0 is the world.
-        gradients: channel name → backend, and the gradients that are sparse on any rank.
+        gradients: channel name → pair of the backend and the gradients that are sparse on any rank.
     """
 
     def __init__(self, world: Backend) -> None:

@@ -167,7 +167,7 @@ class Engine:
             then: called with the result in the engine's thread, before the call counts as ended.
 
         Returns:
-            A call whose result is the backend, and the sparse gradients of all ranks.
+            A pending call. Its result is a pair: the backend, and the sparse gradients of all ranks.
         """
         if name in self.channels.gradients:  # the other ranks opened it after this rank had joined
             pending = Pending({}, result=self.channels.gradients[name])

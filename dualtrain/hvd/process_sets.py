@@ -111,7 +111,7 @@ def detach() -> None:
 
 
 def ids_and_ranks() -> dict[int, list[int]]:
-    """Return a map from the id of each set that is in use to its ranks."""
+    """Return the ranks of each set that is in use, by the set's id."""
     return {
         one.process_set_id: list(one.ranks or [])
         for one in [global_process_set, *_attached]

@@ -45,7 +45,7 @@ class Store(Hashable, Protocol):
 
 
 class StoreServer:
-    """Server of ``size`` processes, each with its own rank. Serves until its own process ends.
+    """Server for the ``size`` processes of a job, each with its own rank. Serves until the process that runs it ends.
 
     Args:
         listening: a bound socket that listens; it is closed when all processes have joined.

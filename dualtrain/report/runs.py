@@ -70,7 +70,7 @@ class Run:
 
     @cached_property
     def _lines(self) -> dict[str, list[dict[str, Any]]]:
-        """The lines of each kind that have a step."""
+        """The lines that have a step, by kind."""
         found: dict[str, list[dict[str, Any]]] = {}
         for line in self.metrics:
             if _is_drawable(line.get("step")):

@@ -140,7 +140,7 @@ def load(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Convert an error of loading a state to a UserError: the state belongs to a different model, optimizer or version."""
+    """Raise UserError if loading a state fails in the block: the state is of another model, optimizer or version."""
     try:
         yield
     except (UserError, BackendError):

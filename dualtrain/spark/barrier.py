@@ -197,7 +197,7 @@ class _Job:
 
 
 def _failure(text: str) -> RankFailedError | None:
-    """Return the rank's failure that the text of Spark's error reports, without the lines of Spark's own stack trace."""
+    """Find a rank's failure in the text of Spark's error. Leave out Spark's own stack trace. ``None`` if there is none."""
     found = re.search(r"RankFailedError: (rank (\d+) of \d+ [^\n]*)\n?(.*)", text, re.DOTALL)
     if found is None:
         return None

@@ -46,8 +46,8 @@ def cross_entropy(
         label_smoothing: the probability that is moved from the true class to all classes.
 
     Returns:
-        The losses, (n,), with their gradient, 0 where a target is left out; and the sums of ``NAMES``, float64, (4,), on
-        the logits' device. Does not wait for the device.
+        The losses, (n,), which are 0 where a target is left out, with their gradient; and the sums of ``NAMES``, float64,
+        (4,), on the logits' device. Does not wait for the device.
     """
     logits, targets = _flatten(logits, targets)
     losses = functional.cross_entropy(
@@ -71,7 +71,7 @@ def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Count the ``targets`` that are not ``IGNORED``, and those equal to ``best``; both are tensors, or both arrays."""
+    """Count the ``targets`` that are not ``IGNORED``, and those equal to ``best``. The arguments are tensors or arrays."""
     return count_nonzero(targets != IGNORED), count_nonzero(best == targets)
 
 

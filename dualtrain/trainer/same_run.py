@@ -108,7 +108,7 @@ def compare_trainer(
     Args:
         backend: the ranks.
         model: its modules' classes and plain attributes are compared.
-        optimizer: its class, its groups' options, their parameters and its state are compared.
+        optimizer: its class, its groups (options and names of parameters) and its state are compared.
         objects: the loss, the schedule and other objects, by name.
         options: plain values by name.
 

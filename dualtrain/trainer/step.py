@@ -46,7 +46,7 @@ class Step:
 
 
 class StepScalars:
-    """This rank's scalars of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
+    """This rank's scalars of one part of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
 
     Plain numbers: they are added faster than tensors, with the same result.
     """
@@ -57,7 +57,7 @@ class StepScalars:
         self.values = [0.0] * self.COUNT
 
     def reset(self, control_flags: Sequence[float]) -> None:
-        """Begin a step."""
+        """Begin a part of a step."""
         self.values = [0.0] * (len(NAMES) + 1) + list(control_flags)
 
     def add(self, sums: Sequence[float]) -> None:

@@ -235,7 +235,7 @@ class Trainer:
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
-            of class indices or an ``Objective``. With class weights, both means use these weights.
+            of class indices or an ``Objective``. With class weights, loss and accuracy use them.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with

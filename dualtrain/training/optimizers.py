@@ -80,8 +80,8 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Check that the loaded options and state of ``optimizer`` have the same kinds and shapes as in a new optimizer.
 
     Raises:
-        ValueError: an entry is missing, or has a different kind or shape. With it, a step would fail, or torch
-            would expand it to the parameter's shape.
+        ValueError: an entry is missing, or has a different kind or shape. A step would then fail, or torch would
+            expand the entry to the parameter's shape.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     known = inspect.signature(type(inner)).parameters  # loading a state adds names to inner.defaults

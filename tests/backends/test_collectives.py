@@ -764,7 +764,7 @@ def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor
 
 
 def average_in_torchs_threads():
-    """Average subnormal numbers. Torch's threads start in this call, and inherit the flag that flushes them to zero."""
+    """Average subnormal numbers. Torch's threads start in this call, and inherit the flag that makes such numbers zero."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)
@@ -1091,7 +1091,7 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
 
 
 def counts_sums(backend):
-    """Start a sum on a simulated GPU and one on the CPU; return how many count for calls on the GPU, and on the CPU."""
+    """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return ``sums_beside`` of both devices."""
     gpu = types.SimpleNamespace(is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
     try:

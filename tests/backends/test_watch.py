@@ -63,7 +63,7 @@ def killed_between_calls(backend, victim):
         for _ in range(20):
             backend.allreduce(torch.ones(1000))
         os.kill(os.getpid(), signal.SIGKILL)
-    # The victim's last call may still run on this rank, although it has returned on the victim. Then it fails.
+    # When the victim is killed, this rank may still be in the victim's last call. Then that call fails here.
     return call_until_failure(backend, lambda: backend.allreduce(torch.ones(1000)))
 
 
@@ -224,7 +224,7 @@ def test_an_exit_with_another_status_in_a_with_statement_is_a_failure(status):
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with short_waits(backend):  # don't wait for a second report: a rank that leaves without a failure sends none
+    with short_waits(backend):  # don't wait for the report of a failure: a rank that just leaves sends none
         return call_until_failure(backend, backend.barrier)
 
 

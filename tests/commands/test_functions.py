@@ -242,7 +242,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         holds(lambda: (tmp_path / "pid").exists())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    # A shell starts background jobs with SIGINT ignored. If pytest is one, this test must not ignore SIGINT too.
+    # A shell starts background jobs with SIGINT ignored, and pytest may be one: set Python's default handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -138,7 +138,7 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
     ],
 )
 def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
-    """torchrun may restart after any error. Elsewhere, only an error that the run's folder records forbids a restart."""
+    """torchrun restarts after any error, so each such error says it. Elsewhere, only those that the folder records."""
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)
         assert command._give_up(error, backend) == status

@@ -27,7 +27,7 @@ def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(se
     assert not [call for call in calls if "[dev]" in call]
     assert [call for call in calls if call.endswith(f"--editable {ROOT}")]
     assert not list(setup.venv.glob("build.*"))
-    # This call adds the tools for tests, and takes the wheel of Horovod from the cache.
+    # The next call adds the tools for tests, and takes the wheel of Horovod from the cache.
     (setup.venv / "installed").touch()
     status, output, _ = setup.run()
     assert (status, "was built before" in output) == (0, True)

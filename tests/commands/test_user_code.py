@@ -105,7 +105,7 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     files = [found[1] for found in re.finditer(r'File "(.*?)"', "\n".join(trace))]
     assert set(files) == {__file__}, trace
     assert any("# the user's line" in shown for shown in trace)
-    summary = ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file))  # torchrun's agent makes the same
+    summary = ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file))  # as torchrun's agent does
     shown = summary.message["extraInfo"]["py_callstack"]
     assert shown.splitlines()[: len(trace)] == trace
     assert summary.timestamp > 0

@@ -229,7 +229,7 @@ def test_options_that_rule_out_a_fixed_order_of_sums_are_refused():
 
 
 def sharing(backend):
-    """Return two parameters' gradients after a step of four shards. In each shard, both gradients have the same memory."""
+    """Return two gradients after a step of four shards. In all shards but each rank's last, they share their memory."""
     one, two = (nn.Parameter(torch.zeros(shape)) for shape in (4, (2, 2)))
     optimizer = DistributedOptimizer(
         torch.optim.SGD([one, two], lr=0.0),

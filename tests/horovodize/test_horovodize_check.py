@@ -761,7 +761,7 @@ CASES = [
         "for x in loader:\n    loss(x).backward()",
     ),
     (
-        "same_order_every_epoch",  # no finding if no loop reads the loader, or only other files do
+        "same_order_every_epoch",  # no finding if no loop, or only a loop of another file, reads the loader
         "from train import other\ns = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\n"
         "loader = DataLoader(d, sampler=s)\nfor epoch in range(3):\n    for x in loader: loss(x).backward()",
         "from train import run\ns = torch.utils.data.DistributedSampler(d, 2, 0)\nloader = DataLoader(d, sampler=s)\n"
@@ -794,7 +794,7 @@ CASES = [
         "if hvd.rank() == 0:\n    hvd.allreduce_(x)\nhvd.join()",
     ),
     (
-        "discarded_result",  # no finding in a test that the call raises an error
+        "discarded_result",  # no finding if the script expects the call to raise an error
         "try:\n    a()\n    b()\n    hvd.allreduce(x)  # HERE\nexcept OSError:\n    pass",
         "try:\n    hvd.allreduce(x)\nexcept ValueError:\n    pass\nwith pytest.raises(ValueError):\n    hvd.allreduce(x)",
     ),

@@ -195,7 +195,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
 
 
 def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
-    """A frozen layer that is broadcast can fill half a GPU. The recorded memory must include only the script's own."""
+    """A broadcast frozen layer can fill half a GPU: don't copy it whole, and don't count the recorder's own memory."""
     sizes, order, double = [], [], torch.Tensor.double
     monkeypatch.setattr(recorder, "PART", 8)
     monkeypatch.setattr(recorder, "SAMPLES", 4)
@@ -725,7 +725,7 @@ def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
 
 
 def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
-    """Wrap the optimizer in one file and step it in a second. A line that runs only in a world of one rank is no cause."""
+    """Wrap the optimizer in one file, step it in another. A line that runs only in a world of one rank is no cause."""
     step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
     files = {
         "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other, lib.sum\n"
@@ -1040,11 +1040,11 @@ class Script:
     """Simulated script. For each kind of run, the change in the run: a key of CHANGES, or "fails"."""
 
     horovod: str = ""
-    compat: str = ""
-    plain: str = ""
+    compat: str = ""  # with Horovod's defects
+    plain: str = ""  # without them
     again: str | None = None  # the second run on Horovod
-    first_defect: int = 0
-    recorded: bool = False
+    first_defect: int = 0  # the first step with a reproduced defect, or 0
+    recorded: bool = False  # whether a record replaces the runs on Horovod
 
 
 @pytest.fixture

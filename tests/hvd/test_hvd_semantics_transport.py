@@ -132,9 +132,9 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 
 
 def crossed(backend):
-    """Let each rank wait for gradients to which the other rank has not added its part yet.
+    """Let each rank wait for a sum of which the other rank has not reduced its shard yet.
 
-    The rank that sends its gradients last adds its part of the sum at once. The other rank must add its own part later.
+    The rank that sends its gradients last reduces its shard at once. The other rank must reduce its own shard later.
     """
     with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", math.inf):
         pairs = [wrapped(hvd, f"crossed.{i}") for i in range(2)]

@@ -30,7 +30,7 @@ nodes=(dualtrain-node1 dualtrain-node2)
 # ours: prints the processes of this Slurm and of the command, whatever their parents.
 ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# end SIGNAL: sends the signal to the daemons and to the processes that ours prints, and waits up to five seconds for their exit.
+# end SIGNAL: sends the signal to the daemons and to the processes that `ours` prints; waits up to 5 s for their exit.
 end() {
   kill "-$1" ${daemons[@]+"${daemons[@]}"} $(ours) || true
   for ((i = 0; i < 50; i++)); do [ -n "$(ours)" ] || break; sleep 0.1; done

@@ -50,7 +50,7 @@ def best_of(folder: Path) -> tuple[int | None, int | None]:
 
 
 class KilledError(BaseException):
-    """Error that ends a write like SIGKILL: nothing handles it."""
+    """Error that nothing handles, so that it ends a write as SIGKILL does."""
 
 
 @pytest.mark.parametrize("place", ["keep_as_best", "write_weights"])

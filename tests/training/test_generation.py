@@ -225,7 +225,7 @@ def run_superseded_at(
 
 
 def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_write(tmp_path):
-    """Repeat a run: replace its process at the first check of the generation, at the second, and so on, to the summary."""
+    """Repeat a run: replace its process at the first check of the generation, at the second, and so on, up to the last."""
     number, begun = 0, tmp_path / "begun"
     train(begun)
     while True:

@@ -25,7 +25,7 @@ FLAGS = ["--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Restore the number of threads, because a resumed run sets the number that its checkpoint has."""
+    """Restore the number of threads, which a resumed run sets."""
     number = torch.get_num_threads()
     yield
     torch.set_num_threads(number)

@@ -1,9 +1,9 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
 The unmodified script runs under real Horovod and under torchrun with dualtrain, for some optimizer steps; all runs together
-take less than three times the steps of one run.
-The command compares the weights after each step on each rank, the number of steps and the exit status, and measures both
-sides. The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
+take less than three times the steps of one run. The command compares the weights after each step on each rank, the
+number of steps and the exit status, and measures the speed of both sides.
+The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
 result means the same bits, if necessary with Horovod's defects reproduced. If the record is from other hardware, weights
 may differ by 0.001 (relative), but by no more than a tenth of their change in all steps. If two runs on Horovod differ
 (with --against, two runs with dualtrain), the sides may differ by twice as much.

@@ -55,7 +55,7 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: for each step, beginning with 0, its place in the order of all optimizers' steps on this rank.
+        order: position of each step among the steps of all optimizers on this rank; the first entry is for step 0.
     """
 
     type: str
@@ -168,7 +168,7 @@ class RunRecord:
         return self.speed_of_first(len(self.ranks[0].seconds))
 
     def speed_of_first(self, count: int) -> float | None:
-        """Return the steps per second of the first ``count`` steps of all optimizers, as if the run had ended there."""
+        """Return ``steps_per_second`` as if the run had ended after ``count`` steps, counted over all optimizers."""
         seconds = self.ranks[0].seconds[:count]
         timed = seconds[max(1, len(seconds) // _WARM_UP) :]
         number = next((each for each, _ in timed), 0)
@@ -200,7 +200,7 @@ class RunRecord:
     def first_defect(self) -> int:
         """The first step of any rank after which a reproduced defect was found; 0 if there is none.
 
-        A rank that reproduced defects only after its last step counts with this step.
+        For a rank that reproduced defects only after its last step, this last step counts.
         """
         return min((rank.end.first_defect or rank.steps for rank in self.ranks if rank.end and rank.end.defects), default=0)
 

@@ -66,7 +66,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
 
 
 def _not_compared(evidence: Evidence) -> list[str]:
-    """Return a note if the tensors at the end of the two sides are not the same, so that their values were not compared."""
+    """Return a note if the sides ended with different sets of tensors, so that the values were not compared."""
     found = different_tensors(evidence.horovod[0], evidence.full)
     if found is None:
         return []
@@ -283,7 +283,8 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
 def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    Both distances are computed after the same step: the last step that a run on each side and two repeated runs summarized.
+    Both distances compare weights after the same step: the last step that at least one run on each side, and two of
+    the ``repeated`` runs, have summarized.
     """
     steps = min(max(run.steps for run in ours), sorted(run.steps for run in repeated)[-2])
     long = [run for run in (*horovod, *ours, *repeated) if run.steps >= steps]

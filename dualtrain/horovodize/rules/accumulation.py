@@ -95,7 +95,7 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
 
 
 def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
-    """Return whether each iteration may use another model: the loop's variable is what computes the loss."""
+    """Return whether each iteration may use a different model: the loop calls its variable to compute the loss."""
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]

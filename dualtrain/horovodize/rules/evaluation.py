@@ -24,7 +24,7 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
             continue
         if is_for_evaluation(source, call) and is_read(source, call) and not _drops_last(source, call):
             message = (
-                "some samples are evaluated twice (or left out) if their number is not a multiple of the number of ranks, "
+                "some samples are evaluated twice (or left out) if len(data) is not a multiple of the number of ranks, "
                 "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
                 "with op=hvd.Sum"
             )

@@ -12,7 +12,7 @@ _OF_MODELS = {"eval", "load_state_dict", "named_parameters", "parameters", "requ
 
 
 def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
-    """Return the models that the script calls with gradients to compute the loss of ``backward``."""
+    """Return the models that the script calls, with gradients enabled, to compute the loss of ``backward``."""
     known = _models(source)
     calls = (node for value in _origins(source, backward) for node in ast.walk(value) if isinstance(node, ast.Call))
     found = set()
@@ -46,7 +46,7 @@ def _models(source: Source) -> set[str]:
 
 
 def _origins(source: Source, backward: ast.Call) -> list[ast.expr]:
-    """Return the expressions in the function around ``backward`` from which its loss is computed with gradients."""
+    """Return the expressions in the function around ``backward`` from which its loss is computed with gradients enabled."""
     scope = source.scope(backward)
     own = [
         (target, value)

@@ -42,7 +42,7 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 
 def _comparison(found: _Unmatched) -> str:
-    """Return the comparison with the rank in the condition; other parts of it may hold on all ranks."""
+    """Return the part of the condition that compares the rank; its other parts may hold on all ranks."""
     return found.where[1][1].partition(" and ")[0]
 
 

@@ -134,7 +134,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
     """Return edits that call set_epoch in the loop over epochs.
 
-    Return none if there are several such loops, or if the loop cannot use the variable ``sampler``.
+    Return no edits if there are several such loops, or if the loop cannot use the variable ``sampler``.
     """
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):

@@ -176,7 +176,7 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     """Return edits that add the rank to the seed.
 
-    Return none if the ranks may need equal random numbers, or if the call is not between ``init`` and a broadcast.
+    Return no edits if the ranks may need equal random numbers, or if the call is not between ``init`` and a broadcast.
     """
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]

@@ -155,7 +155,7 @@ def _reads_result(source: Source, call: ast.Call, number: int | None, depth: int
 
 
 def _sees(source: Source, node: ast.AST, target: ast.AST) -> bool:
-    """Return whether the variable ``node`` may be the one that ``target`` assigns: not one of another function."""
+    """Return whether ``node`` may be the variable that ``target`` assigns, and not a variable of another function."""
     if target not in source.parents:
         return True  # a variable of another file
     home, user = source.scope(target), source.scope(node)
