@@ -348,8 +348,8 @@ class Backend(Primitives):
 
         Args:
             tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
-            others: ``order.buffers`` tensors like ``tensor``; the first of them hold this rank's earlier partial sums.
-                Their content is undefined afterwards.
+            others: a list of ``order.buffers`` tensors like ``tensor``. This rank's earlier partial sums are in the first
+                tensors of the list. The content of all tensors is undefined afterwards.
             order: an order for as many ranks as this backend has.
             name: shown in errors and reports.
             factor: factor on the sum.

@@ -1,7 +1,7 @@
 """One rank of one contender: join the world, measure the jobs, and print each result as one line.
 
-``start_contender.py`` starts this module. Before the first step, the module imports no large part of dualtrain, since such
-imports would slow down the start of raw scripts.
+``start_contender.py`` starts this module. Before the first step, the module imports no large part of dualtrain, since this
+would add to the start time of contenders that do not use dualtrain.
 """
 
 from __future__ import annotations

@@ -1180,7 +1180,7 @@ def test_the_run_without_defects_shows_how_far_they_change_the_weights(collected
     assert "the weights differ from step 30 on, and by " in without
     assert without.endswith(" relative after step 37")
     for run in (evidence.horovod[0], evidence.dualtrain[0]):
-        # The speeds of a round count only steps that both runs took, without the first fifth of these: from step 8 on.
+        # To compute the speeds, only steps that both runs took are counted (37), without the first fifth of them (7).
         run.ranks[0].seconds = [(number, 0.1 if step < 37 else 9.0) for step in range(50) for number in (0, 1)]
     evidence.dualtrain[0].ranks[0].seconds = [(number, 0.05) for number in (0, 1)] * 37
     del evidence.horovod[1:]

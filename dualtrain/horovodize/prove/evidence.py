@@ -70,6 +70,9 @@ class Evidence:
 
 
 def agrees(evidence: Evidence) -> bool:
-    """Return whether the first runs of both sides have the same bits, with or without Horovod's defects."""
+    """Return whether the first runs of both sides have the same bits.
+
+    dualtrain's run is the one that reproduces Horovod's defects, if there is such a run.
+    """
     horovod, dualtrain = evidence.horovod[0], evidence.compat or evidence.dualtrain[0]
     return different_end(horovod, dualtrain) is None and first_difference(horovod, dualtrain) is None
