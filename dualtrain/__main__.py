@@ -24,8 +24,8 @@ COMMANDS = {
 def main() -> int:
     """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would.
 
-    A command exits with its own status. If it does not exit, return 0; without a known command, return 0 or 2; after
-    Ctrl-C, return 130.
+    A command exits with its own status. If it does not exit, or after the help or the version, return 0; for an unknown
+    command, return 2; after Ctrl-C, return 130.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
         sys.path[0] = os.getcwd()  # so that the user's modules are found in this folder, as with python -m

@@ -54,7 +54,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Return the gradient of the input over all ranks' samples, and of weight and bias over this rank's samples."""
+        """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only)."""
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)

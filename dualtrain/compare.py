@@ -43,7 +43,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
 
     Args:
         runs: the runs that have ended.
-        unfinished: labels of the other runs.
+        unfinished: labels of the runs that have not ended.
 
     Returns:
         The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash"; else it

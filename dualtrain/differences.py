@@ -9,7 +9,7 @@ from dualtrain.errors import UserError
 
 _SHOWN = 3  # differences that a message describes with their values
 _NAMED = 5  # further differences that a message names
-_GROUPS = 6  # different values of one name that a message shows
+_GROUPS = 6  # different values that a message shows for one name
 _WIDTH = 100  # characters that a message shows of a value
 
 

@@ -81,7 +81,7 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict")
 
 
 def read_json(path: str | Path) -> Any:
-    """Read the value in a regular file of JSON. Raises OSError, or ValueError if the file is not JSON."""
+    """Read the JSON value in a regular file. Raises OSError, or ValueError if the file is not JSON."""
     return parse_json(read_text(path))
 
 
@@ -186,7 +186,7 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return the path under which ``path`` can be kept: ``name``.aside, or ``name``.aside-2 and so on if that is in use."""
+    """Return where to keep ``path``: ``name``.aside, or ``name``.aside-2 and so on if other files have these names."""
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1

@@ -41,7 +41,7 @@ class Settings:
     Attributes:
         stall_check: seconds after which a wait is reported on every rank; 0 for never.
         stall_shutdown: seconds after which a wait ends in an error on every rank; infinite for never.
-        timeline: a file to write a Chrome trace to from the start.
+        timeline: file in which a Chrome trace is recorded from the start; ``None`` for no trace.
         mark_cycles: whether the trace shows when rank 0 looked for matching calls.
         dynamic_sets: whether process sets may be added and removed after the start.
         fusion_bytes: size of the largest gradient bucket in bytes; ``None`` for the reducer's default.

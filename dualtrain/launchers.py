@@ -215,7 +215,7 @@ def _srun(v: _Variables) -> World:
     chosen = v.rendezvous()
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
     world = v.world(*ranks, chosen or _srun_rendezvous(v, single_host=first == size))
-    # Only batch jobs are requeued, with the same job id. A step of salloc may be a shell, in which several runs start.
+    # Name only batch jobs, which are requeued with the same job id. A step of salloc may be a shell with several runs.
     if not world.job and v.env.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in v.env:
         cluster = "".join(re.findall(r"[A-Za-z0-9._-]", v.env.get("SLURM_CLUSTER_NAME", "")))
         world = replace(world, job=f"slurm-{cluster}-{step}".replace("--", "-")[:100])
@@ -368,7 +368,7 @@ def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def torchrun_is_parent() -> bool:
-    """Return whether the parent of this process is torchrun's agent, which does not have its workers' variables itself."""
+    """Return whether this process's parent is torchrun's agent: it sets torchrun's variables for its workers only."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = "interrupted"  # the reason that a rank reports when Ctrl-C ends it
 _SAME_SECONDS = 0.5  # after a Ctrl-C, this rank's own SIGINT may arrive this much later than another rank's report
-_interrupted = threading.Event()  # whether SIGINT has ended this run outside of the training
+_interrupted = threading.Event()  # set by a SIGINT that arrives while the training loop's handlers are not installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

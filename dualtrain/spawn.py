@@ -63,7 +63,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             that a restart may avoid, such as a full disk (without a restart, the job's status is then 2).
         arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: how many times at most all ranks are started again after a rank has failed; never after a rank's
+        restarts: the largest number of restarts of all ranks after a rank has failed; there is no restart after a rank's
             status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after
             ``TRY_AGAIN`` are 1 s, 2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has
             lasted longer than 30 s or has ended with a different status.
@@ -102,7 +102,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
 
 def _next_wait(last: float, status: int, seconds: float) -> float:
-    """Return how long to wait before a restart, after an attempt of ``seconds``; ``last`` is the previous wait."""
+    """Return how long to wait before a restart. The attempt lasted ``seconds``; ``last`` is the previous wait."""
     if status != TRY_AGAIN:
         return 0.0
     if seconds > LONGEST_WAIT_SECONDS:

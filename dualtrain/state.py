@@ -89,7 +89,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _with_dtypes(loaded: Any, given: Any) -> Any:
-    """Return ``loaded``. Where a dtype differs, replace the tensor by a copy of ``given``'s tensor on the same device."""
+    """Return ``loaded``. Replace a tensor whose dtype differs by ``given``'s, copied to the replaced one's device."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
     if isinstance(loaded, dict) and isinstance(given, dict):

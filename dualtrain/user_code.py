@@ -84,7 +84,7 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format an error: class, message, the layer of a model that raised it, and the last line of the user's code."""
+    """Format an error: class, message, the model's layer that raised it, and the traceback's last line of user code."""
     layer, line = _layer(error), ""
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_users(frame.filename):

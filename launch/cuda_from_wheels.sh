@@ -1,4 +1,4 @@
-# CUDA toolkit for Horovod with NCCL: a toolkit of torch's CUDA version on this machine, or else one assembled from NVIDIA's
+# CUDA toolkit for Horovod with NCCL: a toolkit on this machine that has torch's CUDA version, or else one assembled from NVIDIA's
 # wheels. launch/setup.sh sources this file, and sets packages, torch_build, torch_cuda and torch_architectures before it
 # calls plan_cuda.
 #

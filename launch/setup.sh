@@ -237,7 +237,8 @@ install_torch() {
   if [ "$name" = torch ]; then install_pinned_torch --no-deps; else pip_install "$name"; fi
 }
 
-# install_pinned_torch [--no-deps]: uses no constraints: with constraints, pip's error would not name the version that the index lacks.
+# install_pinned_torch [--no-deps]: installs torch without constraints, because with them pip's error would not name the version that
+# the index lacks.
 install_pinned_torch() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" "torch==$torch"; }
 
 # install_horovod FOLDER: replaces an installed Horovod of the same version too, since it may be built for another torch or mode.

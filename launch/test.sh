@@ -67,8 +67,8 @@ not_run() {
   fi
 }
 
-# Use three pytest processes: at first, one runs all tests of worlds of ranks, and two run the remaining tests, file by file. With only
-# two processes, two cores would be idle for a quarter of the time, because many tests wait for timeouts or for launchers.
+# Use three pytest processes: at first, one runs all tests whose ranks are processes, and two run the other tests, file by file. With
+# only two pytest processes, two cores would be idle for a quarter of the time, because many tests wait for timeouts or for launchers.
 tests=(pytest -n 3 --dist loadgroup)
 
 case ${1:-} in

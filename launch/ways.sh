@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares the ways of data parallelism on this machine: trains the same job in one process, with nn.DataParallel, on ranks
-# started by torchrun, --nproc and horovodrun, and with mixed precision. Prints a table of the results, and writes the
+# Compares the ways of data parallelism on this machine: trains the same job in one process; with nn.DataParallel; on ranks
+# that torchrun, --nproc and horovodrun start; and with mixed precision. Prints a table of the results, and writes the
 # page report.html into the folder of the runs.
 #
 #   bash launch/ways.sh [flags of dualtrain train, for all runs]

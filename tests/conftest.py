@@ -154,7 +154,7 @@ def typical(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds(SPREAD[1:]))
 def many(request: pytest.FixtureRequest) -> Spmd:
-    """A world of several ranks of each kind, for tests in which the ranks differ."""
+    """A world of each kind that has several ranks, for tests in which the ranks differ."""
     return _spmd(request)
 
 

@@ -179,7 +179,7 @@ learned
 check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
   --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned
-# Runs in a folder of this machine, as a user who is not in the image's /etc/passwd.
+# Keep the runs in a folder of this machine, and train as a user who is not in the image's /etc/passwd.
 owner=$(id -u)
 if [ "$owner" = 0 ]; then owner=12345; fi
 mkdir "$logs/runs"

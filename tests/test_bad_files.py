@@ -233,7 +233,7 @@ class HangsError(Exception):
 
 
 def read_each(requests: Connection) -> None:
-    """Read the folders that another process sends, as (reader's name, folder, limit).
+    """Receive requests from another process, each (reader's name, folder, limit), and run the reader on the folder.
 
     Answer each request with two values: the text of the UserError (``None`` if there is none), and the traceback of any
     other error ("" if there is none).

@@ -93,7 +93,7 @@ def test_the_metadata_name_platform_and_python_versions(built):
 
 
 def requirements(lines: list[str] | None) -> set[str]:
-    """Return the distributions that the ``Requires-Dist`` lines require on this platform without extras."""
+    """Return the distributions that the ``Requires-Dist`` lines require on this platform if no extra is chosen."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in lines or []]
@@ -127,7 +127,7 @@ def test_packages_for_tests_are_extras(built):
 def test_the_wheel_trains_predicts_and_reports_without_optional_modules(built, tmp_path):
     """Use the wheel outside the source tree; the report page contains its style sheet and script.
 
-    The digits are read first, without scikit-learn and torchvision.
+    The program reads the digits first, and checks that this imports neither scikit-learn, scipy nor torchvision.
     """
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")

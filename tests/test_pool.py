@@ -85,7 +85,7 @@ def test_threads_assert_that_primitives_match():
 
 
 def test_files_are_started_in_the_order_of_their_tests():
-    """By default, xdist starts the file with most tests first."""
+    """``ByFile`` keeps the order of the tests. xdist alone would start the file with most tests first."""
     config = SimpleNamespace(option=SimpleNamespace(loadscopereorder=True), getvalue=lambda _: ["popen", "popen"])
     names = ["tests/a.py::test_a@processes", *(f"tests/{file}.py::test_{n}" for file in "lm" for n in range(3))]
     scheduler = ByFile(config)

@@ -1,4 +1,4 @@
-"""Table of tests/versions.sh: one row for each version of torch, from the files that its runs have written.
+"""Table of tests/versions.sh: one row for each version of torch, made from the files that the script has written.
 
 ``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests. The
 exit status is 1 if a version failed. For each version, FOLDER has ``facts-VERSION`` (versions of installed packages),

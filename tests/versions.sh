@@ -91,7 +91,7 @@ open_folders() {
 
 clean_up() {
   if [ -n "$running" ]; then
-    kill "$running" 2>/dev/null || true   # timeout forwards the signal to its process group
+    kill "$running" 2>/dev/null || true   # the process is a timeout command, which forwards the signal to its process group
     wait "$running" 2>/dev/null || true
   fi
   rm -f "$into/lock"
@@ -110,7 +110,7 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# hash_inputs: prints a hash of the installation's inputs, without comments. In a finished environment, versions.done has this hash.
+# hash_inputs: prints a hash of all that an installation depends on. A finished environment has this hash in its file versions.done.
 hash_inputs() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum

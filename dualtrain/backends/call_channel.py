@@ -19,7 +19,7 @@ from inspect import GEN_CLOSED, getgeneratorstate
 
 from dualtrain.rendezvous.connection import Connection
 
-HEADER = 8  # bytes of a frame's length
+HEADER = 8  # bytes at the beginning of a frame, which hold its length
 _SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to check for failed ranks
 
 

@@ -41,7 +41,7 @@ Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 #: Gloo's timeout in Horovod is this much longer than the backend's: Gloo's error names no rank, the backend's does.
 _GLOO_SECONDS_MORE = 3
 _SHUT_DOWN = "Horovod has been shut down"  # error of an operation that is started after Horovod's thread has failed
-_worlds = count()  # numbers the worlds of this process that Horovod's own launcher has set up
+_worlds = count()  # counts the worlds that this process has joined without the job's store
 _ADDRESS_KEY = "horovod"  # key in the job's store; its value is the address of the store that Horovod itself uses
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 

@@ -133,7 +133,7 @@ class CallBuffers:
         return reduction.tensor.nbytes
 
     def _concatenate(self, lengths: Mapping[int, int]) -> int:
-        """Write ``lengths[rank]`` bytes of the data of each of these ranks; return the total number of bytes."""
+        """Write the data of each rank in ``lengths``, of that length in bytes; return the total number of bytes."""
         end = 0
         for rank, length in lengths.items():
             self._result_bytes[end : end + length] = self._data_bytes[rank, :length]

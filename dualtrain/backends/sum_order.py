@@ -25,7 +25,7 @@ class Node(NamedTuple):
     length: int
 
     def children(self) -> tuple[Node, Node]:
-        """Return the two children of this subtree of two or more shards; its sum is the sum of the children's sums."""
+        """Return the two children of this subtree, which must have two or more shards. Its sum is the sum of their sums."""
         left = 1 << (self.length - 1).bit_length() - 1
         return Node(self.first, left), Node(self.first + left, self.length - left)
 

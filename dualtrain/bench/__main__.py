@@ -156,7 +156,7 @@ def _fallbacks(spec: LaunchSpec, jobs: Sequence[str]) -> dict[str, str]:
 
 
 def _starts(prefix: Sequence[str], starter: str) -> bool:
-    """Return whether the launch command ``prefix`` starts Horovod with the controller of ``starter``, Gloo or MPI."""
+    """Return whether the launch command ``prefix`` starts Horovod with the controller that ``starter`` names."""
     if Path(prefix[0]).name in ("mpirun", "mpiexec"):
         return "--mpi" in starter
     flag = starter.split()[1]

@@ -31,7 +31,7 @@ _ENDING_SECONDS = 5.0
 
 @cache
 def fork_server(modules: tuple[str, ...], threads: int) -> BaseContext:
-    """Start a fork server that has imported the contenders' ``modules``; return a context whose processes it forks."""
+    """Start a fork server that imports the contenders' ``modules``; return a context that forks processes from it."""
     context = get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *(f"dualtrain.bench.contenders.{module}" for module in modules)])
     with variables(_quiet(threads)):

@@ -200,7 +200,7 @@ def _line(name: str, points: Sequence[tuple[float, float, str]]) -> Iterator[str
 
 
 class _Axis:
-    """Logarithmic axis: maps values from ``low`` to ``high`` (or to ``2 * low``, if that is more) to pixels."""
+    """Logarithmic axis: maps values between ``low`` and ``high`` (or ``2 * low``, if that is more) to pixels."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
         self._low, self._high, self._begin, self._end = low, max(high, 2 * low), begin, end

@@ -57,8 +57,8 @@ CONTENDERS = {
 COMPARED = (("native", RAW), ("shm", RAW), ("hvd", HOROVOD), ("hvd", RAW), (HOROVOD, RAW))
 
 MOST_ROUNDS = 7
-_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # estimates: for each start, plus for each rank that shares a core
-_ALIKE = 1.5  # ratio of the ends of the widest interval that contains 1 and is still shown
+_START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # estimated time of a start: a constant, and a time per rank on the same core
+_ALIKE = 1.5  # an interval that contains 1 is shown only if its upper end is less than this many times its lower end
 
 Times = dict[str, float]  # seconds by name of the measure
 
@@ -102,7 +102,7 @@ def layouts_of(text: str | None) -> tuple[Layout, ...]:
     """Return the layouts that ``--ranks`` lists, in ascending order; without ``text``, all of ``LAYOUTS``.
 
     Raises:
-        UserError: the text is not a list of such numbers.
+        UserError: the text is not a list of layouts, or one of them is too small or too large.
     """
     if text is None:
         return LAYOUTS

@@ -96,7 +96,7 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
 
 @contextmanager
 def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str, str]]]:
-    """Yield each rank's environment variables, as torchrun sets them, or horovodrun if ``starter`` is ``GLOO``.
+    """Yield each rank's environment variables, as torchrun sets them (as horovodrun does, if ``starter`` is ``GLOO``).
 
     Start the ranks inside of the ``with`` block, which serves Horovod's rendezvous.
     """
@@ -149,7 +149,7 @@ def _open_mpi() -> bool:
 
 
 def found_in(text: str) -> list[dict[str, Any]]:
-    """Return the results in a launcher's output, which may prefix the lines of its ranks."""
+    """Return the results in a launcher's output. Launchers may write a prefix before each line of a rank."""
     return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
 
 

@@ -69,7 +69,7 @@ class Setting:
     """One setting of the command line, the recipes and the files of a run.
 
     Attributes:
-        name: its name in the flag and in ``config.json``, with underscores.
+        name: its name in ``config.json``; the flag has hyphens in place of the underscores.
         section: the name of its section, an attribute of ``Config``.
         attribute: its name in that section.
         kind: bool, int, float or str.

@@ -99,7 +99,7 @@ class ImageFiles:
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)
 
     def contents(self, number: int) -> tuple[str, int, bytes]:
-        """Return an image's path below the folder of its split, its class, and the file's bytes."""
+        """Return the last two parts of an image's path (usually CLASS/FILE), its class index, and the file's bytes."""
         path, kind = self.samples[number]
         return "/".join(Path(path).parts[-2:]), kind, _bytes_of(path)
 

@@ -264,7 +264,7 @@ def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Itera
 
 
 def _send(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
-    """Start the copy of ``batch`` to the GPU on the stream ``side``; return the copy, and the event of its end."""
+    """Start copying ``batch`` to the GPU on the stream ``side``; return the copy, and an event that marks its end."""
     with torch.cuda.stream(side):
         inputs, targets = (tensor.to(side.device, non_blocking=True) for tensor in batch)
         return (inputs, targets), side.record_event()

@@ -31,7 +31,7 @@ class TensorSource(Source):
         return ((self._inputs[number], self._targets[number]) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """Yield the batches, float32 and int64. The first call moves the whole split to ``device``, where it stays."""
+        """Yield each batch's inputs and targets. The first call moves the whole split to ``device``, where it stays."""
         self._inputs, self._targets = self._inputs.to(device), self._targets.to(device)
         for batch in batches:
             numbers = batch.numbers.to(device)

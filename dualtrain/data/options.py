@@ -29,7 +29,7 @@ class Options(DataSection):
         self.statistics(IMAGENET)
 
     def statistics(self, of_dataset: Statistics) -> Statistics | None:
-        """Return the mean and standard deviation of each channel to normalize with; ``None`` for no normalization."""
+        """Return the mean and standard deviation that normalize each channel; ``None`` for no normalization."""
         known = {None: None, "none": None, "dataset": of_dataset, "imagenet": IMAGENET}
         if self.normalize in known:
             return known[self.normalize]

@@ -62,7 +62,7 @@ class Source(ABC):
     stored: bool = False
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """Yield the samples with the indices ``numbers`` as tensors, bytes or plain values, for a comparison of ranks.
+        """Yield the samples ``numbers``, so that ranks can compare them: tensors, bytes or plain values.
 
         Samples should not be augmented. Only this default implementation, a stream with seed 0, may augment them; it does
         so in the same way on every rank.

@@ -110,7 +110,7 @@ def _text(file: str | None) -> str:
 
 
 def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
-    """Number the most frequent words, after the special tokens; equally frequent words are in alphabetical order."""
+    """Assign ids to the most frequent words, after the special tokens; equally frequent words in alphabetical order."""
     room = size - len(SPECIAL)
     if room < 1:
         raise UserError(f"--vocabulary must be above {len(SPECIAL)}, the special tokens, not {size}")

@@ -34,7 +34,7 @@ class ImageTransform:
         resize: length of the shorter side in pixels before the crop; ``None`` for no resizing.
         augment: take the crop at a random position and flip it with probability 0.5; otherwise take a centre crop.
         pad: pixels of zeros on each side before a random crop.
-        statistics: mean and standard deviation of each channel to normalize with.
+        statistics: mean and standard deviation that normalize each channel; ``None`` for no normalization.
     """
 
     size: int | None = None

@@ -22,10 +22,11 @@ RANKS_PER_CORE = 16
 def run(
     function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, nproc: int = 1
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on ``nproc`` ranks, each a new process of this host; return the results by rank.
+    """Call ``function(*args, **kwargs)`` on ``nproc`` ranks, each a new process of this host.
 
-    Blocks until all have ended. The function may be defined in a notebook's cell if cloudpickle is installed. In the
-    function, ``connect()`` and ``hvd.init()`` (of ``dualtrain.hvd`` or ``horovod.torch``) join the world of these ranks.
+    Blocks until all have ended, and returns the results in rank order. The function may be defined in a notebook's cell
+    if cloudpickle is installed. In the function, ``connect()`` and ``hvd.init()`` (of ``dualtrain.hvd`` or
+    ``horovod.torch``) join the world of these ranks.
     Functions and results are sent only between this process and its children, over socket pairs that the children inherit.
 
     Raises:

@@ -270,8 +270,9 @@ class Bucket:
     def _check_frozen(self) -> None:
         """Find a parameter that is frozen on this rank and has a gradient on another rank.
 
-        A check reads a parameter's whole gradient. So check all frozen parameters in the first round after their set has
-        changed. In later rounds, check one of them on the CPU, and none on a GPU, since the CPU would wait for it.
+        A check reads a parameter's whole gradient. So check all frozen parameters in the first round after their set
+        has changed. In later rounds, check only one of them if gradients are on the CPU, and none if they are on a GPU,
+        for which the CPU would wait.
         """
         chosen = self._frozen
         if self._frozen == self._checked and self._frozen:
@@ -282,7 +283,7 @@ class Bucket:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return whether 1/size is applied before the sum: only if it is a power of two (exact). Same on every rank."""
+    """Return whether 1/size is applied before the sum; only a power of two is, as this is exact. Same on every rank."""
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size
     return is_average and size > 1 and size.bit_count() == 1 and not backend.scales_sums

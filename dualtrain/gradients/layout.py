@@ -64,7 +64,7 @@ class Place:
         number: the parameter's index in registration order.
         offset: where the gradient starts, in elements of its dtype.
         shape: the gradient's shape.
-        strides: the gradient's strides, in elements, without gaps; not always contiguous (channels_last).
+        strides: the gradient's strides, in elements. The gradient has no gaps, but may be channels_last.
     """
 
     number: int

@@ -65,7 +65,7 @@ class Forms:
     def difference(self) -> str | None:
         """Describe, for an error message, the first trained parameter whose form has changed; ``None`` if there is none.
 
-        A new shape with the same number of elements is not found here, but when its gradient is packed."""
+        This does not find a new shape with the same number of elements; ``Bucket.pack`` finds it later."""
         # This runs in every step, so it compares whole lists, in C.
         params = self._params
         if (

@@ -36,8 +36,8 @@ class GradientReducer:
     """Reducer that averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
-        named_parameters: (name, parameter) pairs, the same on every rank. A frozen parameter is reduced from
-            the step on in which it is unfrozen.
+        named_parameters: (name, parameter) pairs, the same on every rank. A frozen parameter is reduced too,
+            beginning with the step in which it is unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, as in Horovod: weight decay
             and momentum still apply), or ``None`` (``"none"``, as in DDP). A parameter that only some ranks used always
@@ -295,7 +295,7 @@ class GradientReducer:
         """Handle the end of the running backward pass: all its gradients are ready."""
         self._ending = None
         if self._seen >= self.passes:
-            self.hooks.restore()  # don't refuse because of dropped hooks: ``reduce`` averages their gradients too
+            self.hooks.restore()  # dropped hooks are no reason to refuse: ``reduce`` averages all gradients
             self.reduce()
 
     def _forget_failed_pass(self) -> None:

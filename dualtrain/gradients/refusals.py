@@ -124,7 +124,8 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} was added to the optimizer's param_groups after "
                         "the optimizer was wrapped: use add_param_group on every rank"
                     )
-        if self.hooks.known.issuperset(map(id, chain(*in_groups))):  # an unknown frozen parameter may be unfrozen later
+        # Skip later checks only if all parameters are known: an unknown frozen one may be unfrozen.
+        if self.hooks.known.issuperset(map(id, chain(*in_groups))):
             self._in_groups = [list(params) for params in in_groups]
         return None
 

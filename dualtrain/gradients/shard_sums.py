@@ -20,7 +20,7 @@ Split = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class BucketSum(Protocol):
-    """Interface of the sums of a bucket's buffer."""
+    """Interface of the classes that sum a bucket's buffer."""
 
     shards: int
 

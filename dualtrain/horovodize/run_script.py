@@ -1,4 +1,4 @@
-"""Execution of a script or module as ``__main__``, with the arguments, path, exit status and traceback of python."""
+"""Execution of a script or module as ``__main__``: arguments, path, exit status and traceback are as with python."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Source:
         return scope is self.scope(at) and node.lineno < getattr(at, "lineno", 0)
 
     def imports_torch(self, at: ast.AST) -> bool:
-        """Return whether ``torch`` is certainly imported at ``at``, under this name."""
+        """Return whether an import statement that certainly runs before ``at`` binds the name ``torch``."""
         imports = (node for node in self.nodes if isinstance(node, ast.Import) and self._is_certain(node, at))
         return any(bound == "torch" for node in imports for bound, _ in self._imports_of(node))
 
@@ -281,7 +281,7 @@ class Source:
         return any(arms.get(key, arm) is not arm for key, arm in others)
 
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Yield each ``if`` with ``node`` in a branch, and its child that contains ``node``."""
+        """Yield (``if``, its child that contains ``node``) for each ``if`` that has ``node`` in a branch."""
         below = node
         for above in self.above(node):
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
@@ -340,7 +340,8 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 def _arms(branch: ast.AST, below: ast.AST) -> Iterator[tuple[ast.AST | str, bool]]:
     """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
-    The keys are the node and, if no call can change the condition's value, its text.
+    The keys are the node ``branch`` and, if the condition contains no call or ``:=``, which may give another value each
+    time, the condition's text.
     """
     arm = _arm(branch, below)
     yield branch, arm

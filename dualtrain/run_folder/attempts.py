@@ -207,7 +207,7 @@ class Attempt:
         self._last: LastStep | None = None
         self._step = 0
         self._failed = False
-        self._waiting: list[Death] = []  # the deaths that the first step recovers from
+        self._waiting: list[Death] = []  # the deaths that count as recovered after the first step
         self.folder = Path()
         self._writing = threading.Lock()  # the thread of ``backend.watch`` records too
 

@@ -68,7 +68,7 @@ class FolderLock:
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds.
-            waits: whether to wait for a running process to end (``WAIT_SECONDS``; on other hosts, ``RENEWALS`` renewals).
+            waits: whether to wait for a running process to end: ``WAIT_SECONDS``, or ``RENEWALS`` renewals on another host.
 
         Raises:
             UserError: another process uses the folder; the message names that process.

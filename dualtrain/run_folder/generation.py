@@ -162,7 +162,7 @@ def _link(temporary: Path, path: Path, descriptor: int) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return os.fstat(descriptor).st_nlink > 1  # NFS may repeat a request that has succeeded
+        return os.fstat(descriptor).st_nlink > 1  # the link may be ours: NFS may repeat a request that has succeeded
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
@@ -181,7 +181,7 @@ def _rename(temporary: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file if it is free; return whether it was free, or ``None`` without file locks. Raises OSError."""
+    """Lock an open file if it is free; return whether it was free; ``None`` if there are no file locks. Raises OSError."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

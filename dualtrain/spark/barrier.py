@@ -30,7 +30,7 @@ from dualtrain.rendezvous.store import StoreServer, listen
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
-_CANCEL_SECONDS = 10.0  # for Spark to end the tasks of a cancelled job
+_CANCEL_SECONDS = 10.0  # longest wait until Spark has ended the tasks of a cancelled job
 
 
 def run(
@@ -197,7 +197,7 @@ class _Job:
 
 
 def _failure(text: str) -> RankFailedError | None:
-    """Find a rank's failure in the text of Spark's error. Leave out Spark's own stack trace. ``None`` if there is none."""
+    """Return the rank's failure that Spark's error reports, without Spark's own stack trace; ``None`` if it reports none."""
     found = re.search(r"RankFailedError: (rank (\d+) of \d+ [^\n]*)\n?(.*)", text, re.DOTALL)
     if found is None:
         return None

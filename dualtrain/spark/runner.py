@@ -30,7 +30,7 @@ class HorovodRunner:
         self.num_processor = np
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
-        """Call ``main(**kwargs)`` on each rank; return rank 0's result. Blocks until all have ended.
+        """Call ``main(**kwargs)`` on each rank; return rank 0's result. Blocks until all ranks have ended.
 
         Raises:
             RankFailedError: the function failed on a rank, or a rank's process ended.

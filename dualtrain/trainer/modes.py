@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model. Modules may have different modes: layers may be frozen in evaluation mode."""
+"""Training and evaluation mode of a model. Modules may differ: frozen layers may stay in evaluation mode."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def training_mode(model: nn.Module) -> None:
     """Call ``model.train()``. If the model was in training mode already, modules in evaluation mode keep that mode."""
     apart = [module for module in model.modules() if not module.training] if model.training else []
-    model.train()  # in training mode too: the user's own train() may freeze layers, as is common with BatchNorm
+    model.train()  # needed in training mode too: the user's own train() may freeze layers, as is common with BatchNorm
     for module in apart:
         module.training = False

@@ -265,7 +265,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
         # The ranks' libraries may still listen, but not the job's process, which served the store.
         found = set(listening(children))
         assert found <= {"0100007F"}
-        assert found or backend == "horovod"  # Horovod has closed its ports
+        assert found or backend == "horovod"  # Horovod's ranks have closed their ports by now
         assert listening([job.pid]) == []
     finally:
         job.kill()

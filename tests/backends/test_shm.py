@@ -155,7 +155,7 @@ def frees_memory(backend):
     del buffers, buffer
     assert len(backend.memory._regions) == regions - 3
     assert held("maps") == before[0]
-    # In another process of pytest, `horovodize --prove` may run, which keeps its records there.
+    # Leave out the records of `horovodize --prove`, which may run in another process of pytest.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 
@@ -284,7 +284,7 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
 
 
 def short_among_other_calls(backend):
-    """Make short reductions after calls that do not match, and while a sum is pending. The ranks are late in turn."""
+    """Make short reductions after unequal calls, and while a sum is pending. In each step, a different rank is late."""
     last = backend.rank == backend.size - 1
     for step in range(12):
         values = torch.arange(5.0) + 10 * backend.rank + step
@@ -341,7 +341,7 @@ def test_more_operations_than_tags_may_be_pending(count):
 
 
 def group_between(backend):
-    """Wait for the sum before the group's call on rank 0, and after the group's call on the other ranks."""
+    """On rank 0, wait for the sum before the group's call; on the other ranks, wait for it after this call."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5)
     work = backend.start_sum(tensor, "t")

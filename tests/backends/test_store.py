@@ -40,7 +40,7 @@ def job():
 
 @pytest.fixture
 def join():
-    """Return a function that calls :func:`dial` for this host. Its clients are closed at the end of the test."""
+    """Return a function that calls :func:`dial` for this host. After the test, close the clients that it made."""
     found = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world=""):

@@ -132,7 +132,7 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
 
 
 class _Multiline:
-    """Exceptions whose message has several lines."""
+    """Functions that raise exceptions whose messages are long or have several lines."""
 
     @staticmethod
     def load():

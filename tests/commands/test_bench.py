@@ -250,7 +250,7 @@ def test_a_speed_with_other_weights_meets_no_target():
 
 
 def test_another_raw_script_may_have_other_weights():
-    """With 3 ranks or more, MPI adds in a different order."""
+    """With 3 ranks or more, MPI adds gradients in a different order than the other contenders."""
     rows = rows_of(results({"hvd-mpi": "in another order"}, shm=0.1, ddp_tuned=0.9, hvd_mpi=0.9))
     assert row(rows, "shm", TUNED).weights == "same"
     assert row(rows, "shm", "hvd-mpi").weights == "other numerics"

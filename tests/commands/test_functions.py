@@ -256,7 +256,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
 
 
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
-    # With PYTHONUNBUFFERED, print() writes a line in two parts, between which the other rank can write.
+    # Use os.write: with PYTHONUNBUFFERED, print() writes a line in two parts, between which the other rank can write.
     source = (
         "import os, time, dualtrain\n"
         "def f():\n    os.write(1, f'{os.getpid()}\\n'.encode())\n    time.sleep(60)\n"

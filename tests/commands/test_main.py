@@ -138,7 +138,10 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
     ],
 )
 def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
-    """torchrun restarts after any error, so each such error says it. Elsewhere, only those that the folder records."""
+    """Under torchrun, which restarts after any error, every error that a restart would repeat says it.
+
+    Under other launchers, only the errors that the run's folder records say it.
+    """
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)
         assert command._give_up(error, backend) == status
@@ -190,7 +193,7 @@ def test_the_error_says_do_not_restart_only_if_the_launcher_restarts_ranks(capsy
         assert capsys.readouterr().err == f"dualtrain: error: {said}\n"
 
 
-# Program whose run has saved because of a signal. The signal arrives again before the program exits.
+# Program whose run has saved a checkpoint because of a signal. The signal arrives again before the program exits.
 STOPPED_TWICE = """
 import os, signal, sys
 import dualtrain.main, dualtrain.training.loop

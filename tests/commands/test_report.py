@@ -130,7 +130,7 @@ def test_a_single_run_shows_its_origin_and_all_of_its_settings(tmp_path):
     both = differing_settings(read_runs([running, finished]))
     assert both is not None
     assert [row for row in both.rows if row[0] in ("commit", "versions", "command")] == [["commit", "0123abc-dirty", "fff"]]
-    # These values may be missing or of another kind.
+    # The origin, or a part of it, may be missing or of another type.
     for odd in ({}, {"origin": 7}, {"origin": {"hosts": "one", "versions": [1], "commit": {"<b>": 1}}}):
         assert Page(page(read_runs([make(tmp_path / str(len(str(odd))), None, **odd)]))).tags.count("b") == 0
 

@@ -56,7 +56,10 @@ class Job(Forked):
         assert holds(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
-        """Send a signal; return whether the job ends within 2 s. Tests repeat the call: two signals may arrive as one."""
+        """Send a signal; return whether the job ends within 2 s.
+
+        Tests repeat the call, because this signal and an earlier one may arrive as one signal.
+        """
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
 

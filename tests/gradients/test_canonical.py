@@ -120,7 +120,7 @@ def test_sparse_gradients_are_refused_on_every_rank():
 
 
 def with_four_shards(model, backend):
-    """Return an optimizer with learning rate 0 for steps of four shards, and the indices of this rank's shards."""
+    """Return an optimizer (learning rate 0) whose steps have four shards, and the indices of this rank's shards."""
     order = sum_order(4, backend.size)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)

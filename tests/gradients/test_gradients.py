@@ -163,7 +163,7 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
 
 
 def several_hooks(backend, numel):
-    """Register hooks of two reducers and of the user on a parameter. Each must get this rank's own gradient."""
+    """Register hooks of two reducers and of the user on a parameter. Each hook must get this rank's own gradient."""
     p, seen = nn.Parameter(torch.zeros(numel)), []
     halves = Transfer(before=0.5, after=2.0 / backend.size)
     reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]

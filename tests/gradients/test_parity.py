@@ -29,7 +29,7 @@ def make_optimizer(name, model):
 
 
 def of_two_ranks(worlds):
-    """Return the worlds of two ranks as test parameters. In these, all libraries have the same sums: a + b = b + a."""
+    """Return the worlds of two ranks as test parameters. There, all libraries have the same sums: a + b = b + a."""
     chosen = [(name, size) for name, size in worlds if size == 2]
     return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
 
@@ -99,7 +99,7 @@ def parts_of_a_batch(backend, steps):
 
 @pytest.fixture(scope="session")
 def hashes():
-    """Hashes of the weights of dualtrain's finished runs: (world, size, case) → hash."""
+    """Weight hashes of dualtrain's finished runs: (world, size, case) → hash."""
     return {}
 
 

@@ -86,7 +86,7 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 class Branched(nn.Module):
-    """Model whose SyncBatchNorm all ranks use, and whose branch after this layer only even ranks use."""
+    """Model with a SyncBatchNorm that all ranks use, followed by a branch that only even ranks use."""
 
     def __init__(self):
         super().__init__()

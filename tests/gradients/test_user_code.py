@@ -178,7 +178,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows, unless 1/size comes first: with ``average_first``, for 2 or 4 ranks."""
+    """Average gradients whose sum overflows. ``average_first`` prevents this with 2 or 4 ranks: 1/size comes first."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))

@@ -44,7 +44,7 @@ CASES = [
         "d.sampler = torch.utils.data.DistributedSampler(d, 2, 0)\nfor epoch in range(3):\n    print(d.sampler)",
     ),
     (
-        "saved_by_all_ranks",  # a method that the subclass with Horovod overrides
+        "saved_by_all_ranks",  # no finding if a subclass that uses Horovod overrides the method
         f"{BASE}class Own(Base):\n    def load(self):\n        pass\n{INIT}Base().fit()",
         f"{BASE}class Own(Base):\n    def save(self):\n        if hvd.rank() == 0:\n            super().save()\n{INIT}"
         "Base().fit()\nOwn().fit()",
@@ -66,7 +66,7 @@ CASES = [
         "second(z).backward()\nfirst(y).backward()\noptimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # a model per iteration
+        "accumulation_without_passes",  # no finding if each iteration uses another model
         f"{WRAP}for x in parts:\n    model(x).backward()\noptimizer.step()",
         f"{WRAP}for net in nets:\n    net(x).backward()\noptimizer.step()",
     ),
@@ -114,7 +114,7 @@ CASES = [
     ),
     ("every_rank_reads_all", f"{WRAP}loader = {LOADER}", f"{WRAP}data = agent.rollout(env)\nloader = {LOADER}"),
     (
-        "every_rank_reads_all",  # random numbers of each rank's own
+        "every_rank_reads_all",  # no finding if each rank makes other data, from random numbers without a common seed
         f"{WRAP}torch.manual_seed(1)\ndata = Pairs(torch.randn(9))\nloader = {LOADER}",
         f"{WRAP}data = Pairs(torch.randn(9))\nloader = {LOADER}",
     ),

@@ -726,7 +726,7 @@ CASES = [
         "from horovod.torch import *\noptimizer = torch.optim.SGD(p, 1.0)\noptimizer.step()",
     ),
     (
-        "rate_times_size",  # the module is an argument of a function
+        "rate_times_size",  # the module hvd is an argument of a function
         "def scale(hvd, group):\n    group['lr'] = group['lr'] * hvd.size()  # HERE",
         "def scale(hvd, group):\n    group['lr'] = group['lr'] / hvd.size()",
     ),
@@ -916,7 +916,7 @@ CASES = [
         "optimizer = torch.optim.SGD(p)\nstart(net, opt=optimizer)\noptimizer.step()",
     ),
     (
-        "collective_on_some_ranks",  # an elastic state
+        "collective_on_some_ranks",  # commit() of an elastic state is a collective
         "@hvd.elastic.run\ndef train(state):\n    if hvd.rank() == 0:\n        state.commit()  # HERE",
         "@hvd.elastic.run\ndef train(state):\n    if hvd.rank() == 0:\n        state.save()\n        database.commit()\n"
         "    state.commit()",
@@ -934,7 +934,7 @@ CASES = [
         "torch.utils.data.DataLoader(d, sampler=None, shuffle=True)",
     ),
     (
-        "discarded_result",  # a copy that is returned, whatever the name of the call
+        "discarded_result",  # a finding if the copy is returned, even if the call is named 'barrier'
         "def mean(x):\n    y = x.clone()\n    hvd.allreduce(y, name='barrier')  # HERE\n    return y",
         "def wait(x):\n    y = x.clone()\n    hvd.allreduce(y, name='barrier')\n    return x",
     ),
@@ -949,7 +949,7 @@ CASES = [
         "from horovod.torch import mpi_ops\nmpi_ops.allreduce(x)",
     ),
     (
-        "use_before_init",  # in a main guard
+        "use_before_init",  # init() is in a main guard
         "hvd.size()  # HERE\nif __name__ == '__main__':\n    hvd.init()",
         "def f():\n    hvd.size()\nif __name__ == '__main__':\n    hvd.init()\n    f()",
     ),
@@ -959,7 +959,7 @@ CASES = [
         "o = torch.optim.SGD(p, 1)\nhvd.broadcast_optimizer_state(o, 0)\no = other(o)",
     ),
     (
-        "padded_evaluation",  # the repeated samples are in the last batch
+        "padded_evaluation",  # no finding if the loader drops the last batch, which has the repeated samples
         "test_sampler = torch.utils.data.DistributedSampler(test_data, 2, 0)  # HERE\n"
         "test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\nfor x in test_loader: pass",
         "test_sampler = torch.utils.data.DistributedSampler(test_data, 2, 0)\n"
@@ -967,12 +967,12 @@ CASES = [
         "for x in test_loader: pass",
     ),
     (
-        "rate_times_size",  # no finding with the warm-up that the message asks for
+        "rate_times_size",  # no finding if the script has the warm-up that the message asks for
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ns = torch.optim.lr_scheduler.LambdaLR(o, decay)",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nwarm_up = torch.optim.lr_scheduler.LambdaLR(o, f)",
     ),
     (
-        "same_gpu",  # a variable of another function
+        "same_gpu",  # the device is in a variable that another function assigns
         "hvd.init()\n"
         + WRAP
         + "def run():\n    x.to(device)\ndef main():\n    device = torch.device('cuda')  # HERE\n    run()\n"
@@ -1314,7 +1314,7 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, capsys, monkeypatch):
 
 
 def refuse_to_scan(closed, scandir):
-    """Return a ``scandir`` that fails for one folder, because root can read every folder."""
+    """Return a ``scandir`` that fails for one folder. Permissions are not enough: root can read every folder."""
 
     def scan(path):
         if path == closed:

@@ -165,8 +165,8 @@ def test_every_wait_advances_the_gradients_of_all_optimizers(real):
 def grown(backend, way):
     """Unfreeze a parameter before the third backward pass, and add a parameter after the first and the fourth pass.
 
-    The first parameter's gradient, of 64 KiB or more, lies in its bucket. In the fourth step, rank 1 does not compute
-    this gradient, so only rank 0 has sent it when the new parameter is added.
+    The first parameter's gradient is larger than 64 KiB, so it is copied to its bucket as soon as it is ready. In the
+    fourth step, rank 1 does not compute this gradient, so only rank 0 has sent it when the new parameter is added.
     """
     transport = "" if way == "calls" else way
     with library(backend, DUALTRAIN_TRANSPORT=transport, HOROVOD_FUSION_THRESHOLD="0") as hvd:

@@ -31,7 +31,7 @@ def fails():
     if hvd.rank() == 1:
         raise ValueError("no such thing")
 
-# Horovod's own run imports this program again in helper processes.
+# Horovod's own run() imports this program again in helper processes.
 if __name__ == "__main__":
     found = horovod.run(functions.train, (3,), {"lr": 0.2}, num_proc=2, use_gloo=True)
     found += horovod.run(scaled, args=([5, 6],), kwargs={"by": 10}, use_gloo=True)

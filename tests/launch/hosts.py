@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: Each host gets one core: a rank has as many threads as its host has cores, and sums depend on the number of threads.
+#: Each host gets one core, so that a rank has one thread, as in runs on one host: sums depend on the number of threads.
 #: Every core is listed twice, because the machine may have only one.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 

@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
             time.sleep(0.1)
         pids = [pid for pid in processes(str(folder)) if rank_of(pid) == victim]
         assert pids, log.read_text()
-        os.kill(max(pids), signal.SIGKILL)  # the only one: rank_of() is None for launchers and their shells
+        os.kill(max(pids), signal.SIGKILL)  # pids has one entry: rank_of() is None for launchers and their shells
         status = process.wait(timeout=60)
     finally:
         for pid in [process.pid, *processes(str(folder))]:

@@ -17,7 +17,7 @@ from tests.forked import run
 from tests.launch.jobs import QUICK, processes, rank_of, summary
 from tests.pool import ROOT, free_port
 
-KILLS = 8  # four for each agent
+KILLS = 8  # number of killed ranks, four of each agent
 SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]

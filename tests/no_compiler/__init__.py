@@ -1,4 +1,4 @@
-"""Start of programs that train without torch's compiler, whose import takes as long as all other imports."""
+"""Keep test programs from importing torch's compiler, because this import takes as long as all other imports."""
 
 from __future__ import annotations
 

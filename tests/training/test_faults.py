@@ -45,7 +45,7 @@ def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
 
 
 def best_of(folder: Path) -> tuple[int | None, int | None]:
-    """Return the steps of the two files of the best evaluation."""
+    """Return the step of the best checkpoint, and the step of the best weights; ``None`` for a missing file."""
     return checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST), step_of(folder / "model-best.safetensors")
 
 

@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder in this process, through a separate open file."""
+    """Lock the folder in this process, as another process would: through an open file that ``train`` does not use."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:

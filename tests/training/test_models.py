@@ -50,7 +50,7 @@ def same_start():
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Make a folder of torch hub that contains weights of resnet18."""
+    """Make a torch hub folder with weights of resnet18; return the model that has these weights."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     path = tmp_path / "checkpoints" / weights.published("resnet18").url.rpartition("/")[2]
     path.parent.mkdir()

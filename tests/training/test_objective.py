@@ -1,4 +1,4 @@
-"""Trainer with losses of torch and of the user: several ranks get the results of one process with the whole batch."""
+"""Trainer with losses of torch and of the user: several ranks get the results of one process that has all samples."""
 
 from __future__ import annotations
 

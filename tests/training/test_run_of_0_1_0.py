@@ -18,7 +18,7 @@ from dualtrain.predict import predict
 from dualtrain.report.runs import read_runs
 from dualtrain.run_folder import checkpoint
 
-#: Folder of a run of mnist-net on the digits: all 12 steps, and the checkpoint of step 6.
+#: Folder of a run that trained mnist-net on the digits for 12 steps. Of its checkpoints, it has only that of step 6.
 OLD = Path(__file__).parent / "run_of_0_1_0"
 FLAGS = ["--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net"]
 
@@ -52,7 +52,7 @@ def test_the_old_run_is_resumed_and_ends_as_before(tmp_path):
         assert summary[name] == pytest.approx(old[name], abs=1e-4)
     lines, kept = ((path / "metrics.jsonl").read_text().splitlines() for path in (folder, OLD))
     assert [json.loads(line)["step"] for line in lines] == [json.loads(line)["step"] for line in kept]
-    assert lines[0] == kept[0]  # the line before the checkpoint is kept
+    assert lines[0] == kept[0]  # the line of step 6, from which the run resumes, is kept
     (newest, *_) = checkpoint.found(folder / "checkpoints")
     first = checkpoint.load(OLD / "checkpoints" / "step-00000006.safetensors")
     assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()

@@ -20,7 +20,7 @@ from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
 
 ALL = tuple(CASES)
 #: Cases that run in Horovod's worlds, by world size. They are few, because Horovod's operations take ten times as long, and
-#: because models, random numbers and dtypes do not depend on the world. tests/backends/test_sum_order.py also tests the
+#: because the other worlds test all models, random numbers and dtypes. tests/backends/test_sum_order.py also tests the
 #: sums of shards on Horovod. "transformer" has the most buckets. It has 3 shards, so in a world of 4 one rank has none.
 ON_HOROVOD = {2: ("convnet", "drawing"), 3: ("branches", "bf16"), 4: ("transformer",)}
 
@@ -148,7 +148,7 @@ def trainer_with(model, backend, shards=3):
 
 
 def changed_buffers(backend):
-    """Return the mean buffer after three steps; assert the values of the other buffers."""
+    """Return the buffer ``mean`` after three steps; assert the values of the other buffers."""
 
     def change(model, x):
         model.mean = 0.5 * model.mean + x.mean(0)  # a new tensor, not a change in place

@@ -80,7 +80,7 @@ def train(backend, flags, stop_after=None):
 
 
 def result(folder):
-    """Return the result of a run without times and paths: metrics, summary, and the hash of the last checkpoint."""
+    """Return the metrics, the summary and the hash of the last checkpoint of a run; leave out times and paths."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     records = [{k: v for k, v in line.items() if k not in ("samples_per_second", "time")} for line in lines]

@@ -101,7 +101,7 @@ class SharedMemory:
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
         #: The operation that an exception such as KeyboardInterrupt has stopped in the middle, and the exception's type.
-        #: The assignment must not call a function: the interpreter may raise the next KeyboardInterrupt before a call.
+        #: Code that sets this must not call a function first: the next KeyboardInterrupt may be raised before the call.
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
@@ -186,7 +186,8 @@ class SharedMemory:
     def _may_post(self, work: Reduction) -> bool:
         """Return whether ``work``, which starts now, may post "ready" before the pending operations have ended."""
         if work.short:
-            # A peer that has posted a short operation has ended all earlier ones, so it has read this rank's other slot.
+            # Every rank ends all earlier operations before it posts a short one: a peer that has posted it has therefore
+            # read this rank's other slot.
             return not self._pending
         # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
         return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))

@@ -59,7 +59,7 @@ class Contender:
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """Return the seconds of a step of the empty model in a plain loop and in the library's trainer."""
+        """Return the seconds that a step of the empty model takes, in a plain loop and in the library's trainer."""
         raise NotImplementedError
 
     def close(self) -> None:

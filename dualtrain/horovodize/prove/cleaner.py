@@ -56,7 +56,7 @@ def main(mark: str, folders: list[str]) -> None:
     sys.stdin.buffer.read()
     for pid in marked(mark):
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)  # on SIGTERM, the launcher also ends its processes without the mark
+            os.kill(pid, signal.SIGTERM)  # on SIGTERM, the launcher also ends processes that lack the mark
     deadline = time.monotonic() + END_SECONDS
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

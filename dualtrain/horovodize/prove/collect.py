@@ -137,7 +137,7 @@ class _Runs:
         dualtrain.insert(0 if longest else len(dualtrain), found)
 
     def _run(self, side: Side, steps: int | None = None, *, compat: bool = False) -> RunRecord:
-        """Run the script for ``steps`` steps; for all steps if ``steps`` is ``None`` or the first run took no more."""
+        """Run the script for ``steps`` steps, or in full if ``steps`` is ``None`` or at least the first run's."""
         first = self.evidence.horovod[0] if self.evidence.horovod else None
         if steps is None or (first is not None and steps >= first.steps):
             steps = self.job.steps

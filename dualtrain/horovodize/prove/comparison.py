@@ -80,8 +80,8 @@ def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
 def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
     """Return a rank on which the runs end with different sets of tensors, and two names; ``None`` if there is none.
 
-    The names are of a tensor that only ``one`` has, and of a tensor that only ``other`` has; "" if there is none. The
-    values in different sets are not compared.
+    The names are of a tensor that only ``one`` has, and of a tensor that only ``other`` has; "" if there is none. If
+    the sets differ, the values of their tensors are not compared.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):
@@ -188,7 +188,7 @@ def distance(one: RunRecord, other: RunRecord, limit: int | None = None) -> tupl
 
 
 def common_step(runs: Sequence[RunRecord]) -> int:
-    """Return the last step that all ``runs`` have summarized on rank 0, of the optimizer that took the most steps."""
+    """Return the last step that all ``runs`` have summarized for the optimizer of rank 0 that took the most steps."""
     optimizers = [max(run.ranks[0].optimizers, key=lambda each: each.steps) for run in runs]
     return max(set.intersection(*(set(each.weights) for each in optimizers)))
 

@@ -27,7 +27,7 @@ def page(script: str, evidence: Evidence, verdict: Verdict) -> str:
 
 
 def _machine(evidence: Evidence) -> list[tuple[str, str]]:
-    """Return facts about this machine, and about the machine on which the record of --against was made, by name."""
+    """Return facts (name, text) about this machine, and about the machine on which --against's record was made."""
     recorded = evidence.horovod[:1] if evidence.recorded else []
     runs = [run for run in (*evidence.horovod, *evidence.dualtrain, evidence.compat) if run and run not in recorded]
     found = [(f"record of {run.library}", f"{_date(run)}: {_platform(run)}") for run in recorded]

@@ -1,4 +1,4 @@
-"""Numbers of steps of the runs of ``--prove``: pure functions of what is known after the first runs.
+"""Number of steps that each run of ``--prove`` takes: pure functions of what is known after the first runs.
 
 The first run of each side takes all steps. All runs together take less than three times the steps of one run, or less
 than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the last tenth of the
@@ -63,7 +63,7 @@ def repeat_reserve(at: list[int], left: int) -> int:
 
 
 def plain_steps(at: list[int], first_defect: int, left: int) -> int:
-    """Return the steps of the run without Horovod's defects.
+    """Return the number of steps of the run without Horovod's defects.
 
     This run shows how far the defects change the weights. It ends after one of the steps ``at``: if possible, after
     ``first_defect``, the first step in which a defect was reproduced.

@@ -53,10 +53,19 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
             around = [
                 event for event in events if loop in source.above(event.node) and above not in source.above(event.node)
             ]
+            around = [event for event in around if not _depends_on(source, event, modulo.right, loop)]
             kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
             steps_elsewhere = kinds & {"step", "scaled step", "synchronize"}
             return (modulo.right,) if "backward" in kinds and not steps_elsewhere else None
     return None
+
+
+def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
+    """Return whether a condition in ``loop`` with the number ``passes`` decides whether this backward pass runs."""
+    if event.kind != "backward" or isinstance(passes, ast.Constant):
+        return False
+    tests = [above.test for above in source.above(event.node) if isinstance(above, ast.If) and loop in source.above(above)]
+    return any(ast.unparse(passes) == ast.unparse(node) for test in tests for node in ast.walk(test))
 
 
 def _counts(loop: ast.For | ast.While, value: ast.expr) -> bool:
@@ -95,7 +104,7 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
 
 
 def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
-    """Return whether each iteration may use a different model: the loop calls its variable to compute the loss."""
+    """Return whether each iteration may use a different model: the loop variable is called to compute the loss."""
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
@@ -122,7 +131,7 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
 
 
 def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bool:
-    """Return whether two of the backward passes certainly reach parameters of one model that the optimizer has."""
+    """Return whether two of the backward passes certainly reach the same model, one that the optimizer trains."""
     wraps = [(file, wrap) for file in source.program for name, wrap in file.wraps if name == step.optimizer]
     own = {model for file, wrap in wraps for model in models_of_optimizer(file, wrap)}
     reached = [models_of_loss(source, backward) for backward in passes]

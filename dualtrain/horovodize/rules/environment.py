@@ -160,7 +160,7 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
         if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in owners):
             message = (
                 "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
-                f"that {call.func.attr}() reaches no other rank; use calls of hvd instead, or start the script with mpirun"
+                f"that {call.func.attr}() reaches no other rank; use calls of hvd instead"
             )
             yield Finding(call.lineno, "differs", message)
             return

@@ -13,7 +13,7 @@ from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
-#: Functions that write a file, each with the position and the name of the argument with its path.
+#: Functions that write a file, each with the position and the name of its path argument.
 _WRITERS = {
     "torch.save": (1, "f"),
     "numpy.save": (0, "file"),
@@ -160,7 +160,8 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 def _is_overridden(source: Source, function: Function) -> bool:
     """Return whether ``function`` is a method that a subclass in the program overrides, or that several classes define.
 
-    Objects of the subclass, which may be the ones that use Horovod, do not run it, or run it by ``super()`` on some ranks.
+    Objects of the subclass, which may be the ones that use Horovod, may never run ``function``, or run it by
+    ``super()`` on some ranks only.
     """
     own = source.parents[function]
     if not isinstance(own, ast.ClassDef):

@@ -11,6 +11,8 @@ from dualtrain.horovodize.source import Finding, Function, Scope, Source, keywor
 _SIZES = ("size", "local_size", "cross_size")
 _RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", re.IGNORECASE)
 _NO_RATE = re.compile(r"adj|factor|scale|mult|decay|warm|sched|step|epoch", re.IGNORECASE)
+#: Schedules whose own rates replace the optimizer's rate.
+_CYCLIC = ("torch.optim.lr_scheduler.CyclicLR", "torch.optim.lr_scheduler.OneCycleLR")
 _KEPT = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
 _MESSAGE = (
     "the learning rate grows with the number of ranks, on Horovod too; this suits averaged gradients with a "
@@ -34,8 +36,11 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
     if _warms_up(source):
         return  # the message asks for a warm-up
     powers = _Powers(source)
-    used = [value for value in _rates(source) if powers.of(value) > 0]
+    cyclic = [call for call in source.calls if source.name(call.func) in _CYCLIC]
+    used = [value for value in _rates(source, cyclic) if powers.of(value) > 0]
     yield from (Finding(value.lineno, "trap", _message(source, value)) for value in used)
+    if cyclic:
+        return  # a variable may hold a rate that the schedule replaces
     names = {last_name(node) for value in used for node in ast.walk(value)}
     for target, value, statement in source.assignments:
         name = re.sub(r"^.*[\['.\"]([\w-]+)['\"\]]*$", r"\1", target)
@@ -51,21 +56,30 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
 
 
 def _warms_up(source: Source) -> bool:
-    """Return whether the script makes a schedule whose name or function says that it warms up."""
-    for target, value, _ in source.assignments:
-        if not isinstance(value, ast.Call) or _is_without_steps(value):
-            continue
-        name = source.name(value.func)
-        schedules = name.startswith("torch.optim.lr_scheduler.") and "warm" in f"{target} {ast.unparse(value)}".lower()
-        if schedules or ("warmup" in name.lower() and "schedule" in name.lower()):
-            return not name.endswith("WarmRestarts")
-    return False
+    """Return whether a name in the script says that the rate warms up: of a function, an argument or a variable it reads.
+
+    A warm-up of no steps does not count, nor do options that are only declared, and torch's CosineAnnealingWarmRestarts.
+    """
+    for node in source.nodes:
+        if isinstance(node, ast.Call):
+            words = [word for word in node.keywords if word.arg and _WARM_UP.search(word.arg)]
+            steps = [word.value for word in words if not (isinstance(word.value, ast.Constant) and not word.value.value)]
+            if steps or (not words and _WARM_UP.search(last_name(node.func)) and not _is_of_measurement(source, node)):
+                return True
+        elif isinstance(node, ast.BinOp | ast.Compare):
+            parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.left, *node.comparators]
+            if any(_WARM_UP.search(last_name(part)) for part in parts) and not _is_of_measurement(source, node):
+                return True
+    return any(_WARM_UP.search(target) for target, value, _ in source.assignments if isinstance(value, ast.Call))
 
 
-def _is_without_steps(schedule: ast.Call) -> bool:
-    """Return whether the schedule has a warm-up of no steps."""
-    steps = [word.value for word in schedule.keywords if word.arg and "warm" in word.arg]
-    return any(isinstance(value, ast.Constant) and value.value == 0 for value in steps)
+#: Names of a learning rate's warm-up.
+_WARM_UP = re.compile(r"warm_?up|(^|_)wu(_|$)|gradual", re.IGNORECASE)
+
+
+def _is_of_measurement(source: Source, node: ast.AST) -> bool:
+    """Return whether the warm-up is that of a time measurement: its iterations, batches or steps run before the timer."""
+    return re.search(r"bench|timeit|num_warmup_(batches|iters)", ast.unparse(source.statement(node))) is not None
 
 
 def _message(source: Source, value: ast.expr) -> str:
@@ -74,8 +88,12 @@ def _message(source: Source, value: ast.expr) -> str:
     return _OF_HOSTS.get(kinds[0], _MESSAGE) if len(kinds) == 1 else _MESSAGE
 
 
-def _rates(source: Source) -> Iterator[ast.expr]:
-    """Yield all expressions that are used as a learning rate."""
+def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
+    """Yield all expressions that are used as a learning rate: only the arguments of the schedules ``cyclic``, if any."""
+    if cyclic:
+        yield from (word.value for call in cyclic for word in call.keywords if word.arg in ("base_lr", "max_lr"))
+        yield from (value for call in cyclic for value in call.args[1:2])
+        return
     for call in source.calls:
         rate = keyword(call, "lr") or keyword(call, "max_lr")
         if rate is None and source.name(call.func).startswith("torch.optim.") and len(call.args) > 1:

@@ -111,10 +111,21 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
         shuffles = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
         if not shuffles or is_for_evaluation(source, call) or source.uses_elastic:
             continue
-        if not is_read(source, call) or leaves_program(source, call):
+        if not is_read(source, call) or leaves_program(source, call) or _has_data_of_epoch(source, call, loops):
             continue
         message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler before each epoch"
         yield Finding(call.lineno, "trap", message, tuple(_set_epoch_of(source, call)))
+
+
+def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:
+    """Return whether the sampler may have other samples in each epoch: the loop over epochs makes it and its data set."""
+    data = call.args[0] if call.args else keyword(call, "dataset")
+    around = [loop for loop in loops if loop in source.above(call)]
+    if data is None or not around:
+        return False
+    epoch = ast.unparse(around[0].target)
+    values = [value for value in source.values.get(ast.unparse(data), [data]) if around[0] in source.above(value)]
+    return any(isinstance(node, ast.Name) and node.id == epoch for value in values for node in ast.walk(value))
 
 
 def _sets_epoch(node: ast.AST) -> bool:
@@ -296,8 +307,8 @@ def _has_trainer(source: Source) -> bool:
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
-    That is so if its name or an expression that defines it contains a word such as rank, or if it is an argument of the
-    function, whose value is unknown.
+    That is so if its name or an expression that defines it contains a word such as rank, or if it is a parameter of the
+    function, since the values of parameters are unknown.
     """
     if _SHARDED.search(ast.unparse(data)):
         return True

@@ -50,7 +50,7 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
 
 
 def _draws_in_workers(source: Source) -> bool:
-    """Return whether loaders may have worker processes: torch draws their seeds, also for numpy and random."""
+    """Return whether loaders may have worker processes, in which torch also chooses the seeds of numpy and random."""
     given = (word.value for call in source.calls for word in call.keywords if word.arg == "num_workers")
     by_dict = (
         value

@@ -8,17 +8,24 @@ from collections.abc import Iterator
 from dualtrain.horovodize.names import OBJECTS
 from dualtrain.horovodize.source import Finding, Source, keyword
 
+_SCHEDULE = "a learning-rate schedule"
+
 
 def code_in_objects(source: Source) -> Iterator[Finding]:
-    """Lambdas, functions and instances of the script's own classes given to broadcast_object or allgather_object."""
+    """Objects with code, given to broadcast_object or allgather_object: functions, schedules, objects of own classes."""
     classes = {node.name for node in source.nodes if isinstance(node, ast.ClassDef)}
     for call in source.hvd_calls(*OBJECTS):
         value = keyword(call, "obj") or (call.args[0] if call.args else None)
         what = _code_in(source, value, classes) if value is not None else None
         if what is not None:
+            cure = (
+                "send its state_dict(), and load the result"
+                if what == _SCHEDULE
+                else "send its __dict__, or register the class with torch.serialization.add_safe_globals"
+            )
             message = (
                 f"{what} cannot be sent: {source.hvd(call.func)}() sends plain values, containers, tensors and arrays, not "
-                "pickled code; send its __dict__, or register the class with torch.serialization.add_safe_globals"
+                f"pickled code; {cure}"
             )
             yield Finding(call.lineno, "unsupported", message)
 
@@ -27,6 +34,8 @@ def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool
     """Return a description of code in ``value``, its elements or the values assigned to it; None if there is no code."""
     if isinstance(value, ast.Lambda):
         return "a lambda"
+    if isinstance(value, ast.Call) and source.name(value.func).startswith("torch.optim.lr_scheduler."):
+        return _SCHEDULE
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
         return f"an instance of {value.func.id}"
     if isinstance(value, ast.Name) and _is_function(source, value):

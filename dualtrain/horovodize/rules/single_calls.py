@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, MODULE_NAMES, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
-from dualtrain.horovodize.source import HOMES, Finding, Function, Source, keyword
+from dualtrain.horovodize.source import HOMES, Finding, Function, Source, keyword, last_name
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = {"exceptions", "util"}
@@ -30,9 +30,18 @@ def discarded_result(source: Source) -> Iterator[Finding]:
         else:
             cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
             cure = cure if alone else cure.replace("assign", "use")
+            if name in OBJECTS and _has_state(call):
+                cure = "broadcast its state_dict(), and load the result on all ranks"
             message = f"the result of {name}() is lost, and its input is not changed; {cure}"
         yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)) if alone else ())
     yield from _discarded_from_functions(source)
+
+
+def _has_state(call: ast.Call) -> bool:
+    """Return whether the name of the sent object says that it has a ``state_dict``, as a learning-rate schedule has."""
+    value = call.args[0] if call.args else keyword(call, "obj")
+    named = re.search(r"(^|_)(scheduler|optimizer|scaler|model)(_?(wu|re|lr|\d))?$", last_name(value)) if value else None
+    return named is not None
 
 
 def _expects_error(source: Source, call: ast.Call) -> bool:
@@ -238,7 +247,10 @@ def adasum(source: Source) -> Iterator[Finding]:
     """Adasum: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "Adasum" and isinstance(node, ast.Attribute | ast.Name):
-            message = "Adasum runs on any number of ranks; Horovod needs a power of two, and MPI on the CPU; nothing to do"
+            message = (
+                "Adasum combines all ranks, whose number need not be a power of two; Horovod needs MPI, and on GPUs it "
+                "averages over the ranks of each host first, which gives other results; nothing to do on the CPU"
+            )
             yield Finding(node.lineno, "differs", message)
             return
 

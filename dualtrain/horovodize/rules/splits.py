@@ -40,7 +40,7 @@ def different_splits(source: Source) -> Iterator[Finding]:
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
-    """Return whether ``data`` has a name or a value with a word such as rank or shard; False for parameters."""
+    """Return whether a word such as rank or shard is in the name or a value of ``data``; False if it is a parameter."""
     parameter = isinstance(data, ast.Name) and data.id in source.parameters(data)
     return not parameter and is_sharded(source, data)
 
@@ -60,7 +60,7 @@ def shuffled_shards(source: Source) -> Iterator[Finding]:
 
 
 def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
-    """Return whether the function that shuffles ``name`` later takes a slice of it whose bounds contain the rank."""
+    """Return whether, after ``shuffle``, the same function takes a slice of ``name`` whose bounds contain the rank."""
     guards, nodes = Guards(source), list(ast.walk(source.scope(shuffle)))
     later = [node for node in nodes if getattr(node, "lineno", 0) > shuffle.lineno]
     names = {name}

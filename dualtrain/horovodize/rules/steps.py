@@ -69,7 +69,7 @@ _AVERAGES = re.compile(r"sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORE
 
 
 def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
-    """Return whether the first step after ``clip`` in its block is one of an optimizer that is not wrapped."""
+    """Return whether the first step after ``clip`` in its block belongs to an optimizer that is not wrapped."""
     block = source.block(source.statement(clip.node))
     later = block[block.index(source.statement(clip.node)) + 1 :]
     for call in (node for statement in later for node in ast.walk(statement) if isinstance(node, ast.Call)):

@@ -15,7 +15,7 @@ def lost_wrapper(source: Source) -> Iterator[Finding]:
     for call in source.hvd_calls("DistributedOptimizer"):
         inner = call.args[0] if call.args else keyword(call, "optimizer")
         step = f"{ast.unparse(inner)}.step" if inner is not None else ""
-        expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))  # a test of an error
+        expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))  # may test for an error
         stepped = any(ast.unparse(other.func) == step for other in source.calls)
         if isinstance(source.parents[call], ast.Expr) and stepped and not expected:
             message = (
@@ -25,7 +25,7 @@ def lost_wrapper(source: Source) -> Iterator[Finding]:
 
 
 def lost_by_function(source: Source) -> Iterator[Finding]:
-    """A call of a function that wraps its argument, and whose result is discarded, if the script steps the argument."""
+    """A function wraps its argument, but the caller discards the result, and the script steps the argument."""
     for function in source.functions.values():
         parameter = _wrapped_parameter(source, function)
         if not parameter or source.is_ambiguous(function.name):

@@ -105,7 +105,7 @@ def _reads(source: Source, node: ast.AST, depth: int) -> bool:
 
 
 def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | None, depth: int) -> bool:
-    """Return whether the function that gets the argument ``node`` may read samples by it."""
+    """Return whether the function that gets the argument ``node`` may read samples through it."""
     found = [
         (file, file.functions[last_name(call.func)]) for file in source.program if last_name(call.func) in file.functions
     ]
@@ -124,7 +124,7 @@ def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | N
 
 
 def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
-    """Return whether a caller of the function that returns ``node`` may read samples by it; True if not returned."""
+    """Return whether samples may be read through ``node`` after a function has returned it; True if none returns it."""
     above, number = source.parents[node], None
     if isinstance(above, ast.Tuple):
         number, above = above.elts.index(node), source.parents[above]  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
 
 
 def _reads_result(source: Source, call: ast.Call, number: int | None, depth: int) -> bool:
-    """Return whether samples may be read by the result of ``call``, or by the element ``number`` of this result."""
+    """Return whether anything may read samples through the result of ``call``, or through its element ``number``."""
     statement = source.parents[call]
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return not isinstance(statement, ast.Expr)
@@ -177,7 +177,7 @@ def _is_returned(source: Source, node: ast.AST) -> bool:
 
 
 def _is_known(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` calls a builtin that iterates, torch, tqdm, or code of the program."""
+    """Return whether ``call`` calls a function that this file lists, one of torch or tqdm, or code of the program."""
     name = last_name(call.func)
     if name in _HARMLESS | _ITERATES or source.name(call.func).startswith(("torch.", "tqdm.")):
         return True

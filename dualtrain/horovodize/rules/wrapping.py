@@ -86,19 +86,14 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         given = call.args[0] if call.args else keyword(call, "optimizer")
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
-        effect = (
-            "weight decay changes the weights and Adam starts at step 1, and ranks may differ if only rank 0 has resumed"
-        )
+        effect = "weight decay, if there is any, may change the weights"
         if given is not None and _is_wrapped_later(source, call, given):
             if not _shows_decay(source, given):
-                continue
-            effect = "weight decay changes the weights"  # Horovod's wrapper discards the state
-        elif given is not None and _is_sgd(source, given, call):
-            effect = "weight decay changes the weights"
-        elif given is not None and _may_be_wrapped_later(source, call, given):
-            effect = "weight decay, if there is any, changes the weights"
+                continue  # Horovod's wrapper discards the state, so that Adam does not start at step 1 either
+        elif given is None or not (_is_sgd(source, given, call) or _may_be_wrapped_later(source, call, given)):
+            effect = f"Adam starts at step 1, {effect}, and ranks may differ if only rank 0 has resumed"
         message = (
-            f"this call takes no step; on Horovod it steps an optimizer without state, so that {effect}; nothing to do"
+            f"this call takes no step; on Horovod it steps an optimizer that has no state yet: {effect}; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
         return
@@ -209,7 +204,7 @@ def _freezes(source: Source, node: ast.AST) -> bool:
 
 
 def _is_of_models(source: Source, node: ast.AST, models: set[str]) -> bool:
-    """Return whether the frozen parameters are certainly those of one of ``models``, also through a function's argument."""
+    """Return whether ``node`` certainly freezes parameters of one of ``models``, directly or as its function's argument."""
     if isinstance(node, ast.Assign):
         loops = [above for above in source.above(node) if isinstance(above, ast.For)]
         text = ast.unparse(loops[0].iter if loops else node.targets[0])

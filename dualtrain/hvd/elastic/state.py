@@ -117,7 +117,10 @@ class SamplerStateHandler(StateDictHandler):
     _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
-        """Split the rest of the epoch among the current ranks. If hosts were only removed, no later sync does this."""
+        """Split the rest of the epoch among the current ranks.
+
+        ``sync`` would do this too, but it is skipped if hosts were only removed.
+        """
         self.value.reset()
 
 
