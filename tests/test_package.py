@@ -127,7 +127,7 @@ def test_packages_for_tests_are_extras(built):
 def test_the_wheel_trains_predicts_and_reports_without_optional_modules(built, tmp_path):
     """Use the wheel outside the source tree; the report page contains its style sheet and script.
 
-    The program reads the digits first, and checks that this imports neither scikit-learn, scipy nor torchvision.
+    The program reads the digits first, which must import neither scikit-learn, scipy nor torchvision.
     """
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")

@@ -25,7 +25,7 @@ class Node(NamedTuple):
     length: int
 
     def children(self) -> tuple[Node, Node]:
-        """Return the two children of this subtree, which must have two or more shards. Its sum is the sum of their sums."""
+        """Return the two children of this subtree, which must have two or more shards. Its sum is that of theirs."""
         left = 1 << (self.length - 1).bit_length() - 1
         return Node(self.first, left), Node(self.first + left, self.length - left)
 

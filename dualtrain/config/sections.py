@@ -221,7 +221,7 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from ``values``, keyed by flag names (``run_dir``); other settings get their defaults."""
+        """Make a configuration from ``values``, whose keys are flag names (``run_dir``); the rest gets defaults."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SETTINGS[name].section][SETTINGS[name].attribute] = value

@@ -102,7 +102,7 @@ class Guards:
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 
     def _rank_constant(self, test: ast.expr) -> str:
-        """Return the only number that ``test`` compares a rank with: "0" for ``rank not in (-1, 0)``; "" if not just one."""
+        """Return the only rank in the comparison ``test``: "0" for ``rank not in (-1, 0)``; "" for none or several."""
         if not isinstance(test, ast.Compare) or not self.rank(test.left):
             return ""
         constants = self._constants(test.comparators[0])

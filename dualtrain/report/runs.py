@@ -17,7 +17,7 @@ COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, â
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
 #: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
-#: Names of the facts that config.json has from the start of a run, and summary.json has after its end.
+#: Names of the facts that config.json has under ``origin``, and that summary.json has too after the run has ended.
 RANKS = ("backend", "transport", "launcher", "world_size", "device")
 COMPARED = ("commit", "hosts", "versions")  # the facts that are compared between runs
 
@@ -45,7 +45,7 @@ class Run:
         metrics: the lines of metrics.jsonl.
         summary: the contents of summary.json; empty if the run has not finished.
         origin: command, commit and other facts about the run's origin, as text.
-        ranks: the facts that ``RANKS`` names, as config.json has them.
+        ranks: the facts that ``RANKS`` names, known from the start of a run.
         unreadable: number of lines of metrics.jsonl that are not metrics, not counting an incomplete last line.
     """
 

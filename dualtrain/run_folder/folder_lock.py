@@ -68,7 +68,8 @@ class FolderLock:
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds.
-            waits: whether to wait for a running process to end: ``WAIT_SECONDS``, or ``RENEWALS`` renewals on another host.
+            waits: whether to wait until a running process ends: for ``WAIT_SECONDS``, or for ``RENEWALS`` renewals if it is
+                on another host.
 
         Raises:
             UserError: another process uses the folder; the message names that process.

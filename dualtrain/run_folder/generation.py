@@ -181,7 +181,7 @@ def _rename(temporary: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file if it is free; return whether it was free; ``None`` if there are no file locks. Raises OSError."""
+    """Lock an open file if it is free; return whether it was, or ``None`` if there are no file locks. Raises OSError."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -197,7 +197,7 @@ class _Job:
 
 
 def _failure(text: str) -> RankFailedError | None:
-    """Return the rank's failure that Spark's error reports, without Spark's own stack trace; ``None`` if it reports none."""
+    """Return a rank's failure that Spark's error contains, without Spark's stack trace; ``None`` if no rank failed."""
     found = re.search(r"RankFailedError: (rank (\d+) of \d+ [^\n]*)\n?(.*)", text, re.DOTALL)
     if found is None:
         return None

@@ -139,7 +139,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a captured variable that code with these ``words`` uses: attributes of ``args``, for example."""
+    """Yield the parts of a captured variable that code with these ``words`` uses, such as attributes of ``args``."""
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)

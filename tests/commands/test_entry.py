@@ -95,7 +95,7 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
 
 
 def test_the_installed_command_finds_the_users_modules_in_the_current_folder(tmp_path):
-    """Python puts the script's folder into ``sys.path``. ``main`` replaces it by the current folder, in the rank too."""
+    """Python puts the script's folder into ``sys.path``. ``main`` replaces it by the current folder, in ranks too."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
     # In the forked process, sys.orig_argv is the command of its parent: set the command that a new interpreter would have.

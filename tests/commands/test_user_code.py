@@ -98,7 +98,7 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
     assert command.main(given) == status
     *trace, last = capsys.readouterr().err.splitlines()
-    # Of these UserErrors, only that of bad_later ends a run that has begun, and only such an error forbids a restart.
+    # Of these UserErrors, only that of bad_later ends a run that has begun, and therefore forbids a restart.
     final = "do not restart: " if "bad_later" in name else ""
     assert re.fullmatch(f"dualtrain: error: {final}{line}", last)
     assert trace[0] == "Traceback (most recent call last):"

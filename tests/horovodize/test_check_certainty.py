@@ -50,7 +50,7 @@ CASES = [
         "Base().fit()\nOwn().fit()",
     ),
     (
-        "saved_by_all_ranks",  # a variable of another file, which may be true on one rank only
+        "saved_by_all_ranks",  # no finding if a condition is named after saving: it may be true on one rank only
         f"{INIT}if args.epochs:\n    torch.save(x, 'x')",
         f"{INIT}if args.save_logs:\n    torch.save(x, 'x')",
     ),
@@ -114,7 +114,7 @@ CASES = [
     ),
     ("every_rank_reads_all", f"{WRAP}loader = {LOADER}", f"{WRAP}data = agent.rollout(env)\nloader = {LOADER}"),
     (
-        "every_rank_reads_all",  # no finding if each rank makes other data, from random numbers without a common seed
+        "every_rank_reads_all",  # no finding if each rank makes its own data from random numbers, without a common seed
         f"{WRAP}torch.manual_seed(1)\ndata = Pairs(torch.randn(9))\nloader = {LOADER}",
         f"{WRAP}data = Pairs(torch.randn(9))\nloader = {LOADER}",
     ),

@@ -195,7 +195,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
 
 
 def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
-    """A frozen layer that is broadcast can fill half a GPU: don't copy it whole, and don't count the recorder's own memory."""
+    """A frozen layer, if broadcast, can fill half a GPU: don't copy it whole, and don't count the recorder's own memory."""
     sizes, order, double = [], [], torch.Tensor.double
     monkeypatch.setattr(recorder, "PART", 8)
     monkeypatch.setattr(recorder, "SAMPLES", 4)
@@ -597,7 +597,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """Compare options at every recorded step. If Horovod's defects change them, compare the run that reproduces the defects."""
+    """Compare options at every recorded step. If Horovod's defects change them, use the run that has these defects."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):

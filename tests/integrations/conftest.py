@@ -1,4 +1,4 @@
-"""Fixtures for programs that start ranks on Spark or Ray. Each program has its own process: Spark and Ray keep global state."""
+"""Fixtures for programs with ranks on Spark or Ray. Each program is a process: Spark and Ray keep global state."""
 
 from __future__ import annotations
 

@@ -186,8 +186,8 @@ class SharedMemory:
     def _may_post(self, work: Reduction) -> bool:
         """Return whether ``work``, which starts now, may post "ready" before the pending operations have ended."""
         if work.short:
-            # Every rank ends all earlier operations before it posts a short one: a peer that has posted it has therefore
-            # read this rank's other slot.
+            # A rank ends all earlier operations before it posts a short one: so a peer that has posted it has read this
+            # rank's other slot.
             return not self._pending
         # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
         return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))
