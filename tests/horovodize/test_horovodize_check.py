@@ -979,6 +979,68 @@ CASES = [
         "main()",
         "hvd.init()\n" + WRAP + "def run():\n    device = gpu()\n    x.to(device)\nrun()",
     ),
+    (
+        "undefined_names",
+        "def train(optimizer):\n    if args.fp16:  # HERE\n        optimizer.step()",
+        "import os as system\ndef train(args, *rest, **more):\n    global steps\n"
+        "    steps = [a for a in args if rest or more]\n"
+        "    with open(__file__) as f:\n        print(f, system, steps, later, display)\n    (lambda n: n)(A.b)\n"
+        "def f(x: Unknown) -> Unknown:\n    try:\n        unicode\n    except NameError:\n        pass\n"
+        "class A:\n    b = 1\n    c = b\nlater = [y for y in range(3) if (z := y) > 1] + [z]",
+    ),
+    (
+        "undefined_names",  # an import in one function does not define the name in a different one
+        "def a():\n    import numpy as np\n    np.ones(1)\ndef b():\n    np.zeros(1)  # HERE",
+        "from helpers import *\nnp.zeros(1)",
+    ),
+    (
+        "rate_times_size",  # the schedule's own rates replace the optimizer's
+        "o = torch.optim.SGD(p, lr=0.1)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1 * hvd.size())  # HERE",
+        "lr = 0.1 * hvd.size()\no = torch.optim.SGD(p, lr=lr)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1)",
+    ),
+    (
+        "rate_times_size",  # no finding if a function or condition of the script warms up
+        "parser.add_argument('--warmup-epochs', default=5)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
+        "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nif epoch < args.warmup_epochs:\n    scheduler.step()",
+    ),
+    (
+        "rate_times_size",
+        "o = BertAdam(p, lr=0.1 * hvd.size(), warmup=0)  # HERE",
+        "o = BertAdam(p, lr=0.1 * hvd.size(), warmup=0.1)",
+    ),
+    (
+        "rate_times_size",
+        "timeit.timeit(step, number=args.num_warmup_batches)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
+        "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nstart, end = init_schedules(o, warmup_epochs=5)",
+    ),
+    (
+        "same_order_every_epoch",  # each epoch may have other data
+        "for epoch in range(9):\n    s = torch.utils.data.DistributedSampler(data, 2, 0)  # HERE\n"
+        "    for x in torch.utils.data.DataLoader(data, sampler=s):\n        pass",
+        "for epoch in range(9):\n    data = read(epoch)\n    s = torch.utils.data.DistributedSampler(data, 2, 0)\n"
+        "    for x in torch.utils.data.DataLoader(data, sampler=s):\n        pass",
+    ),
+    (
+        "accumulation_without_passes",  # the number of passes also decides whether backward runs
+        WRAP + "for i, x in enumerate(data):\n    if n > 1:\n        loss = loss / n\n    loss.backward()\n"
+        "    if i % n == 0:\n        optimizer.step()  # HERE",
+        WRAP + "for i, x in enumerate(data):\n    if n > 1:\n        loss = loss / n\n    else:\n        loss.backward()\n"
+        "    if i % n == 0:\n        optimizer.step()",
+    ),
+    (
+        "downloaded_by_all_ranks",  # the local rank 0 calls the function first
+        "import torchvision\nhvd.init()\n" + WRAP + "def load():\n"
+        "    return torchvision.datasets.MNIST('data', download=True)  # HERE\nload()",
+        "import torchvision\nhvd.init()\n"
+        + WRAP
+        + "def load():\n    return torchvision.datasets.MNIST('data', download=True)\n"
+        "if hvd.local_rank() == 0:\n    load()\nhvd.join()\nload()",
+    ),
+    (
+        "code_in_objects",
+        "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns = hvd.broadcast_object(s)  # HERE",
+        "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns.load_state_dict(hvd.broadcast_object(s.state_dict()))",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 
@@ -993,6 +1055,26 @@ def test_a_rule_finds_only_the_marked_line(rule, wrong, right):
     assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
     assert "; " in finding.message  # the part after the semicolon says what to do
     assert list(BY_NAME[rule](source(right))) == []
+
+
+def test_a_lost_schedule_is_broadcast_as_its_state():
+    (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(scheduler_wu)"))
+    assert found.message.endswith("; broadcast its state_dict(), and load the result on all ranks")
+    (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(model_state)"))
+    assert found.message.endswith("; assign the result")
+
+
+def test_weights_of_a_model_from_elsewhere_may_be_equal():
+    wrap = "hvd.init()\n    o = hvd.DistributedOptimizer(o, m.named_parameters())"
+    (found,) = BY_NAME["never_broadcast"](source(f"def fit(m, o):\n    {wrap}"))
+    assert "unless the code that makes the model gives all ranks the same weights" in found.message
+    (found,) = BY_NAME["never_broadcast"](source(f"def fit(o):\n    m = torch.nn.Linear(1, 1)\n    {wrap}"))
+    assert "unless" not in found.message
+
+
+def test_an_undefined_name_is_found_beside_other_findings(all_rules):
+    found = findings(source("def train(x):\n    x = scale(x)\n    hvd.allreduce(x)\ntrain(torch.ones(1))"))
+    assert [(finding.line, "'scale' is not defined" in finding.message) for finding in found] == [(4, True), (5, False)]
 
 
 def test_every_rule_has_a_case():

@@ -17,6 +17,7 @@ from dualtrain.horovodize.rules import (
     single_calls,
     splits,
     steps,
+    undefined,
     unwrapped,
     wrapping,
 )
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     single_calls.adasum,
     single_calls.half_precision,
     single_calls.mpi_communicator,
+    undefined.undefined_names,
     environment.uncovered_imports,
     environment.horovod_run,
     environment.branch_on_build,

@@ -43,7 +43,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
         if _depends_on_process(source, file) or _is_for_some(source, guards, call):
             continue
         edits = _save_on_rank_zero(source, call, file) if source.name(call.func) == "torch.save" else []
-        message = "all ranks write this file at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
+        message = "all ranks write this file, perhaps at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
         yield Finding(call.lineno, "trap", message, tuple(edits))
 
 
@@ -236,7 +236,7 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
     """A data set of torchvision that all ranks download to the same folder; one finding."""
     guards = Guards(source)
     downloads = [call for call in source.calls if _downloads(source, call)]
-    if any(guards.looks_like_one_rank(call) for call in downloads):
+    if any(guards.looks_like_one_rank(node) for call in downloads for node in (call, *_callers(source, call))):
         return  # most likely, one rank downloads first, and the other ranks find its files
     for call in downloads:
         folder = call.args[0] if call.args else keyword(call, "root")
@@ -249,6 +249,12 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
             )
             yield Finding(call.lineno, "trap", message)
             return
+
+
+def _callers(source: Source, node: ast.AST) -> list[ast.Call]:
+    """Return the calls of the function that contains ``node``."""
+    scope = source.scope(node)
+    return list(calls_of(source, scope)) if isinstance(scope, Function) else []
 
 
 def _downloads(source: Source, call: ast.Call) -> bool:

@@ -281,8 +281,10 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
     model = function.value if isinstance(function, ast.Attribute) else None
     if not isinstance(model, ast.Name | ast.Attribute):
         return
+    made = any(isinstance(value, ast.Call) for value in source.values.get(ast.unparse(model), ()))
+    unless = "" if made else ", unless the code that makes the model gives all ranks the same weights"
     message = (
-        "each rank starts with its own weights, so that the ranks train different models; call "
+        f"each rank starts with its own weights, so that the ranks train different models{unless}; call "
         "hvd.broadcast_parameters(model.state_dict(), root_rank=0) after wrapping"
     )
     spelled, statement = source.spell("broadcast_parameters", wrap), source.statement(wrap)

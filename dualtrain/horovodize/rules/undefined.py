@@ -1,0 +1,94 @@
+"""The rule on names that a file uses but does not define."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+from collections.abc import Iterator
+
+from dualtrain.horovodize.source import Finding, Function, Source
+
+#: Names that every module has, that other platforms have, and that notebooks and consoles define.
+_GIVEN = {"__annotations__", "__builtins__", "__doc__", "__file__", "__name__", "__package__", "__spec__", "WindowsError"}
+_GIVEN |= {"_", "In", "Out", "dbutils", "display", "displayHTML", "get_ipython", "sc", "spark", "sqlContext"}
+_DYNAMIC = ("exec", "globals", "run_path", "setattr")
+
+
+def undefined_names(source: Source) -> Iterator[Finding]:
+    """Names that the file does not define, so that their lines raise NameError; one finding for each name."""
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in source.nodes):
+        return
+    if any(isinstance(call.func, ast.Name) and call.func.id in _DYNAMIC for call in source.calls):
+        return
+    try:
+        unknown = _unknown_globals(symtable.symtable(source.text, "script", "exec"))
+    except SyntaxError:  # a return outside of a function, for example, which only the parser accepts
+        return
+    for node in source.nodes:
+        if not isinstance(node, ast.Name) or node.id not in unknown or not isinstance(node.ctx, ast.Load):
+            continue
+        if _is_local(source, node) or _is_annotation(source, node) or _is_tried(source, node):
+            continue
+        unknown.remove(node.id)
+        message = (
+            f"the name {node.id!r} is not defined in this file: the line raises NameError, on Horovod too; define or "
+            "import it (findings on lines that run later apply then)"
+        )
+        yield Finding(node.lineno, "trap", message)
+
+
+def _unknown_globals(module: symtable.SymbolTable) -> set[str]:
+    """Return the global names that some scope reads and no scope binds."""
+    tables = [module]
+    for table in tables:
+        tables += table.get_children()
+    symbols = [(table, symbol) for table in tables for symbol in table.get_symbols()]
+    bound = {
+        symbol.get_name()
+        for table, symbol in symbols
+        if (symbol.is_assigned() or symbol.is_imported()) and (table is module or symbol.is_declared_global())
+    }
+    read = {symbol.get_name() for table, symbol in symbols if symbol.is_referenced() and symbol.is_global()}
+    read |= {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    return read - bound - set(dir(builtins)) - _GIVEN
+
+
+def _is_local(source: Source, name: ast.Name) -> bool:
+    """Return whether a function, class or comprehension around ``name`` binds it."""
+    return any(
+        name.id in _bound_in(above)
+        for above in source.above(name)
+        if isinstance(
+            above, Function | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+        )
+    )
+
+
+def _bound_in(scope: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, Function | ast.ClassDef | ast.ExceptHandler) and node.name:
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return found
+
+
+def _is_annotation(source: Source, name: ast.Name) -> bool:
+    """Return whether ``name`` is in an annotation, which need not be evaluated."""
+    below: ast.AST = name
+    for above in source.above(name):
+        if below in (getattr(above, "annotation", None), getattr(above, "returns", None)):
+            return True
+        below = above
+    return False
+
+
+def _is_tried(source: Source, name: ast.Name) -> bool:
+    """Return whether ``name`` is in a ``try`` statement, whose handler may be for the NameError."""
+    return any(isinstance(above, ast.Try) for above in source.above(name))
