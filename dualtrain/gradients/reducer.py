@@ -44,7 +44,8 @@ class GradientReducer:
             gets the average, in which the other ranks count as zero.
         passes: backward passes that are summed locally before the ranks exchange anything.
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
-        transfer: how gradients are sent: the factors around the sum (the average by default), their dtype, the buckets.
+        transfer: how gradients are sent: factors before and after the sum (by default, the result is the average), the
+            dtype in which gradients are sent, and the buckets.
         order: the tree along which gradients are summed, so that the bits do not depend on backend and transport. The
             average is then over the tree's shards (see :meth:`add_shard`). ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
@@ -174,7 +175,10 @@ class GradientReducer:
 
     @property
     def is_due(self) -> bool:
-        """Return whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
+        """Return whether the reducer must exchange its gradients when the running backward pass ends.
+
+        This is so if a bucket was sent already, or if the pass has produced a gradient and is the last of :attr:`passes`.
+        """
         ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
         return ended or self._exchange.schedule.next > 0
 
@@ -295,7 +299,8 @@ class GradientReducer:
         """Handle the end of the running backward pass: all its gradients are ready."""
         self._ending = None
         if self._seen >= self.passes:
-            self.hooks.restore()  # dropped hooks are no reason to refuse: ``reduce`` averages all gradients
+            # ``reduce`` averages gradients without a hook too. Restore dropped hooks before, since it refuses them.
+            self.hooks.restore()
             self.reduce()
 
     def _forget_failed_pass(self) -> None:

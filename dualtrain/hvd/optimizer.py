@@ -256,7 +256,8 @@ class _Optimizer(NativeOptimizer):
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if compat.enabled():
             # On Horovod, options that the new group lacks get the defaults of the optimizer's class, not those of the
-            # wrapped optimizer. This also happens on ranks that reduce nothing.
+            # wrapped optimizer (REMADE), and the gradients of the new group are not combined (UNREDUCED). A rank without a
+            # reducer combines no gradients, so only the first defect matters there.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
             self.optimizer.add_param_group(param_group)

@@ -1,15 +1,15 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
-The unmodified script runs under real Horovod and under torchrun with dualtrain, for some optimizer steps; all runs together
-take less than three times the steps of one run. The command compares the weights after each step on each rank, the
-number of steps and the exit status, and measures the speed of both sides.
+The unmodified script runs several times under real Horovod and under torchrun with dualtrain, for --steps optimizer steps
+or fewer. The steps of all runs on both sides add up to less than three times --steps. The command compares the weights
+after each step on each rank, the number of steps and the exit status, and measures the speed of both sides.
 The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
-result means the same bits, if necessary with Horovod's defects reproduced. If the record is from other hardware, weights
-may differ by 0.001 (relative), but by no more than a tenth of their change in all steps. If two runs on Horovod differ
-(with --against, two runs with dualtrain), the sides may differ by twice as much.
+result means the same bits, if necessary with Horovod's defects reproduced. If two runs on Horovod differ from each other
+(with --against, two runs with dualtrain), dualtrain and Horovod may differ by twice the difference of these two runs.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
-copy the recorder to it: dualtrain horovodize --recorder > record.py
+copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on other hardware, weights
+may differ by 0.001 (relative), but by no more than a tenth of the distance by which training has moved them.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ def adasum(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) == "Adasum" and isinstance(node, ast.Attribute | ast.Name):
             message = (
-                "Adasum combines all ranks, whose number need not be a power of two; Horovod needs MPI, and on GPUs it "
-                "averages over the ranks of each host first, which gives other results; nothing to do on the CPU"
+                "here, Adasum combines any number of ranks; Horovod needs MPI and a power of two, and on GPUs it averages "
+                "over the ranks of each host first, which gives other results; nothing to do on the CPU"
             )
             yield Finding(node.lineno, "differs", message)
             return
