@@ -126,7 +126,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str, batches: int = 0) -> None:
-        """Begin the phase ``what``, whose :meth:`counted` will yield ``batches``. Its name is printed while no step ends."""
+        """Begin the phase ``what`` of ``batches`` batches (see :meth:`counted`). Its name is printed while no step ends."""
         self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
