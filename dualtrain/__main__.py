@@ -28,7 +28,7 @@ def main() -> int:
     command, return 2; after Ctrl-C, return 130.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
-        sys.path[0] = os.getcwd()  # so that the user's modules are found in this folder, as with python -m
+        sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "train":
         from dualtrain.training.signals import end_on_early_interrupt, note_early_requests

@@ -186,7 +186,7 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return where to keep ``path``: ``name``.aside, or ``name``.aside-2 and so on if other files have these names."""
+    """Return a path for putting ``path`` aside: ``name``.aside, or ``name``.aside-2 and so on if that file exists."""
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1

@@ -1,4 +1,4 @@
-"""Settings for the memory of tensors on the CPU: keep what a step frees for the next step, and use huge pages.
+"""Settings for the memory of tensors on the CPU: reuse the memory that the previous step has freed, and use huge pages.
 
 By default, glibc returns the free end of its heap to the system after every step. The next step allocates the memory of
 its activations and gradients again, with a page fault and zeroing for each page: a few percent of a step's time, and more

@@ -18,7 +18,8 @@ log = logging.getLogger("dualtrain.hvd")
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-#: Variables that have an effect here too. Unlike in Horovod, HOROVOD_STALL_CHECK_DISABLE does not disable the shutdown.
+#: Variables that have an effect here too. Unlike in Horovod, HOROVOD_STALL_CHECK_DISABLE disables only the reports,
+#: and not the error after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.
 HONOURED = {
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     "HOROVOD_ELASTIC",
@@ -63,7 +64,7 @@ class Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a numeric variable is not a finite number, or DUALTRAIN_TRANSPORT is unknown.
+            UserError: a numeric variable is not a finite number or is below 0, or DUALTRAIN_TRANSPORT is unknown.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)

@@ -368,7 +368,10 @@ def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def torchrun_is_parent() -> bool:
-    """Return whether this process's parent is torchrun's agent: it sets torchrun's variables for its workers only."""
+    """Return whether this process's parent is torchrun's agent.
+
+    The agent sets torchrun's variables for its workers, but does not have them itself.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:

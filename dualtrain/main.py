@@ -43,7 +43,11 @@ _interrupted = threading.Event()  # set by a SIGINT that arrives while the train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one process of a training job; return its exit status: 0, 2 for an error that the user can fix, 1 for others."""
+    """Run one process of a training job, and return its exit status.
+
+    The status is 0 after success, 2 (or ``TRY_AGAIN``) after an error that the user can fix, 128 + N after signal N,
+    and 1 after any other error.
+    """
     world = World()
     try:
         world = detect_world()
@@ -79,7 +83,7 @@ def _run(config: Config, world: World) -> int:
     from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.training.progress import Waiting
 
-    use_huge_pages()  # must come before connect() creates tensors; the device is not known yet
+    use_huge_pages()  # before connect() creates tensors; for GPUs too, since the device is not known yet
     with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
         # Change GC settings only if this module is the program.
         with loading() if __name__ == "__main__" else nullcontext():

@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def _average(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``values`` over the ranks, in the order of the gradients' sum. Collective; blocks."""
+        """Average ``values`` over the ranks, along a fixed tree if gradients are summed so. Collective; blocks."""
         if self._order is None:
             return self.backend.allreduce(values, name="loss")
         return sum_order_of(self.backend.size, self.backend.size).total(

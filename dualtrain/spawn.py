@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank can outlive a killed parent while it imports this file.
+# Don't import torch: the parent does not need it, and a rank outlives a killed parent until it has imported this file.
 
 Body = Callable[[list[str]], int]
 

@@ -29,8 +29,8 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
         root: the rank whose values are copied.
 
     Raises:
-        ValueError: ``root`` is no rank; ``params`` has containers of tensors, or entries but no tensor; or a tensor cannot
-            be written since its elements share memory (``expand``).
+        ValueError: ``root`` is no rank; ``params`` has containers of tensors, or has entries of which none is a tensor;
+            or a tensor cannot be written since its elements share memory (``expand``).
         BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
             timed out.
     """
@@ -89,7 +89,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _with_dtypes(loaded: Any, given: Any) -> Any:
-    """Return ``loaded``. Replace a tensor whose dtype differs by ``given``'s, copied to the replaced one's device."""
+    """Return ``loaded``. Where dtypes differ, take ``given``'s tensor, copied to the device of the loaded tensor."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
     if isinstance(loaded, dict) and isinstance(given, dict):

@@ -21,9 +21,9 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist; the callable requires other arguments (the message describes
-            ``arguments`` as ``takes``); or the user's code raises (the error has that code's traceback). The message names
-            ``flag``.
+        UserError: the module or the callable does not exist; the callable requires other arguments (in the message,
+            the text ``takes`` describes ``arguments``); or the user's code raises (the error has that code's
+            traceback). The message names ``flag``.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):

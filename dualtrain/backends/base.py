@@ -285,7 +285,7 @@ class Primitives(ABC):
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients this rank has started in the process group that calls on ``device`` use.
+        """Return how many sums of gradients this rank has started in the process group for calls on ``device``.
 
         ``device`` is a device type. Return 0 if sums have a separate process group. Before a call on ``device``, this
         number must be equal on all ranks.

@@ -27,8 +27,8 @@ class CallChannel:
     """One rank's end of the connections, for one exchange at a time.
 
     If an exchange times out on this rank, the next exchange first finishes it, so that the ranks stay in step. Until then,
-    the buffers of the first exchange must not be changed. If an exchange is interrupted, all later exchanges fail, since it
-    is unknown how much of it was received.
+    the buffers of the exchange that timed out must not be changed. If an exchange is interrupted, all later exchanges
+    fail, since it is unknown how much of it was received.
 
     Args:
         rank: this rank.

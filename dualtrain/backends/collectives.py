@@ -130,8 +130,8 @@ class Backend(Primitives):
     ) -> torch.Tensor:
         """Reduce every rank's ``tensor`` (d rows, the same shape on all ranks); return this rank's rows of the result.
 
-        The first ``d % size`` ranks get ``d // size + 1`` rows, the others ``d // size``. The rows are reduced in rank
-        order.
+        The first ``d % size`` ranks get ``d // size + 1`` rows, the others ``d // size``. The values of the ranks
+        are combined in rank order.
 
         Raises:
             ValueError: ``tensor`` has no dimension; otherwise as :meth:`allreduce`.
@@ -348,8 +348,8 @@ class Backend(Primitives):
 
         Args:
             tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
-            others: a list of ``order.buffers`` tensors like ``tensor``. This rank's earlier partial sums are in the first
-                tensors of the list. The content of all tensors is undefined afterwards.
+            others: a list of tensors like ``tensor``; ``order.buffers`` is the length of the list. This rank's earlier
+                partial sums are in the first tensors of the list. The content of all tensors is undefined afterwards.
             order: an order for as many ranks as this backend has.
             name: shown in errors and reports.
             factor: factor on the sum.

@@ -94,7 +94,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
             differ); the ranks make different calls, a rank failed, or the call timed out.
     """
     backend.drain()
-    # First compare hashes of fixed length: Gloo aborts the process if ranks exchange data of different lengths.
+    # First compare short hashes: the lists are usually equal, and then need not be sent.
     hashes = agree(backend, Call(kind, what), fingerprint(repr(mine)))
     if len(set(hashes)) == 1:
         return

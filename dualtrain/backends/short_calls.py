@@ -70,7 +70,7 @@ class CallBuffers:
         self._stride = 1 + _NUMBERS + most // _WORD  # size of a rank's frame, in numbers
         self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
         # Each array shares its memory with a tensor: Python reads and writes single numbers faster through an array. On
-        # rank 0, the first row is rank 0's own frame.
+        # rank 0, ``_own`` holds the frames of all ranks, rank 0's own frame first.
         self._own, gathered = _shared(self._stride * (size if rank == 0 else 1))
         self._answer, self._reply = _shared(self._end + most // _WORD)
         self._gathered = gathered.view(-1, self._stride)
@@ -121,7 +121,7 @@ class CallBuffers:
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _agreed(self) -> bool:
-        """Return whether the first numbers of all ranks are the same, or one another's complement."""
+        """Return whether all ranks sent the same fingerprint; a rank whose flag is set sent its complement."""
         return len({max(number, ~number) for number in self._answer[1 : self._end : _NUMBERS]}) == 1
 
     def _reduce(self, reduction: Reduction, lengths: Sequence[int]) -> int:
@@ -133,7 +133,7 @@ class CallBuffers:
         return reduction.tensor.nbytes
 
     def _concatenate(self, lengths: Mapping[int, int]) -> int:
-        """Write the data of each rank in ``lengths``, of that length in bytes; return the total number of bytes."""
+        """Write the data of each rank in ``lengths``, which gives its number of bytes; return the total number."""
         end = 0
         for rank, length in lengths.items():
             self._result_bytes[end : end + length] = self._data_bytes[rank, :length]

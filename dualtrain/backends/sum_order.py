@@ -25,7 +25,10 @@ class Node(NamedTuple):
     length: int
 
     def children(self) -> tuple[Node, Node]:
-        """Return the two children of this subtree, which must have two or more shards. Its sum is that of theirs."""
+        """Return the two children of this subtree, which must have two or more shards.
+
+        The sum of this subtree is the sum of its left child plus that of its right child.
+        """
         left = 1 << (self.length - 1).bit_length() - 1
         return Node(self.first, left), Node(self.first + left, self.length - left)
 

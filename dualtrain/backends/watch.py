@@ -141,7 +141,7 @@ class Watch:
                         connection.send(message)
 
     def note(self, message: Message) -> None:
-        """Record a message about another rank.
+        """Record the report ``message``.
 
         Raises:
             TypeError: the message does not have the fields of a wait or of a failure.

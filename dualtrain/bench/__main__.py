@@ -170,7 +170,7 @@ def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict
     return {
         "measured": f"{began[0]} to {now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
         "ranks": f"{ranks}, {f'started by {shlex.join(spec.prefix)}' if spec.prefix else 'on this host'}",
-        **host_facts(spec.device, began[1], f"one intra-op thread per rank, but cores / ranks for {shared}"),
+        **host_facts(spec.device, began[1], f"one intra-op thread per rank, but cores / ranks threads in {shared}"),
     }
 
 

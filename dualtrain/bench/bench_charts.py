@@ -41,7 +41,7 @@ Groups = dict[str, list[Mark]]  # by workload
 
 
 def chart_groups(results: Results) -> tuple[str, Groups]:
-    """Return the reference's name, and the lines of the chart by workload; ``("", {})`` if there is no reference."""
+    """Return the reference's name, and the lines of the chart by workload; ``("", {})`` if there are no lines."""
     reference = next((name for name in REFERENCES if results.count(name)), "")
     groups: Groups = {}
     for job in (job for job in LENGTHS if job not in SKIPPED and reference):

@@ -161,7 +161,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds(spec.timeout)})
     if not entry.steps and not spec.prefix:
-        # Give the tutorial script as many threads per rank as dualtrain.main has, with which it is compared.
+        # The tutorial script is compared with dualtrain.main: give it as many threads per rank as dualtrain.main uses.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)

@@ -101,8 +101,8 @@ def _measure_layout(
 def run_scale(layouts: Sequence[Layout], folder: Path, device: str, rounds: int | None) -> int:
     """Measure, write the results to ``folder`` and print them. Return the exit status: 1 if nothing could be measured.
 
-    Without ``rounds``, there are fewer rounds with more ranks. After Ctrl-C or SIGTERM, the results so far are written and
-    printed.
+    Without ``rounds``, layouts with more ranks get fewer rounds. After Ctrl-C or SIGTERM, the results so far are
+    written and printed.
 
     Raises:
         UserError: the results cannot be written; they are printed nevertheless.

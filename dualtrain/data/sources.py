@@ -29,7 +29,7 @@ def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of a split with the indices ``numbers``, int64, (n,); n may be 0.
+    """Samples of one split: ``numbers`` are their indices, int64, (n,); n may be 0.
 
     ``seed`` determines the augmentation: sample i is augmented as a function of (seed, i) alone, which does not depend on
     the world size, the other samples of the batch, the worker processes, or restarts.

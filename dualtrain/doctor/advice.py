@@ -115,7 +115,7 @@ def _cpus(rows: Sequence[Row]) -> list[str]:
         alike = len(here) > 1 and all(row["cores"] == first["cores"] for row in here)
         if first["launcher"] == "mpirun" and own < min(3, first["host_cores"]) and not alike:
             bound = f"mpirun binds each rank to {own} of {first['host_cores']} cores"
-            lines.append(f"{host}: {bound}, for its threads and data workers together: give mpirun --bind-to none")
+            lines.append(f"{host}: {bound}, which its threads and data workers share: give mpirun --bind-to none")
         if first["bf16"] is False and not first["cuda"]:
             lines.append(f"{host}: no bf16 instructions (avx512_bf16, amx_bf16): --amp bf16 is slower than fp32 here")
     return lines

@@ -33,7 +33,8 @@ class Row:
         target: the processes or the file that the fault was injected into.
         moment: when the fault was injected, in words.
         detected: seconds until the launcher, or a rank that survived the fault, has ended; ``None`` if none has.
-        recovered: seconds until the first step after the restart; ``None`` if the job ended before such a step.
+        recovered: seconds until the first step after the restart, or until the job's end if there is no such step;
+            ``None`` if the job ended without a restart.
         repeated: steps that were computed again.
     """
 

@@ -283,7 +283,10 @@ class Bucket:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return whether 1/size is applied before the sum; only a power of two is, as this is exact. Same on every rank."""
+    """Return whether gradients are multiplied by 1/size before the sum. The result is the same on every rank.
+
+    The size must be a power of two, because the multiplication is then exact.
+    """
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size
     return is_average and size > 1 and size.bit_count() == 1 and not backend.scales_sums

@@ -286,7 +286,7 @@ class GradientReducer:
                 self._exchange.send_next(self._scalars)
 
     def _begin_pass(self) -> None:
-        # An interrupt may also have stopped the exchange at the end of the last pass.
+        # The last pass may have failed, or an interrupt may have stopped the exchange at its end.
         if self._ending is not None or self._exchange.is_unfinished:
             self._forget_failed_pass()
         end_pass = EndOfPass(self.end_pass)
@@ -299,7 +299,8 @@ class GradientReducer:
         """Handle the end of the running backward pass: all its gradients are ready."""
         self._ending = None
         if self._seen >= self.passes:
-            # ``reduce`` averages gradients without a hook too. Restore dropped hooks before, since it refuses them.
+            # ``reduce`` can average gradients whose hooks did not run, but raises an error while hooks are dropped:
+            # restore the hooks first.
             self.hooks.restore()
             self.reduce()
 

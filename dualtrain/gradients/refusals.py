@@ -149,8 +149,8 @@ class Refusals:
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
         """Return, on every rank, whether a rank has refused in the exchange that has ended.
 
-        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, this
-        raises BackendError instead: at once on the rank that has the reason, one step later on the others.
+        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
+        refusal raises BackendError instead: at once on the rank that has the reason, one step later on the others.
         """
         if not buckets:
             return False

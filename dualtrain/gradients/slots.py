@@ -17,7 +17,7 @@ LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucke
 
 
 class SlotBucket(Protocol):
-    """The part of a bucket that its slots, and the users of these slots, need."""
+    """The attributes and methods of a bucket that its slots, and the users of these slots, need."""
 
     pending: int
     work: Work[None] | None
@@ -39,7 +39,7 @@ class Slot:
     bucket: SlotBucket | None = None
     #: The tensor that becomes ``param.grad``. It is not ``view`` itself, since the user may assign to its ``.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: Storage address, strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
+    #: Address (``data_ptr()``), strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
     address: int = 0
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --check FILE…``: list lines that work differently than on Horovod, and mistakes."""
+"""``python -m dualtrain.horovodize --check FILE…``: list mistakes, and lines that work differently than on Horovod."""
 
 from __future__ import annotations
 

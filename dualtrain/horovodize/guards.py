@@ -120,7 +120,7 @@ class Guards:
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def looks_like_one_rank(self, node: ast.AST) -> bool:
-        """Return whether only some ranks may run ``node``, because of a condition around it or an exit before it."""
+        """Return whether ``node`` perhaps runs on some ranks only: a condition is around it, or an exit before it."""
         return any(self._names_one_rank(test) for test, _ in self._conditions(node))
 
     def _names_one_rank(self, test: ast.expr, depth: int = 0) -> bool:
@@ -138,7 +138,7 @@ class Guards:
                 return True
             if isinstance(above, ast.ExceptHandler | ast.Try | ast.IfExp | ast.BoolOp | ast.While | ast.For):
                 return True
-        # After an exit that is taken without Horovod, only runs with Horovod reach the node.
+        # An earlier exit that is taken without Horovod is a condition too: without Horovod, the node is skipped.
         return any(self._is_off(test, not truth) for test, truth in self._conditions(node))
 
     # -- without Horovod --------------------------------------------------------------------------------------------

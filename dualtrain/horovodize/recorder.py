@@ -85,7 +85,7 @@ class Recorder:
         # if an earlier optimizer of the same parameters still exists.
         self._latest: dict[int, list[Any]] = {}
         self._names: list[list[str]] = []  # names of the parameters of each optimizer; empty before its first step
-        # The tensors that the script has broadcast by broadcast_parameters: by name, then by address.
+        # The tensors that the script has passed to broadcast_parameters, keyed by name and then by address.
         self._sent: dict[str, dict[int, Any]] = {}
         self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 

@@ -112,7 +112,7 @@ def _prepare() -> None:
 
 
 def _hide_frames_above(code: CodeType | None) -> None:
-    """Make the traceback that python prints at exit start in ``code``; print no frames if ``code`` is ``None``."""
+    """Omit the frames above ``code`` from the traceback that python prints at exit; all frames if it is ``None``."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -292,8 +292,8 @@ class Source:
 def wrapped_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
 
-    These are the variables to which an hvd.DistributedOptimizer is assigned, and the parameters to which such a variable
-    is passed. Names that also hold an unwrapped optimizer are left out.
+    These are the variables to which an hvd.DistributedOptimizer is assigned. Parameters to which such a variable is
+    passed, and copies of it, count too, unless the program assigns an unwrapped optimizer to the same name.
     """
     names = set().union(*(source.own_wrapped for source in sources))
     plain = {name for source in sources for name in source.plain_optimizers}
@@ -340,8 +340,8 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 def _arms(branch: ast.AST, below: ast.AST) -> Iterator[tuple[ast.AST | str, bool]]:
     """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
-    The keys are the node ``branch`` and, if the condition contains no call or ``:=``, which may give another value each
-    time, the condition's text.
+    The keys are the node ``branch`` and the condition's text. The text is left out if it contains a call or ``:=``,
+    because its value may then change between two evaluations.
     """
     arm = _arm(branch, below)
     yield branch, arm

@@ -57,11 +57,11 @@ class ChannelReducer(HorovodReducer):
         self.exchanging = False
         self.announced: set[int] = set()
         self._opening: Pending | None = None
-        self._agreed = False  # whether the channel is open; until then, the engine's thread may send
+        self._agreed = False  # whether _agree() has returned; until then, only the engine's thread may send
         named = list(named)
         self._on_cpu = _are_on_cpu(named)
-        #: One extra scalar: the number of joined ranks that averages leave out. It is read and written only if a rank
-        #: may have joined, because with a GPU each access is a copy between GPU and CPU.
+        #: One extra scalar: the number of joined ranks that averages leave out. With a GPU, it is read and written
+        #: only if a rank may have joined, because each access is a copy between GPU and CPU.
         self._exchange = Exchange(self.hooks, transfer, scalars=_SCALARS)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange

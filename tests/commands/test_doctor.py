@@ -176,7 +176,7 @@ def test_a_quota_counts_as_the_cores_that_it_allows():
 
 def test_ranks_that_mpirun_binds_to_one_core_each_are_noted():
     bound = [row(rank, cores=[rank], host_cores=8, launcher="mpirun") for rank in range(2)]
-    share = "for its threads and data workers together: give mpirun --bind-to none"
+    share = "which its threads and data workers share: give mpirun --bind-to none"
     assert advise(bound, "horovod") == ([], [f"here: mpirun binds each rank to 1 of 8 cores, {share}"])
     free = [{**one, "cores": [0, 1]} for one in bound]  # as in a container with two cores
     assert advise(free, "horovod") == ([], [])

@@ -121,7 +121,8 @@ class Reduction(Work[None]):
             plan.own.copy_(piece)
             memory.post_ready(self)
             yield from memory.reduce_shard(plan, self)
-            # Only tensors made in inference mode must be written in that mode. Entering it takes longer than a short copy.
+            # A tensor made in inference mode can be written only in that mode. Don't enter it for other tensors:
+            # entering takes longer than a short copy.
             with torch.inference_mode() if piece.is_inference() else nullcontext():
                 piece.copy_(plan.own)
 

@@ -101,7 +101,7 @@ class SharedMemory:
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
         #: The operation that an exception such as KeyboardInterrupt has stopped in the middle, and the exception's type.
-        #: Code that sets this must not call a function first: the next KeyboardInterrupt may be raised before the call.
+        #: Code that sets this must not call a function first: another KeyboardInterrupt may be raised at the call.
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
@@ -186,8 +186,8 @@ class SharedMemory:
     def _may_post(self, work: Reduction) -> bool:
         """Return whether ``work``, which starts now, may post "ready" before the pending operations have ended."""
         if work.short:
-            # A rank ends all earlier operations before it posts a short one: so a peer that has posted it has read this
-            # rank's other slot.
+            # A rank ends all earlier operations before it posts a short one. So a peer that has posted short operation
+            # n+1 has finished reading n, and the slots of n can be reused for n+2.
             return not self._pending
         # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
         return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))
@@ -216,7 +216,7 @@ class SharedMemory:
         """
         regions = [self._regions.get(buffer.data_ptr()) for buffer in (*others, tensor)]
         found = [region for region in regions if region is not None]
-        # With several hosts, the tree may need each partial sum of a host, but only their sum is sent to the other hosts.
+        # With several hosts, the tree may need a host's partial sums one by one, but hosts exchange only their sum.
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
     def advance(self, until: Reduction | None = None) -> None:

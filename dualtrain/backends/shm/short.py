@@ -66,7 +66,8 @@ def reduce_into(
     tensor: torch.Tensor, values: Sequence[torch.Tensor], op: ReduceOp, factor: float = 1.0, scaled: int = 0
 ) -> None:
     """Reduce ``values`` in their order into ``tensor``, and multiply its first ``scaled`` elements by ``factor``."""
-    # Only tensors made in inference mode must be written in that mode. Entering it takes longer than a short copy.
+    # A tensor made in inference mode can be written only in that mode. Don't enter it for other tensors: entering takes
+    # longer than a short copy.
     with torch.inference_mode() if tensor.is_inference() else nullcontext():
         # With one rank, ``reduce`` calls nothing, and ``tensor`` already holds the result.
         reduce(partial(FOLD[op], out=tensor), values)

@@ -19,8 +19,8 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
 
     The first run with dualtrain reproduces Horovod's defects. If the script meets none of them, this run also counts as the
     run without defects. Otherwise, a shorter run without defects follows. If both sides agree, the other rounds only
-    measure the speed, on alternating sides. If the sides differ, each side runs again, to check that its runs agree. The
-    module ``plan`` computes the numbers of steps.
+    measure the speed; the side that runs first alternates. If the sides differ, each side runs again, to check that its
+    runs agree. The module ``plan`` computes the numbers of steps.
 
     Raises:
         RunError: the script failed on Horovod.
@@ -137,7 +137,7 @@ class _Runs:
         dualtrain.insert(0 if longest else len(dualtrain), found)
 
     def _run(self, side: Side, steps: int | None = None, *, compat: bool = False) -> RunRecord:
-        """Run the script for ``steps`` steps, or in full if ``steps`` is ``None`` or at least the first run's."""
+        """Run the script for ``steps`` steps, or in full if this is ``None`` or not below the first run's steps."""
         first = self.evidence.horovod[0] if self.evidence.horovod else None
         if steps is None or (first is not None and steps >= first.steps):
             steps = self.job.steps

@@ -1,8 +1,10 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
 The unmodified script runs several times under real Horovod and under torchrun with dualtrain, for --steps optimizer steps
-or fewer. The steps of all runs on both sides add up to less than three times --steps. The command compares the weights
-after each step on each rank, the number of steps and the exit status, and measures the speed of both sides.
+or fewer. In most cases, the steps of all runs on both sides add up to less than three times --steps, or less than 150.
+The command compares the weights after each step on each rank, the number of steps and the exit status, and measures the
+speed of both sides.
+
 The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
 result means the same bits, if necessary with Horovod's defects reproduced. If two runs on Horovod differ from each other
 (with --against, two runs with dualtrain), dualtrain and Horovod may differ by twice the difference of these two runs.

@@ -58,15 +58,15 @@ def repeated_steps(at: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(at: list[int], left: int) -> int:
-    """Return how many of the ``left`` steps the run without defects leaves for second runs on both sides."""
+    """Return how many of ``left`` steps the run without defects must not use, for second runs on both sides."""
     return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
 
 
 def plain_steps(at: list[int], first_defect: int, left: int) -> int:
     """Return the number of steps of the run without Horovod's defects.
 
-    This run shows how far the defects change the weights. It ends after one of the steps ``at``: if possible, after
-    ``first_defect``, the first step in which a defect was reproduced.
+    This run shows how far the defects change the weights. It ends at one of the steps ``at``: if possible, at a later
+    one than ``first_defect``, the first step in which a defect was reproduced.
     """
     after_defect = next((mark for mark in at if mark > first_defect), at[-1])
     return max(after_defect, _last(at, left), next((mark for mark in at if mark >= SHORTEST), at[-1]))

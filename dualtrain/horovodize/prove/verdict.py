@@ -221,7 +221,7 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 
 
 def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
-    """Compare Horovod's run with ``compat`` if that is ``required`` or closer, else with dualtrain's first run."""
+    """Compare Horovod's run with ``compat`` if ``required``, else with the closer of it and dualtrain's first run."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)

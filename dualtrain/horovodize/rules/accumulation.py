@@ -61,7 +61,7 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
 
 
 def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
-    """Return whether a condition in ``loop`` with the number ``passes`` decides whether this backward pass runs."""
+    """Return whether a condition that is in ``loop`` and contains ``passes`` decides if this backward pass runs."""
     if event.kind != "backward" or isinstance(passes, ast.Constant):
         return False
     tests = [above.test for above in source.above(event.node) if isinstance(above, ast.If) and loop in source.above(above)]

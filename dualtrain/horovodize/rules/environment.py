@@ -201,8 +201,8 @@ def elastic_run(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) == "elastic.run" and isinstance(node, ast.Attribute | ast.Name):
             message = (
-                "after a failed operation the state is restored from memory, but after a failed or added process torchrun "
-                "restarts all processes; save the state to a file too, and load it at the start"
+                "after a failed operation the state is restored from memory, but if a process fails or is added, "
+                "torchrun restarts all processes; save the state to a file too, and load it at the start"
             )
             yield Finding(node.lineno, "differs", message)
             return

@@ -141,7 +141,7 @@ def _called_as(source: Source, function: Function) -> str:
 
 
 def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether only some ranks may run ``node``, or no call of its function is found."""
+    """Return whether ``node`` perhaps runs on some ranks only, or no call of its function is found."""
     if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node) or _is_switched(source, node):
         return True
     scope = source.scope(node)
@@ -160,7 +160,7 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 def _is_overridden(source: Source, function: Function) -> bool:
     """Return whether ``function`` is a method that a subclass in the program overrides, or that several classes define.
 
-    Objects of the subclass, which may be the ones that use Horovod, may never run ``function``, or run it by
+    Perhaps the program uses Horovod only with objects of the subclass, and these never run ``function``, or run it by
     ``super()`` on some ranks only.
     """
     own = source.parents[function]

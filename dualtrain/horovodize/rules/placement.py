@@ -64,7 +64,7 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 
 
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
-    """Return whether ``call`` certainly moves data to ``cuda:0``, or makes the device that a variable always holds."""
+    """Return whether ``call`` certainly moves data to ``cuda:0``, or makes this device as a variable's only value."""
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
         return False
@@ -157,7 +157,7 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
     guards = Guards(source)
     for shutdown in source.hvd_calls("shutdown"):
         if not guards.is_certain(shutdown, source.scope(shutdown)):
-            continue  # the conditions of both calls may be related
+            continue  # a later call may run only if shutdown() did not
         for node in nodes_after(source, shutdown):
             if not isinstance(node, ast.Call):
                 continue

@@ -56,9 +56,9 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
 
 
 def _warms_up(source: Source) -> bool:
-    """Return whether a name in the script says that the rate warms up: of a function, an argument or a variable it reads.
+    """Return whether the name of a called function, a keyword argument or a variable says that the rate warms up.
 
-    A warm-up of no steps does not count, nor do options that are only declared, and torch's CosineAnnealingWarmRestarts.
+    A warm-up of no steps does not count, nor options that are only declared, nor torch's CosineAnnealingWarmRestarts.
     """
     for node in source.nodes:
         if isinstance(node, ast.Call):
@@ -89,7 +89,7 @@ def _message(source: Source, value: ast.expr) -> str:
 
 
 def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
-    """Yield all expressions that are used as a learning rate: only the arguments of the schedules ``cyclic``, if any."""
+    """Yield the expressions that are used as a learning rate; if ``cyclic`` has schedules, only their arguments."""
     if cyclic:
         yield from (word.value for call in cyclic for word in call.keywords if word.arg in ("base_lr", "max_lr"))
         yield from (value for call in cyclic for value in call.args[1:2])
@@ -162,7 +162,7 @@ class _Powers:
         return 0.0
 
     def _keys(self, value: ast.expr) -> Iterator[tuple[Scope | None, str]]:
-        """Yield the variables that ``value`` may be: of its function, of a function around it, or of the module."""
+        """Yield keys of the variables that ``value`` may name: in its function, a function around it, or the module."""
         name = ast.unparse(value)
         if not isinstance(value, ast.Name):
             yield None, name

@@ -118,7 +118,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
 
 
 def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:
-    """Return whether the sampler may have other samples in each epoch: the loop over epochs makes it and its data set."""
+    """Return whether the sampler may have different samples in each epoch because its data set depends on the epoch."""
     data = call.args[0] if call.args else keyword(call, "dataset")
     around = [loop for loop in loops if loop in source.above(call)]
     if data is None or not around:
@@ -322,7 +322,7 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 def _counts_epochs_by_size(source: Source) -> bool:
     """Return whether the script divides anything by the number of ranks: most likely the number of epochs or steps.
 
-    ``1 / hvd.size()`` does not count: it is the first factor of a warm-up, or an average.
+    ``1 / hvd.size()`` does not count: it is the factor with which a warm-up starts, or computes an average.
     """
     return any(
         isinstance(node, ast.BinOp)

@@ -20,7 +20,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     if depth > 3:
         return True
     if _is_of_other_object(source, call):
-        return False  # dataset.sampler: whether a library reads it is unknown
+        return False  # dataset.sampler: False, though a library may read it, so that no rule reports it
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]
@@ -177,7 +177,7 @@ def _is_returned(source: Source, node: ast.AST) -> bool:
 
 
 def _is_known(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` calls a function that this file lists, one of torch or tqdm, or code of the program."""
+    """Return whether ``call`` calls code of the program, of torch or tqdm, or a function in _HARMLESS or _ITERATES."""
     name = last_name(call.func)
     if name in _HARMLESS | _ITERATES or source.name(call.func).startswith(("torch.", "tqdm.")):
         return True

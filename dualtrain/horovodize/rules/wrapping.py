@@ -80,7 +80,7 @@ def _has_no_state(source: Source, optimizer: str) -> bool:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state: one finding for all calls, unless a step with gradients of zeros changes nothing."""
+    """broadcast_optimizer_state: one finding for all calls, unless Horovod's step with zero gradients has no effect."""
     guards = Guards(source)
     for call in source.hvd_calls("broadcast_optimizer_state"):
         given = call.args[0] if call.args else keyword(call, "optimizer")
