@@ -1037,6 +1037,16 @@ CASES = [
         "if hvd.local_rank() == 0:\n    load()\nhvd.join()\nload()",
     ),
     (
+        "padded_evaluation",  # local variables of two functions have the same names
+        "def validate():\n    s = torch.utils.data.DistributedSampler(data, 2, 0)  # HERE\n"
+        "    loader = torch.utils.data.DataLoader(data, sampler=s)\n    model.eval()\n    for x in loader: model(x)\n"
+        "def train():\n    s = torch.utils.data.DistributedSampler(data, 2, 0)\n"
+        "    loader = torch.utils.data.DataLoader(data, sampler=s)\n    for x in loader: model(x).backward()",
+        "def train():\n    s = torch.utils.data.DistributedSampler(data, 2, 0)\n"
+        "    loader = torch.utils.data.DataLoader(data, sampler=s)\n    for x in loader:\n        model(x).backward()\n"
+        "def validate(loader):\n    model.eval()\n    for x in loader:\n        model(x).backward()",
+    ),
+    (
         "code_in_objects",
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns = hvd.broadcast_object(s)  # HERE",
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns.load_state_dict(hvd.broadcast_object(s.state_dict()))",

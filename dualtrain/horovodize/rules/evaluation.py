@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.rules.uses import is_read, loader_around
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
 
 _EVALUATION = re.compile(
     r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(?<!train)(test|val)(set|data)"
 )
 _TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)(data|set|loader|sampler|dl|ds)*($|[^a-z])")
+#: A variable: the function or module that assigns it, ``None`` for an attribute, and its name.
+_Variable = tuple[Scope | None, str]
 _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
 
@@ -50,7 +52,8 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
     sampler = target if loader is None else ast.unparse(call)
-    return sampler in _samplers_under_eval(source) and not _TRAINING.search(names)
+    home = source.scope(call) if sampler.isidentifier() else None
+    return (home, sampler) in _samplers_under_eval(source) and not _TRAINING.search(names)
 
 
 def is_for_training(name: str) -> bool:
@@ -58,21 +61,22 @@ def is_for_training(name: str) -> bool:
     return bool(_TRAINING.search(name.lower())) and not _EVALUATION.search(name.lower())
 
 
-def _samplers_under_eval(source: Source) -> set[str]:
+def _samplers_under_eval(source: Source) -> set[_Variable]:
     """Return the samplers of loaders that are iterated while the model is in evaluation mode."""
-    samplers = {
-        target: ast.unparse(sampler)
-        for target, value, _ in source.assignments
-        if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None
-    }
+    samplers: dict[str, list[tuple[Scope, _Variable]]] = {}  # by loader, with the function that makes it
+    for target, value, statement in source.assignments:
+        if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None:
+            home, text = source.scope(statement), ast.unparse(sampler)
+            samplers.setdefault(target, []).append((home, (home if text.isidentifier() else None, text)))
     found = set()
-    for _, nodes in source.scopes:
+    for scope, nodes in source.scopes:
         evaluating = False
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):
                 evaluating = node.func.attr == "eval" and not node.args
             elif isinstance(node, ast.For) and evaluating and not _trains(node):
-                found |= {samplers[text] for part in ast.walk(node.iter) if (text := _text(part)) in samplers}
+                made = (samplers.get(_text(part), []) for part in ast.walk(node.iter))
+                found |= {sampler for one in made for home, sampler in one if len(one) == 1 or home in (scope, source.tree)}
     return found
 
 
