@@ -25,7 +25,7 @@ from dualtrain.bench import measure, pace, scale, scale_page, start_contender, w
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
-from dualtrain.bench.contenders import alone, dualtrain_hvd, ours, trainers
+from dualtrain.bench.contenders import Contender, alone, dualtrain_hvd, ours, trainers
 from dualtrain.bench.forked_ranks import run_forked
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
@@ -1067,3 +1067,13 @@ def test_the_bench_refuses_to_run_as_a_rank(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main([]) == 2
     assert "run it once, without a launcher" in capsys.readouterr().err
+
+
+def test_contenders_wait_for_a_gpu(monkeypatch):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    contender = Contender()
+    for device in ("cpu", "cuda"):
+        contender.device = torch.device(device)
+        contender.wait_for_gpu()
+    assert calls == ["waited"]

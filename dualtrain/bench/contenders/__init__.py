@@ -40,6 +40,8 @@ class Contender:
     def wait_for_gpu(self) -> None:
         """Block until the operations that were started on a GPU have ended."""
         if self.device.type == "cuda":
+            import torch  # here, since the module must not import torch before a rank needs it
+
             torch.cuda.synchronize()
 
     def allreduce_buffer(self, tensor: torch.Tensor) -> None:
