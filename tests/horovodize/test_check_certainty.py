@@ -50,7 +50,7 @@ CASES = [
         "Base().fit()\nOwn().fit()",
     ),
     (
-        "saved_by_all_ranks",  # no finding if a condition is named after saving: it may be true on one rank only
+        "saved_by_all_ranks",  # no finding if the name of a condition mentions saving: it may be true on one rank only
         f"{INIT}if args.epochs:\n    torch.save(x, 'x')",
         f"{INIT}if args.save_logs:\n    torch.save(x, 'x')",
     ),

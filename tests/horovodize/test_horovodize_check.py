@@ -387,7 +387,7 @@ CASES = [
         "o = torch.optim.Adagrad(p)\nhvd.broadcast_optimizer_state(o, 0)",  # Adagrad has a state before its first step
     ),
     (
-        "optimizer_state",  # a finding only if a step with zero gradients has an effect: here, weight decay
+        "optimizer_state",  # a finding only if a step with zero gradients has an effect, here because of weight decay
         "a = torch.optim.SGD(p, 0.1)\nb = torch.optim.SGD(p, 0.1, weight_decay=wd)\nb = hvd.DistributedOptimizer(b)\n"
         "hvd.broadcast_optimizer_state(a, 0)\nhvd.broadcast_optimizer_state(b, 0)  # HERE",
         "a = torch.optim.SGD(p, 0.1, momentum=0.9)\nb = hvd.DistributedOptimizer(a)\nc = torch.optim.Adam(p)\n"
@@ -1014,27 +1014,48 @@ CASES = [
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nstart, end = init_schedules(o, warmup_epochs=5)",
     ),
     (
-        "same_order_every_epoch",  # each epoch may have other data
+        "same_order_every_epoch",  # no finding if each epoch may have different data
         "for epoch in range(9):\n    s = torch.utils.data.DistributedSampler(data, 2, 0)  # HERE\n"
         "    for x in torch.utils.data.DataLoader(data, sampler=s):\n        pass",
         "for epoch in range(9):\n    data = read(epoch)\n    s = torch.utils.data.DistributedSampler(data, 2, 0)\n"
         "    for x in torch.utils.data.DataLoader(data, sampler=s):\n        pass",
     ),
     (
-        "accumulation_without_passes",  # the number of passes also decides whether backward runs
+        "accumulation_without_passes",  # no finding if the number of passes also decides whether backward runs
         WRAP + "for i, x in enumerate(data):\n    if n > 1:\n        loss = loss / n\n    loss.backward()\n"
         "    if i % n == 0:\n        optimizer.step()  # HERE",
         WRAP + "for i, x in enumerate(data):\n    if n > 1:\n        loss = loss / n\n    else:\n        loss.backward()\n"
         "    if i % n == 0:\n        optimizer.step()",
     ),
     (
-        "downloaded_by_all_ranks",  # the local rank 0 calls the function first
+        "downloaded_by_all_ranks",  # no finding if local rank 0 calls the function first
         "import torchvision\nhvd.init()\n" + WRAP + "def load():\n"
         "    return torchvision.datasets.MNIST('data', download=True)  # HERE\nload()",
         "import torchvision\nhvd.init()\n"
         + WRAP
         + "def load():\n    return torchvision.datasets.MNIST('data', download=True)\n"
         "if hvd.local_rank() == 0:\n    load()\nhvd.join()\nload()",
+    ),
+    (
+        "optimizer_state",  # the inner optimizer's count of steps does not matter: the wrapper has its own state
+        "raw = torch.optim.Adam(p, weight_decay=0.1)\no = hvd.DistributedOptimizer(raw)\n"
+        "hvd.broadcast_optimizer_state(raw, 0)  # HERE",
+        "raw = torch.optim.Adam(p)\no = hvd.DistributedOptimizer(raw)\nhvd.broadcast_optimizer_state(raw, 0)",
+    ),
+    (
+        "half_precision",
+        "c = hvd.Compression.fp16 if args.fp16 else hvd.Compression.none  # HERE",
+        "args = Namespace()\nargs.fp16 = False\nc = hvd.Compression.fp16 if args.fp16 else hvd.Compression.none",
+    ),
+    (
+        "saved_by_all_ranks",  # no finding if the path contains the accuracy, which differs between ranks
+        WRAP + "torch.save(model, f'{name}_acc.pt')  # HERE",
+        WRAP + "torch.save(model, f'{name}-{val_acc:.3f}.pt')",
+    ),
+    (
+        "rate_times_size",  # no finding if a function of another file may replace the rate
+        "def adjust_lr(optimizer): ...\noptimizer = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\nadjust_lr(optimizer)",
+        "optimizer = torch.optim.SGD(p, lr=0.1 * hvd.size())\nadjust_learning_rate(optimizer, epoch)",
     ),
     (
         "padded_evaluation",  # local variables of two functions have the same names
@@ -1072,6 +1093,14 @@ def test_a_lost_schedule_is_broadcast_as_its_state():
     assert found.message.endswith("; broadcast its state_dict(), and load the result on all ranks")
     (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(model_state)"))
     assert found.message.endswith("; assign the result")
+
+
+def test_a_state_that_one_rank_loads_must_be_broadcast():
+    load = "o = torch.optim.Adam(p)\nif hvd.rank() == 0:\n    o.load_state_dict(s)\no = hvd.DistributedOptimizer(o)\n"
+    (found,) = BY_NAME["checkpoint_before_wrapping"](source(load))
+    assert "; only some ranks load it: call hvd.broadcast_optimizer_state" in found.message
+    (found,) = BY_NAME["checkpoint_before_wrapping"](source(load + "hvd.broadcast_optimizer_state(o, 0)"))
+    assert found.message.endswith("; nothing to do")
 
 
 def test_weights_of_a_model_from_elsewhere_may_be_equal():

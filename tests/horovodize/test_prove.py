@@ -459,7 +459,7 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
             optimizers[step - 5].param_groups[0]["lr"] = 0.2
 
     found = first_difference(simulated(every=2), simulated(change, every=2))
-    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs one step of the script later
+    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs from the script's step 6 on
 
 
 def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simulated):
@@ -597,7 +597,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """Compare options at every recorded step. If Horovod's defects change them, use the run that has these defects."""
+    """Compare options at each recorded step: those of the run with Horovod's defects, if the defects change them."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):

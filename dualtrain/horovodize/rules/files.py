@@ -26,6 +26,10 @@ _RANK_IN_PATH = re.compile(
     r"rank|size\(|getpid|uuid|host|node|worker|temp|time|\bnow|wandb|trial|procid|task_?id|random|gpu|device|devnull|/dev/",
     re.IGNORECASE,
 )
+#: Names of variables with results, which differ between ranks unless they are averaged.
+_OWN_VALUE = re.compile(
+    r"(^|_)(acc|accuracy|bleu|dice|f1|iou|loss|map|metric|perplexity|ppl|psnr|score|ssim)(_|\d|$)", re.IGNORECASE
+)
 _BUFFERS = ("io.BytesIO", "io.StringIO")
 
 
@@ -106,6 +110,8 @@ def _words(path: ast.expr) -> set[str]:
 def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may have its own file: a path with the rank or the time, or a memory buffer."""
     if _RANK_IN_PATH.search(ast.unparse(file)) or depth > 5:
+        return True
+    if any(_OWN_VALUE.search(last_name(node)) for node in ast.walk(file)):
         return True
     values = [value for node in ast.walk(file) for value in _origins(source, node)]
     if any(isinstance(value, ast.Call) and source.name(value.func) in _BUFFERS for value in (file, *values)):

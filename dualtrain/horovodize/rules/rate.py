@@ -33,8 +33,8 @@ _OF_HOSTS = {
 
 def rate_times_size(source: Source) -> Iterator[Finding]:
     """A learning rate that grows with the number of ranks."""
-    if _warms_up(source):
-        return  # the message asks for a warm-up
+    if _warms_up(source) or _is_adjusted_elsewhere(source):
+        return  # the message asks for a warm-up, and a function of another file may replace the rate
     powers = _Powers(source)
     cyclic = [call for call in source.calls if source.name(call.func) in _CYCLIC]
     used = [value for value in _rates(source, cyclic) if powers.of(value) > 0]
@@ -73,6 +73,17 @@ def _warms_up(source: Source) -> bool:
     return any(_WARM_UP.search(target) for target, value, _ in source.assignments if isinstance(value, ast.Call))
 
 
+def _is_adjusted_elsewhere(source: Source) -> bool:
+    """Return whether a function of another file sets the optimizer's rate: ``adjust_learning_rate(optimizer, epoch)``."""
+    for call in source.calls:
+        name = last_name(call.func)
+        given = (last_name(value) for value in (*call.args, *(word.value for word in call.keywords)))
+        if _ADJUSTS.search(name) and name not in source.functions and any("optim" in one.lower() for one in given):
+            return True
+    return False
+
+
+_ADJUSTS = re.compile(r"(adjust|set|update|change)_?(the_?)?(lr|learning_?rate)", re.IGNORECASE)
 #: Names of a learning rate's warm-up.
 _WARM_UP = re.compile(r"warm_?up|(^|_)wu(_|$)|gradual", re.IGNORECASE)
 

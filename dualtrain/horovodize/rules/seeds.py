@@ -43,8 +43,8 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
         if runs_on_driver(source, call) or _depends_on_rank(source, guards, call.args[0]):
             continue
         message = (
-            "all ranks start with the same random numbers, so that the samples of different ranks are augmented alike; add "
-            "hvd.rank() to the seed, after hvd.init()"
+            "all ranks start with the same random numbers, so that the samples of different ranks may be augmented alike; "
+            "add hvd.rank() to the seed, after hvd.init()"
         )
         yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
 

@@ -258,13 +258,22 @@ def adasum(source: Source) -> Iterator[Finding]:
 def half_precision(source: Source) -> Iterator[Finding]:
     """Compression to 16 bits: one finding for all uses."""
     for node in source.nodes:
-        if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute) and not _is_for_adasum(source, node):
+        if source.hvd(node) != "Compression.fp16" or not isinstance(node, ast.Attribute):
+            continue
+        if not _is_for_adasum(source, node) and not _is_switched_off(source, node):
             message = (
                 "averages of fp16 values cannot overflow here; on Horovod with MPI, Gloo or NCCL before 2.10, their sums "
                 "can; nothing to do"
             )
             yield Finding(node.lineno, "differs", message)
             return
+
+
+def _is_switched_off(source: Source, node: ast.AST) -> bool:
+    """Return whether the variable that chooses ``node`` is certainly false: the script assigns only constants to it."""
+    tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
+    values = [source.values.get(ast.unparse(test), []) for test in tests]
+    return any(bool(one) and all(isinstance(value, ast.Constant) and not value.value for value in one) for one in values)
 
 
 def _is_for_adasum(source: Source, node: ast.AST) -> bool:

@@ -61,8 +61,22 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
         for call in _methods(source, "load_state_dict"):
             same = inner and last_name(_owner(call)) == inner and source.scope(call) is source.scope(wrap)
             if same and call.lineno < wrap.lineno and not _has_no_state(source, inner):
-                message = "the state loaded before wrapping is kept; Horovod drops it; nothing to do"
+                cure = "nothing to do" if _is_loaded_by_all(source, call) else _BROADCAST_STATE
+                message = f"the state loaded before wrapping is kept; Horovod drops it; {cure}"
                 yield Finding(call.lineno, "differs", message)
+
+
+_BROADCAST_STATE = (
+    "only some ranks load it: call hvd.broadcast_optimizer_state(optimizer, root_rank=0) after wrapping, since the weights "
+    "differ between ranks otherwise"
+)
+
+
+def _is_loaded_by_all(source: Source, load: ast.Call) -> bool:
+    """Return whether all ranks may run ``load``, or the program broadcasts the optimizer's state."""
+    files = (source, *source.program)
+    broadcasts = any(True for file in files for _ in file.hvd_calls("broadcast_optimizer_state"))
+    return broadcasts or not Guards(source).looks_like_one_rank(load)
 
 
 def _has_no_state(source: Source, optimizer: str) -> bool:
@@ -87,7 +101,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
         effect = "weight decay, if there is any, may change the weights"
-        if given is not None and _is_wrapped_later(source, call, given):
+        if given is not None and _is_wrapped_apart(source, call, given):
             if not _shows_decay(source, given):
                 continue  # Horovod's wrapper discards the state, so that Adam does not start at step 1 either
         elif given is None or not (_is_sgd(source, given, call) or _may_be_wrapped_later(source, call, given)):
@@ -99,12 +113,12 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         return
 
 
-def _is_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
-    """Return whether ``optimizer`` is not wrapped at ``call``, and the same function wraps it afterwards."""
+def _is_wrapped_apart(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
+    """Return whether ``optimizer`` is not the wrapper at ``call``, and the same function wraps it, before or afterwards."""
     text, scope = ast.unparse(optimizer), source.scope(call)
     wraps = [wrap for wrap in source.hvd_calls("DistributedOptimizer") if source.scope(wrap) is scope]
     earlier = [wrap for wrap in wraps if wrap.lineno < call.lineno and wrap in source.values.get(text, ())]
-    inner = (wrap.args[0] if wrap.args else keyword(wrap, "optimizer") for wrap in wraps if wrap.lineno > call.lineno)
+    inner = (wrap.args[0] if wrap.args else keyword(wrap, "optimizer") for wrap in wraps)
     return not earlier and any(one is not None and ast.unparse(one) == text for one in inner)
 
 
