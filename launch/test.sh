@@ -34,7 +34,7 @@ begin_checks() {
   ruff check .
   types=$(mktemp)
   trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$types"' EXIT
-  trap 'exit 130' INT # runs after pytest has ended; this exit ends mypy, since Ctrl-C does not reach a background process
+  trap 'exit 130' INT # runs after pytest has ended; its exit runs the EXIT trap, which ends mypy: Ctrl-C does not reach a background job
   mypy >"$types" 2>&1 &
   mypy=$!
 }

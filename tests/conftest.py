@@ -204,7 +204,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
     Under pytest-xdist, the group ``processes``, which takes longest, comes first, and launches come second, so that all
-    processes have tests until the end. The other tests keep the order of their files.
+    of xdist's processes have tests until the end. The other tests keep the order of their files.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=_world_index)

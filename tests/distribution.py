@@ -11,8 +11,8 @@ from xdist.scheduler import LoadGroupScheduling
 class ByFile(LoadGroupScheduling):
     """``--dist loadgroup`` with units of whole files, except for tests with the mark ``xdist_group``.
 
-    Fixtures of a module are set up in one process. With units of single tests, the time that xdist takes grows with the
-    square of their number. Units are started in the order of the tests. xdist's default is to start
+    The fixtures of a module are then set up in one process only. With single tests as units, the time that xdist takes
+    would grow with the square of their number. Units are started in the order of the tests. xdist's default is to start
     units with few tests last, but a file of launches has few tests and takes long.
     """
 

@@ -35,8 +35,8 @@ PRELOADED = ["tests.warm"]
 @cache
 def server() -> ForkServerContext:
     """Return multiprocessing's context for processes that are forked from the server. The first call starts the server."""
-    # A process can have only one fork server. Training runs in this process use it for their data workers, so start it
-    # as they do: it must survive the signals of a job.
+    # A process can have only one fork server. Tests that train in this process use it for data workers, so start it as
+    # training does: it must survive the signals of a job.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 

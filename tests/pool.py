@@ -213,7 +213,7 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
     except (EOFError, OSError):
         inbox.put(None)
     time.sleep(EXIT_SECONDS / 2)
-    os._exit(1)  # the parent has exited, and the main thread is still blocked
+    os._exit(1)  # the parent has exited or closed the pipe, but the main thread is still blocked
 
 
 def _explain(error: BaseException) -> str:
@@ -258,7 +258,7 @@ def _serve(connection: Connection) -> None:
         try:
             connection.send_bytes(answer)
         except OSError:
-            break  # the parent has exited
+            break  # the parent has exited or closed the pipe
     if backend is not None:
         backend.close()
 

@@ -343,7 +343,7 @@ def test_each_communication_library_is_named_in_one_file(library, file):
 
 
 def test_only_console_prints():
-    """Names of files and classes can contain escape sequences, which ``console.show`` escapes."""
+    """Names of data files and of image classes can contain escape sequences, which ``console.show`` escapes."""
     calls = {
         path.relative_to(PACKAGE).as_posix()
         for path in FILES

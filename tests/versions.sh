@@ -13,7 +13,7 @@
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
 # The tests run on a copy of this tree. Exit status: 0 if all versions passed; 1 if one failed; 2 for an error that the user can
-# fix, in one line. A version that the index does not have is refused before any installation.
+# fix and that one line on stderr explains. A version that the index does not have is refused before any installation.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

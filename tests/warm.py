@@ -19,6 +19,7 @@ for name in MODULES:
         importlib.import_module(name)
 importlib.import_module("dualtrain.torchvision_shim").torchvision()
 torch.set_num_threads(1)
-# Otherwise each garbage collection would visit the objects of these modules, and in each forked process copy their memory.
+# Freeze the objects of these modules: otherwise each garbage collection would visit them, and copy their memory in each
+# forked process.
 gc.collect()
 gc.freeze()

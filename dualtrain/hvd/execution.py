@@ -25,7 +25,7 @@ class Executor:
         timeline: records the start and end of each call.
 
     Attributes:
-        gpu: the GPU of the script's tensors; ``None`` before the first call with a tensor on a GPU.
+        gpu: the GPU of the script's tensors; ``None`` while it is not known.
     """
 
     def __init__(self, backend: Backend, channels: Channels, timeline: Timeline) -> None:

@@ -138,7 +138,7 @@ def start(
     in_place: bool = False,
     finish: Callable[[list[torch.Tensor]], Any] = tuple,
 ) -> int:
-    """Start a call without gradients; return a handle for ``poll`` and ``synchronize``. Does not block.
+    """Start a call that is not differentiable; return a handle for ``poll`` and ``synchronize``. Does not block.
 
     ``synchronize`` returns ``finish(results)``.
     """

@@ -195,9 +195,9 @@ def sparse_allreduce_async(
 def join(device: int = -1, divide_by: str = "initial") -> int:
     """Report that this rank has no more data; block until all ranks have joined, and return the rank that joined last.
 
-    Until then this rank contributes the identity element to the other ranks' reductions (zero for a sum; Horovod uses
+    Until then this rank contributes the identity element to the other ranks' allreduces (zero for a sum; Horovod uses
     zero for a minimum too), and zeros to the gradients of ``DistributedOptimizer``. A barrier does not wait for this
-    rank. All other operations fail on the ranks that call them.
+    rank. All other operations, such as ``reducescatter``, fail on the ranks that call them.
 
     Args:
         device: ignored; accepted because Horovod accepts it.

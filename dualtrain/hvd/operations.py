@@ -23,7 +23,7 @@ class Task:
 
     Attributes:
         facts: what all ranks agreed on: op, pre, post, divisor, root, members, rows, splits.
-        channel: the backend of the process set's ranks, on which nothing else is sent.
+        channel: the backend of the process set's ranks, used only for calls on this set.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
     """

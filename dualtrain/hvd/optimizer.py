@@ -1,7 +1,8 @@
 """``hvd.DistributedOptimizer``: any optimizer, with Horovod's rules for when gradients are combined.
 
 Each optimizer sends its gradients in buckets, on a separate channel, without requests to rank 0. Rank 0 is needed only
-to open the channel before the first exchange, and to request zeros from ranks that have joined.
+to open the channel before the first exchange, and to request zeros from ranks that have joined. With options that
+buckets do not support, an optimizer uses a grouped allreduce instead (``call_reducer.py``; ``_AdasumOptimizer`` below).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Timeline:
         """
         self.stop()
         with self._lock:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (until stop)
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open until stop()
             self._lines, self.mark_cycles = {}, mark_cycles
             self._start = time.time()
             self._end = 0

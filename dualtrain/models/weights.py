@@ -72,7 +72,7 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
         raise UserError(f"--weights {file!r} is not a mapping from names to tensors: {advice}")
     problem = next(filter(None, map(_unusable, state.keys(), state.values())), None)
     if problem is not None:
-        raise UserError(f"--weights {file!r} has {problem}: {advice} of a plain model")
+        raise UserError(f"--weights {file!r} has {problem}: {advice}, with text keys and plain dense tensors")
     return dict(state)
 
 

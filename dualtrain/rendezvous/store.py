@@ -32,10 +32,10 @@ class Store(Hashable, Protocol):
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
         """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
 
-        ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to a
-        value and returns the sum. ``"swap"`` takes [old, new], sets new if the value is old (``""`` means not set), and
-        returns the resulting value. ``"drop"`` removes a key. ``"has"`` returns whether all keys of a list are set in time.
-        ``"count"`` returns the number of keys.
+        ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to
+        a value and returns the sum. ``"swap"`` takes ``[old, new]``, replaces the value by ``new`` if it equals ``old``
+        (``""`` means not set), and returns the resulting value. ``"drop"`` removes a key; returns whether it was set.
+        ``"has"`` returns whether all keys of a list are set in time. ``"count"`` returns the number of keys.
         """
         ...
 

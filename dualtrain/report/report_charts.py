@@ -161,4 +161,4 @@ def _left_out(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
     """Return a note about the values that are not drawn, if any."""
     found = {run.label: sum(curve.left_out for curve in curves if curve.run == number) for number, run in enumerate(runs)}
     parts = [f"{count} of {text(label)}" for label, count in found.items() if count]
-    return f'<p class="hint">Not drawn, because they are not finite or too large: {", ".join(parts)}.</p>' if parts else ""
+    return f'<p class="hint">Values not drawn (too large or no finite number): {", ".join(parts)}.</p>' if parts else ""

@@ -176,7 +176,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, beginning with the header. ``names`` maps the (row, column) of cells with a run's name to the run."""
+    """Rows of text, beginning with the header. ``names`` maps the (row, column) of each run's name to that run."""
 
     rows: list[list[str]]
     names: dict[tuple[int, int], Run]

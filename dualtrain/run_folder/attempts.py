@@ -219,7 +219,7 @@ class Attempt:
         """
         self.folder, self._step = folder, step
         self._name = on_rank_zero(backend, "run folder", self._begin)
-        with suppress(OSError):  # another host may have no such folder, or the folder of another attempt
+        with suppress(OSError):  # on another host, this path may not exist, or hold an old attempt
             starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
             if starts[-1:] == [self._name]:
                 self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -24,7 +24,7 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.run_folder import generation
 from dualtrain.run_folder.generation import Owner, Seen
 
-WAIT_SECONDS = 6.0  # longest wait for a process of the same host to leave the folder, as after a restart
+WAIT_SECONDS = 6.0  # longest wait for a process of the same host to leave the folder, for example after a restart
 RENEW_SECONDS = 2.0
 #: A process on a different host counts as ended if it misses this many renewals. ``take(waits=True)`` fails after the other
 #: process has renewed its file this many times.

@@ -170,7 +170,7 @@ def step_of(path: Path) -> int | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line. Each line is written at once, and completely or not at all."""
+    """``metrics.jsonl``: one JSON object per line. Lines are not buffered, and are written completely or not at all."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
         """Keep the metrics up to ``step``; call ``report`` if lines are not metrics. Raises OSError, SupersededError."""

@@ -136,7 +136,7 @@ class CommonBuffers:
         return True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of all buffers on the CPU by name, including those that are not persistent."""
+        """Return CPU copies of all buffers by name, including buffers that are not persistent."""
         return {place.name: place.read().detach().cpu().clone() for place in self._all}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

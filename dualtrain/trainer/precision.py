@@ -1,7 +1,7 @@
 """Mixed precision: torch's autocast around the forward pass, and its GradScaler for fp16.
 
-The scaler gets gradients that are already summed over the ranks. Every rank therefore finds the same overflow, skips the
-same step and keeps the same scale, without further communication.
+The scaler gets gradients that are already averaged over the ranks. Every rank therefore finds the same overflow, skips
+the same step and keeps the same scale, without further communication.
 """
 
 from __future__ import annotations

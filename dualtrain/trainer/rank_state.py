@@ -51,7 +51,7 @@ def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's buffers on the CPU by name, including those that are not persistent."""
+    """Return CPU copies of this rank's buffers by name, including buffers that are not persistent."""
     return {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
 
 

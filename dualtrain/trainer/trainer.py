@@ -47,7 +47,7 @@ class Trainer:
             of that mean and four sums; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
-        clip_norm: the largest total norm of the gradients after the sum over ranks; larger gradients are scaled down.
+        clip_norm: the largest total norm of the gradients, averaged over ranks; larger gradients are scaled down.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.

@@ -63,7 +63,7 @@ class Records:
         """Close the files."""
         for file in (self._metrics, self._board):
             if file is not None:
-                with suppress(OSError):  # the write that failed has been reported
+                with suppress(OSError):  # TensorBoard writes its last events here: a full disk must not end the run
                     file.close()
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:

@@ -145,7 +145,7 @@ def _check_form(tree: dict[str, Any]) -> None:
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's settings or platform are plain values; those that a run adopts must be valid."""
+    """Return whether a checkpoint's settings or platform are plain values, and valid if a resumed run adopts them."""
     try:
         json.dumps(found)
     except TypeError:  # a tensor

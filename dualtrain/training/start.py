@@ -39,7 +39,8 @@ from dualtrain.training.resume import (
 )
 
 log = logging.getLogger("dualtrain")
-#: The number of runs that this process has started for each job: part of a run's job name. A restarted process starts at 0.
+#: The number of runs that this process has started for each job: part of a run's job name. A restarted process counts
+#: from 0 again.
 _runs: Counter[str] = Counter()
 
 

@@ -255,7 +255,10 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 
 def same_bits_everywhere(backend):
-    """Compare with the library's all-reduce. Short tensors do not use it: they are sent while calls are compared."""
+    """Compare ``allreduce`` with the library's all-reduce, which it uses only for long tensors.
+
+    It sends short tensors in the messages that compare the ranks' calls.
+    """
     mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
     mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
@@ -772,7 +775,7 @@ def average_in_torchs_threads():
         average = average_(torch.full((200_000,), 4, dtype=torch.int32).view(torch.float32), 2).view(torch.int32)
         return average.unique().tolist(), torch.get_num_threads()
     finally:
-        torch.set_num_threads(before)  # threads that start later use the number that was set last
+        torch.set_num_threads(before)  # restore it: Python threads that start later inherit it
 
 
 def test_torchs_own_threads_keep_subnormal_numbers_too():

@@ -472,7 +472,7 @@ def test_a_default_group_that_cannot_be_made_is_an_error_of_one_line(monkeypatch
 
 
 def free_of_the_default_group(backend, port):
-    """Open two worlds; between them, make a default group that has no backend for CPU tensors."""
+    """Open a world, make a default group that has no backend for CPU tensors, and open a second world."""
     dist = torch.distributed
     there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
     again = replace(backend.world, rendezvous=("127.0.0.1", port))

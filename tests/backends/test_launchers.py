@@ -301,5 +301,5 @@ def test_the_name_of_a_job_outlives_the_workers():
     assert detect_world({**batch, "SLURM_RESTART_COUNT": "1"}).job == first.job
     assert detect_world({**batch, "SLURM_STEP_ID": "1"}).job == "slurm-c-7.1"
     assert detect_world({**batch, "MASTER_ADDR": "h", "MASTER_PORT": "1"}).job == first.job
-    # The runs of a shell in a step of salloc have no job name: there may be several, and the step is not requeued.
+    # Only batch jobs get a name. A step of salloc is not requeued, and may be a shell that starts several runs.
     assert detect_world({name: value for name, value in batch.items() if name != "ENVIRONMENT"}).job == ""

@@ -29,7 +29,7 @@ from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
-CONTRACT_SECONDS = 30.0  # half of the timeout of the pool's calls
+CONTRACT_SECONDS = 30.0  # half of the timeout of the pool's backends
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-#: Program that mounts a small file system, fills it with the fault FULL_DISK, and prints the effects.
+#: Program that mounts a small file system, injects the fault FULL_DISK, which fills it, and prints the effects.
 IN_SMALL_DISK = """
 import os, random, signal, sys, threading, time
 from pathlib import Path

@@ -67,7 +67,7 @@ document.body.appendChild(Object.assign(document.createElement("pre"), { id: "se
 
 def visit(text: str, folder: Path, width: int) -> tuple[dict[str, Any], str]:
     """Open a page with ``VISIT`` in it; return its observations and the browser's console output."""
-    # Remove the page's content security policy, which allows no other script.
+    # Remove the page's content security policy, which allows only the page's own script.
     path = folder / "visited.html"
     path.write_text(re.sub("<meta http-equiv[^>]*>", "", text).replace("</body>", f"<script>{VISIT}</script></body>"))
     command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]

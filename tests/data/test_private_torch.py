@@ -1,4 +1,4 @@
-"""Private attributes of torch's DataLoader that stop workers: a failure names the attribute that is missing."""
+"""Private attributes of torch's DataLoader with which its workers are stopped: a failure names the missing one."""
 
 from __future__ import annotations
 

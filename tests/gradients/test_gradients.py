@@ -509,7 +509,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """Return the words that ``rank`` looks up, one of them twice; ``None`` on the last of several ranks."""
+    """Return the words that ``rank`` looks up, with repetitions; ``None`` on the last of several ranks."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -774,7 +774,7 @@ def all_in_segments(backend, reentrant, passes):
             sent.clear()
             for i in range(passes):
                 vector_loss(model, backend.rank + i).backward()
-            check(gradients(model), expected)  # averages, as soon as backward has returned
+            check(gradients(model), expected)  # already averaged when backward returns
             assert optimizer.extra.tolist() == [backend.size]
             assert len(sent) == len(set(sent)) == len(list(model.parameters()))
             optimizer.step()
@@ -886,7 +886,7 @@ class Fragile(nn.Module):
 
 
 def fails_in_backward(backend, sizes, passes):
-    """Let backward fail in the same place on all ranks. With small buckets, the first bucket is sent before that."""
+    """Let backward fail in the same place on all ranks; with small buckets, after the first bucket is sent."""
     model = Fragile()
     losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
     with small_buckets(sizes):

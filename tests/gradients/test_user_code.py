@@ -1,4 +1,4 @@
-"""User code between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
+"""User code that keeps gradients, registers hooks, freezes parameters, or passes other options on some ranks."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. ``average_first`` prevents this with 2 or 4 ranks: 1/size comes first."""
+    """Average gradients whose sum overflows, unless ``average_first`` applies 1/size before the sum (2 or 4 ranks)."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))

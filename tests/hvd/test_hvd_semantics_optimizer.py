@@ -206,7 +206,7 @@ def test_a_parameter_that_is_frozen_later_does_not_change(real):
     assert first == second
     if real.name == "torch":
         assert first == [0.75, 0.75, 0.75]
-    else:  # Horovod averages gradients of zeros, so momentum and weight decay change the weight
+    else:  # Horovod gives the frozen parameter a gradient of zeros, so momentum and weight decay change it
         assert first == pytest.approx([0.75, 0.5875, 0.476875], abs=1e-6)
 
 

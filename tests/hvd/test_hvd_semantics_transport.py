@@ -132,7 +132,7 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 
 
 def crossed(backend):
-    """Let each rank wait for a sum of which the other rank has not reduced its shard yet.
+    """Let each rank wait for a sum while the other rank has not yet reduced its shard of that sum.
 
     The rank that sends its gradients last reduces its shard at once. The other rank must reduce its own shard later.
     """

@@ -42,7 +42,7 @@ finish() {
   scancel --quiet --full --user=root || true
   # Let Slurm end its jobs first, so that the daemons see the jobs' last processes end.
   for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
-  export -n SLURM_CONF # so that the function ours does not find this script's own commands
+  export -n SLURM_CONF # so that `ours` does not find this script's own commands
   end TERM
   end KILL
   wait

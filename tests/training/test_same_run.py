@@ -109,7 +109,7 @@ def test_every_setting_is_compared_or_may_differ_for_a_reason():
             mine, theirs = ("not set" if value is None else repr(value) for value in values)
             line = f"{SETTINGS[name].flag} is {mine} on rank 0 and {theirs} on rank 1; "
             assert text == "the ranks do not have the same settings: " + line + "give every rank the same command line"
-        elif name in ("weights", "resume"):  # only whether the flag is given is compared
+        elif name in ("weights", "resume"):  # the paths may differ, but all ranks or none must give the flag
             assert f"{SETTINGS[name].flag} is not set on rank 0 and 'given' on rank 1" in text
         else:
             assert text == "", name

@@ -36,7 +36,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num = 0
         #: Always empty, as in Horovod 0.28.1: ``processed_num`` counts the processed samples.
         self.processed_indices: set[int] = set()
-        #: This rank's samples in the last iteration.
+        #: This rank's samples, from the latest call of ``iter(sampler)``.
         self.indices: list[int] = []
         self.reset()
 
