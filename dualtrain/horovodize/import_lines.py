@@ -39,7 +39,10 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     elif stays is not None:
         why = f"dualtrain has no counterpart of `{ast.unparse(stays)}`"
     else:
-        message = "imports dualtrain.hvd, which under horovodrun is Horovod itself; start the script with plain torchrun"
+        message = (
+            "this line now imports dualtrain.hvd, which is Horovod itself under horovodrun; start the script with plain "
+            "torchrun"
+        )
         return [Finding(node.lineno, "differs", message, tuple(edits)) for node, edits in changes], []
     return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod is not changed: {why}; {_RUNNER}")]
 

@@ -69,7 +69,10 @@ def test_gradients_equal_those_of_one_process(typical, body):
 
 
 def beside_buckets(backend):
-    """Call allreduce in backward while ranks send different buckets: after the first step, only rank 0 uses ``side``."""
+    """Let backward run the allreduce of ``shared``'s gradient while ranks send different buckets.
+
+    After the first step, only rank 0 uses ``side``.
+    """
     early, side, big = params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     reducer = GradientReducer([("early", early), ("side", side), ("big", big)], backend, transfer=Transfer(bucket_bytes=0))
     found = []

@@ -27,9 +27,10 @@ from dualtrain.horovodize.prove.records import RunRecord, median_of
 #: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
 ROUNDING = 1e-5
 OTHER_HARDWARE = 1e-3
-#: A larger relative difference between two runs on one side would hide differences between the libraries.
+#: Largest relative difference between two runs on one side. With a larger one, an error of a library would not be seen.
 LARGEST_SPREAD = 1e-2
-#: A larger difference or spread, relative to the change of the weights in all steps, would hide differences.
+#: The same limit as a part of the distance by which all steps have moved the weights. It also limits the difference
+#: between the libraries that is allowed on other hardware.
 PART_OF_TRAINING = 0.1
 
 
@@ -221,7 +222,7 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 
 
 def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
-    """Compare Horovod's run with ``compat`` if ``required``, else with the closer of it and dualtrain's first run."""
+    """Compare Horovod's run with ``compat`` if ``required``, else with the closer of ``compat`` and the first run."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)
