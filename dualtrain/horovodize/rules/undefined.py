@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Names that every module has, that other platforms have, and that notebooks and consoles define.
-_GIVEN = {"__annotations__", "__builtins__", "__doc__", "__file__", "__name__", "__package__", "__spec__", "WindowsError"}
+_GIVEN = {"__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__name__", "__package__", "__path__"}
+_GIVEN |= {"WindowsError", "__spec__"}
 _GIVEN |= {"_", "In", "Out", "dbutils", "display", "displayHTML", "get_ipython", "sc", "spark", "sqlContext"}
+#: Builtin names of Python 2. A condition on the version may prevent their use.
+_GIVEN |= {"basestring", "cmp", "execfile", "file", "long", "raw_input", "reduce", "reload", "unichr", "unicode", "xrange"}
 _DYNAMIC = ("exec", "globals", "run_path", "setattr")
 
 
