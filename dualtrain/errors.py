@@ -41,7 +41,7 @@ class UserError(ValueError):
 class RanksDifferError(UserError):
     """Ranks differ in their settings, data or environment. Raised on every rank.
 
-    Every rank prints it, because the ranks may have been started by hand on different terminals.
+    Every rank prints it, although it is ``shared``: the ranks may have been started by hand on different terminals.
     """
 
     def __init__(self, message: str, *, trace: str = "", transient: bool = False) -> None:
@@ -86,7 +86,7 @@ class PeerFailedError(BackendError):
 
 
 class RankFailedError(RuntimeError):
-    """A function that was started on several ranks failed on one of them, or that rank's process ended.
+    """A function that was started on several ranks failed on one of them, or a rank's process ended unexpectedly.
 
     Attributes:
         rank: the rank that failed.

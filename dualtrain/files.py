@@ -186,7 +186,7 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return a path for putting ``path`` aside: ``name``.aside, or ``name``.aside-2 and so on if that file exists."""
+    """Return where to put ``path`` aside: at ``name``.aside, or at ``name``.aside-2 and so on if another file is there."""
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1
@@ -195,7 +195,7 @@ def aside_of(path: Path, name: Path) -> Path:
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove the temporary files that killed processes left for files whose names match ``names``. Raises OSError."""
+    """Remove temporary files that killed processes left, if their final names match ``names``. Raises OSError."""
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):

@@ -226,7 +226,10 @@ def _srun(v: _Variables) -> World:
 
 
 def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | None:
-    """Return the step's first host and the first port to try: srun gives the ranks no way to exchange a free port."""
+    """Return the step's first host, and the first port to try.
+
+    The port is computed from the ids of the job and the step, since srun gives the ranks no way to exchange a free port.
+    """
     hosts = v.text("SLURM_STEP_NODELIST") or v.text("SLURM_NODELIST")  # such as gpu[01-03,07],login
     if not single_host and hosts is None:
         return None
@@ -318,7 +321,8 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Var
 )
 
 
-# A process with one of these variables but no rank was launched with an incomplete environment; it must not train alone.
+# If no launcher is recognised but one of these variables is set, the environment is incomplete, and the process must
+# not train alone.
 _REMNANTS = {
     "horovodrun --gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR",),
     "mpirun": ("OMPI_COMM_WORLD_SIZE",),
@@ -339,7 +343,7 @@ def detect_world(env: Mapping[str, str] | None = None) -> World:
             return read(_Variables(name, env))
     for name, _, read in _LAUNCHERS:
         if any(variable in env for variable in _REMNANTS.get(name, ())):
-            read(_Variables(name, env))  # raises: the rank is missing
+            read(_Variables(name, env))  # raises: the rank or the size is missing
     return World(job=given_job(env))
 
 

@@ -83,7 +83,7 @@ def _run(config: Config, world: World) -> int:
     from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.training.progress import Waiting
 
-    use_huge_pages()  # before connect() creates tensors; for GPUs too, since the device is not known yet
+    use_huge_pages()  # before connect() creates tensors; in GPU runs too, since the device is not known yet
     with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
         # Change GC settings only if this module is the program.
         with loading() if __name__ == "__main__" else nullcontext():

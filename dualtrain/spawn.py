@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank outlives a killed parent until it has imported this file.
+# Don't import torch: the parent does not need it, and a rank whose parent is killed exits only after these imports.
 
 Body = Callable[[list[str]], int]
 

@@ -307,9 +307,9 @@ class Primitives(ABC):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:
-        """Return a backend over ``ranks`` (sorted, of this backend) in which this rank has the place ``world``. Blocks.
+        """Return a backend over some ``ranks`` of this one, in which this rank has the place ``world``. Blocks.
 
-        Collective over this backend; ranks outside of the subset pass ``world=None`` and get ``None``.
+        Collective over this backend. ``ranks`` is sorted; ranks outside of it pass ``world=None`` and get ``None``.
         """
 
     @abstractmethod

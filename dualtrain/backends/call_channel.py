@@ -103,7 +103,7 @@ class CallChannel:
             if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
                 self.close()  # so that the other ranks don't wait for this one
                 while len(self._unfinished) > 1:
-                    self._unfinished.pop()  # a later exchange would keep its buffers alive
+                    self._unfinished.pop()  # don't keep the buffers of later exchanges alive
                 raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")
             for _ in self._unfinished[0]:  # not ``yield from``, which would close the generator if the wait times out
                 yield

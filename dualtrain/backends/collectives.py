@@ -322,9 +322,9 @@ class Backend(Primitives):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. Sums are matched only with sums: a rank may start a sum before
-        a call of a different method, and another rank may start it after that call. If ``tensor`` comes from
-        :meth:`new_buffer` on one rank, it must do so on every rank.
+        Otherwise as :meth:`start_allreduce`. Does not block. Except with NCCL, sums are matched only with sums: a rank
+        may start a sum before a call of a different method, and another rank may start it after that call. If
+        ``tensor`` comes from :meth:`new_buffer` on one rank, it must do so on every rank.
         """
         work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
@@ -538,7 +538,7 @@ class Backend(Primitives):
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
-        """Concatenate every rank's rows in rank order; all ranks know ``rows``, each rank's number of rows."""
+        """Concatenate every rank's rows in rank order. ``rows`` is each rank's number of rows, which all ranks know."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name)
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))

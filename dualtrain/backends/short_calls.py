@@ -67,7 +67,7 @@ class CallBuffers:
     @torch.inference_mode(False)
     def __init__(self, rank: int, size: int, most: int) -> None:
         self._size = size
-        self._stride = 1 + _NUMBERS + most // _WORD  # size of a rank's frame, in numbers
+        self._stride = 1 + _NUMBERS + most // _WORD  # length of a rank's frame, in int64 numbers
         self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
         # Each array shares its memory with a tensor: Python reads and writes single numbers faster through an array. On
         # rank 0, ``_own`` holds the frames of all ranks, rank 0's own frame first.

@@ -462,7 +462,7 @@ def default_group_place() -> tuple[int, int] | None:
 
 
 def _limit(timeout: float) -> timedelta:
-    """Return the timeout of a process group: longer than the backend's own, whose message names the operation."""
+    """Return a process group's timeout, which is longer than the backend's: the backend's error names the operation."""
     return timedelta(seconds=timeout + 10)
 
 
@@ -524,7 +524,7 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 def open_store(world: World, timeout: float) -> dist.Store:
     """Return the key-value store of ``world``.
 
-    It is served by torch's default group, the launcher, the parent process or rank 0.
+    It is the store of torch's default group, or is served by the launcher, the parent process or rank 0.
 
     Raises:
         UserError: the launcher names no address, the address cannot be reached, or its port is in use.

@@ -53,7 +53,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
-    """Return the primitives' operation for ``op`` on tensors of ``dtype``.
+    """Return the primitives' operation that implements ``op`` for tensors of ``dtype``.
 
     Raises:
         ValueError: the operation has no meaning for the dtype.

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: (discarded, timed). Only the first step is slower than the others: although DDP rebuilds its
-#: buckets in the second step, that step is not slower. A round runs a fraction of the timed steps (``pace.py``), at most
-#: half of them with --quick.
+#: Steps of each workload: (discarded, timed). At least the first step is discarded, because it is slower than the others.
+#: The second step, in which DDP rebuilds its buckets, is not slower. A round runs a fraction of the timed steps
+#: (``pace.py``), at most half of them with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "layers20": (4, 32),

@@ -16,7 +16,7 @@ from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSec
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # largest integer that a flag accepts, such as a seed; 2**31 times this fits in int64
+LARGEST = 2**32 - 1  # largest integer that a flag accepts, for example as a seed; its product with 2**31 fits in int64
 
 
 class _Parser(Parser):

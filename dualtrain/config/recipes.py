@@ -21,7 +21,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """Return the values that a recipe sets, by field name.
+    """Return the values that a recipe sets, by flag name (``batch_size``).
 
     Raises:
         UserError: there is no recipe of that name.

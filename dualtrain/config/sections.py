@@ -20,7 +20,7 @@ from dualtrain.config.fields import (
 )
 
 MOST_THREADS = 1024  # a limit, since OpenMP ends the process if it cannot start all threads
-AUTO = "auto"  # value of --resume; a file of that name is ./auto
+AUTO = "auto"  # value of --resume; a checkpoint file named auto must be given as ./auto
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 

@@ -148,7 +148,7 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
         "lr_milestones": bool(drops) and min(map(int, drops)) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,
-        # The run saves at its end in any case, so only the checkpoints of earlier epochs can be left out.
+        # The run saves at its end in any case, so this setting can leave out only the checkpoints of earlier epochs.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
         # The first epoch is the best so far, so the longest time without a better one is all epochs but one.

@@ -41,7 +41,7 @@ def sample_seed(seed: int, number: int) -> int:
 
 
 def _scramble(seed: int) -> int:
-    """Hash ``seed``. Without the hash, seed + GOLDEN would give the numbers of ``seed``, shifted by one sample."""
+    """Hash ``seed``. Without the hash, seed + GOLDEN would give the random bits of ``seed``, shifted by one sample."""
     wrapped = (seed + 2**63) % 2**64 - 2**63
     return int(_mix(torch.tensor(wrapped)))
 

@@ -30,7 +30,7 @@ class ImageTransform:
     """A :data:`Transform` that resizes, crops and normalizes. Values become float32, integers scaled to [0, 1].
 
     Args:
-        size: side of the crop in pixels; ``None`` for the images' width with ``augment``, and for no crop without it.
+        size: side of the crop in pixels; ``None``: with ``augment``, the images' width; otherwise no crop.
         resize: length of the shorter side in pixels before the crop; ``None`` for no resizing.
         augment: take the crop at a random position and flip it with probability 0.5; otherwise take a centre crop.
         pad: pixels of zeros on each side before a random crop.

@@ -2,7 +2,7 @@
 
 Every rank sends its versions, devices and interfaces to rank 0. Each tested backend joins the world and times an allreduce.
 Each problem is printed in one line with its cure. The exit status is 0 if a run would work, else 2. With --backend all,
-only the backend that dualtrain train would choose here decides on the exit status.
+a backend that dualtrain train would not choose here may fail without changing the exit status.
 """
 
 from __future__ import annotations

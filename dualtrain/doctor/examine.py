@@ -42,7 +42,7 @@ class Examination:
         self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world))
 
     def end(self) -> None:
-        """Leave the worlds after rank 0 has printed. Blocks until all ranks that can be reached have called this too."""
+        """Close the backends after rank 0 has printed. Blocks until all reachable ranks have called this too."""
         if self._control is None:
             # A launcher ends all processes when the first one ends: wait until rank 0 has printed its report.
             if self.world.rank:

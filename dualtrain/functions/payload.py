@@ -48,7 +48,7 @@ def pickled_call(
     """Pickle a call of ``function``: see :func:`dumps`.
 
     Raises:
-        UserError: the call cannot be pickled, or only with cloudpickle.
+        UserError: the call cannot be pickled, or needs cloudpickle, which is not installed.
     """
     call: Call = function, tuple(args), dict(kwargs or {})
     name = getattr(function, "__qualname__", repr(function))

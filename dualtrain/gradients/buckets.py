@@ -97,7 +97,7 @@ class Bucket:
         self._frozen: list[Slot] = []
         #: The value of ``_frozen`` at the last check.
         self._checked: list[Slot] = []
-        self._checks = 0  # how many rounds have checked the same frozen slots again
+        self._checks = 0  # how many rounds had the same frozen slots as the round before
         #: The first slot that is frozen on this rank and has a gradient on other ranks, found by ``unpack``.
         self.trained_elsewhere: Slot | None = None
         #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
@@ -231,7 +231,7 @@ class Bucket:
         self.sum.add_shard([*parts, self.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Split a buffer like ``wire``: a part for each slot, then the extra scalars; or one part if ``_adds_wire``."""
+        """Split a buffer of the size of ``wire``: a part for each slot, then the extras; one part if ``_adds_wire``."""
         if self._adds_wire:
             return [buffer]
         address = buffer.data_ptr()
@@ -270,9 +270,9 @@ class Bucket:
     def _check_frozen(self) -> None:
         """Find a parameter that is frozen on this rank and has a gradient on another rank.
 
-        A check reads a parameter's whole gradient. So check all frozen parameters in the first round after their set
-        has changed. In later rounds, check only one of them if gradients are on the CPU, and none if they are on a GPU,
-        for which the CPU would wait.
+        A check reads a parameter's whole gradient. So check all frozen parameters only in the first round after their
+        set has changed. In later rounds, check only one of them if gradients are on the CPU, and none if they are on a
+        GPU, for which the CPU would wait.
         """
         chosen = self._frozen
         if self._frozen == self._checked and self._frozen:

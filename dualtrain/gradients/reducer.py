@@ -1,9 +1,9 @@
 """Average gradients over the ranks while backward still runs.
 
 When autograd has computed a parameter's gradient, the parameter's hook marks the gradient ready. When the next bucket in
-order is complete, ``start_sum`` sends it, while backward continues. At the end of backward, the reducer waits for all sums
-and scales them by 1/size. From then on ``param.grad`` is the average on every rank: clip, unscale or read it without
-another call.
+order is complete, the reducer starts to sum it over the ranks, while backward continues. At the end of backward, the
+reducer waits for all sums and scales them by 1/size. From then on ``param.grad`` is the average on every rank: clip,
+unscale or read it without another call.
 """
 
 from __future__ import annotations

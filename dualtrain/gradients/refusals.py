@@ -227,7 +227,7 @@ class _LateFlag:
         self._copied = torch.cuda.Event()
 
     def copy(self, flag: torch.Tensor) -> None:
-        """Start to copy ``flag`` to the CPU, after :meth:`raised` has read the previous flag."""
+        """Start to copy ``flag`` to the CPU. Overwrites the previous flag: call :meth:`raised` before, to read it."""
         self._value.copy_(flag, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(flag.device))
 

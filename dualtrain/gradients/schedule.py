@@ -62,6 +62,7 @@ class Schedule:
 
     def start_round(self) -> None:
         """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
-        # In this order: after an interrupt between the lines, no bucket can be sent until the caller starts over.
+        # In this order: after an interrupt between the lines, ``next`` still marks all buckets as sent, so none is sent
+        # until the caller ends this round again.
         self.round += 1
         self.next = 0

@@ -78,7 +78,7 @@ class Slot:
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
 
     def move_kept(self) -> None:
-        """Copy an earlier gradient that the program still holds to new memory, before ``view`` is overwritten.
+        """If the program still holds an earlier gradient, copy that one to new memory, before ``view`` is overwritten.
 
         The program then sees the earlier values, as in torch. Exceptions are views of the earlier gradient
         (``param.grad.view(-1)``) and, in some versions of torch, references that only C++ holds (``other.grad = p.grad``).

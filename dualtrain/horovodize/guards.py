@@ -120,7 +120,10 @@ class Guards:
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def looks_like_one_rank(self, node: ast.AST) -> bool:
-        """Return whether ``node`` perhaps runs on some ranks only: a condition is around it, or an exit before it."""
+        """Return whether ``node`` perhaps runs on some ranks only.
+
+        That is so if a word such as rank is in a condition around ``node``, or in the condition of an earlier exit.
+        """
         return any(self._names_one_rank(test) for test, _ in self._conditions(node))
 
     def _names_one_rank(self, test: ast.expr, depth: int = 0) -> bool:

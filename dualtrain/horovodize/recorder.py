@@ -77,7 +77,7 @@ class Recorder:
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
         self._marks = marks(steps)
-        self._first_defect = 0  # the step after which a reproduced defect of Horovod was first found; 0 if none was
+        self._first_defect = 0  # the first step after which ``_defects()`` was not empty; 0 until then
         self._join: Any = None  # the library's join() before ``patch`` replaced it
         # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
         self._joined = False

@@ -112,7 +112,7 @@ def _prepare() -> None:
 
 
 def _hide_frames_above(code: CodeType | None) -> None:
-    """Omit the frames above ``code`` from the traceback that python prints at exit; all frames if it is ``None``."""
+    """Omit the frames above ``code``, or all frames if ``code`` is ``None``, from the traceback that python prints."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

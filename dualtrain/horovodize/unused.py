@@ -34,7 +34,7 @@ def _may_be_unused(source: Source, function: Function) -> bool:
 def _is_started(source: Source) -> bool:
     """Return whether the file is a script: it has a main guard, or it trains or calls its own functions at top level.
 
-    A call of ``hvd.init`` does not suffice, because a module for other files may call it.
+    A call of ``hvd.init`` does not suffice, because a module that other files import may call it.
     """
     top = next(nodes for scope, nodes in source.scopes if scope is source.tree)
     for node in top:

@@ -62,7 +62,8 @@ def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and parameter groups, without the state and defaults of ``optimizer``."""
     kind: Any = type(optimizer)
     fresh: torch.optim.Optimizer = kind(optimizer.param_groups)
-    if not _equal(dict(optimizer.state), dict(fresh.state)):  # Adagrad makes its state in its constructor
+    # Compare with the state of fresh, which is not always empty: Adagrad makes its state in its constructor.
+    if not _equal(dict(optimizer.state), dict(fresh.state)):
         note(DROPPED_STATE)
     if not _equal(_attributes(optimizer), _attributes(fresh)):
         note(REMADE)

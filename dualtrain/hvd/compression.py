@@ -17,7 +17,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the received tensor in the dtype and shape that the caller sent."""
+        """Return the received tensor in the dtype and shape of the tensor that ``compress`` got."""
         raise NotImplementedError
 
 

@@ -41,7 +41,7 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> _Optimizer:
-    """Return an optimizer with the class, groups and state of ``optimizer`` that combines gradients over ranks.
+    """Return an optimizer that combines gradients over ranks, with the class, groups and state of ``optimizer``.
 
     Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
     then ``param.grad`` has the combined gradients. As with Horovod, clipping and unscaling must come after
@@ -131,7 +131,7 @@ class _Optimizer(NativeOptimizer):
         HorovodReducer.close_replaced(named, *options[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
-            compat.note(compat.HALF)  # a grouped allreduce sums in 16 bits as Horovod does; buckets do not
+            compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not
             return CallReducer(named, *options, self.op, compression, predivide=1 / transfer.before)
         if self.op not in (Average, Sum) or compression not in NARROW:
             return CallReducer(named, *options, self.op, compression)
@@ -301,7 +301,7 @@ class _AdasumOptimizer(_Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank alone, then add the adaptive sum of all ranks' changes. Collective.
+        """Step on this rank alone, then replace its changes by the adaptive sum of all ranks' changes. Collective.
 
         A rank outside of the process set steps without communication.
 

@@ -136,7 +136,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def published(name: str) -> Any:
-    """Return the member of torchvision's ``Weights`` enumeration for the default weights of the model ``name``.
+    """Return the default member of the weights enumeration that torchvision has for the model ``name``.
 
     Raises:
         UserError: torchvision has no model or weights of that name.

@@ -21,7 +21,10 @@ from dualtrain.launchers import World
 
 
 def identity() -> int:
-    """Return a number below 2**63 that identifies this host until it reboots; containers differ by their host names."""
+    """Return a number below 2**63 that identifies this host until it reboots.
+
+    Containers on one host get different numbers if their host names differ.
+    """
     text = f"{socket.gethostname()} {_boot()}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -34,8 +34,9 @@ class Store(Hashable, Protocol):
 
         ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to
         a value and returns the sum. ``"swap"`` takes ``[old, new]``, replaces the value by ``new`` if it equals ``old``
-        (``""`` means not set), and returns the resulting value. ``"drop"`` removes a key; returns whether it was set.
-        ``"has"`` returns whether all keys of a list are set in time. ``"count"`` returns the number of keys.
+        (``""`` means not set), and returns the resulting value (``old`` if there is none). ``"drop"`` removes a key;
+        returns whether it was set. ``"has"`` returns whether all keys of a list are set in time. ``"count"`` returns the
+        number of keys.
         """
         ...
 

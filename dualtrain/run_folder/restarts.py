@@ -118,7 +118,8 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
         except (UserError, DivergedError) as error:
             shared = isinstance(error, DivergedError) or error.shared
             if is_final(error) and attempt.is_newest and not (shared and backend.rank):
-                with suppress(OSError, SupersededError):  # then the restart gets the same error, and writes the file
+                with suppress(OSError, SupersededError):
+                    # If this write fails, the restart gets the same error, and writes the file.
                     forbid_restart(attempt.folder, str(error), settings, attempt.lock)
                 attempt.refuse(str(error))
             if isinstance(error, UserError):

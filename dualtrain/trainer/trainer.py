@@ -47,7 +47,7 @@ class Trainer:
             of that mean and four sums; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
-        clip_norm: the largest total norm of the gradients, averaged over ranks; larger gradients are scaled down.
+        clip_norm: the largest total norm of the gradients' average over ranks; larger gradients are scaled down.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
@@ -177,8 +177,8 @@ class Trainer:
         step = self._parts.step(self._passes, batches, expected, control_flags)
         if marks != self._loss_marks():
             raise ValueError(
-                "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, make "
-                "them buffers of the model"
+                "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, "
+                "move these buffers into the model"
             )
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])

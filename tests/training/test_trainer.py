@@ -528,7 +528,7 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Program that compiles without generating code, because that takes seconds. tests/launch/test_compile.py generates code.
+# Program that compiles without code generation, which takes seconds. tests/launch/test_compile.py generates code.
 COMPILED = """
 import sys
 from pathlib import Path

@@ -271,7 +271,7 @@ def test_runs_without_a_run_dir_get_a_folder_each(tmp_path, monkeypatch):
 
 
 def diverge(backend, folder: str) -> str:
-    # Only one rank gets the bad sample, but all ranks must stop in that step.
+    # Only one rank has bad samples, but all ranks must stop in the same step.
     original = loop.load_task
 
     def spoiled(*arguments):
@@ -292,7 +292,7 @@ def diverge(backend, folder: str) -> str:
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(processes, tmp_path):
     messages = processes(diverge, str(tmp_path))
-    # After the last semicolon, messages differ: only the last rank finds the bad sample in its data.
+    # After the last semicolon, messages differ: only the last rank finds a bad sample in its data.
     assert len({message.rpartition("; ")[0].replace("there is no", "") for message in messages}) == 1
     assert "; training sample " in messages[-1]
     assert f"in step 1 on rank {processes.size - 1};" in messages[0]

@@ -125,8 +125,8 @@ class SharedMemoryBackend(DelegatingBackend):
             raise UnsharedError("the hosts do not have equally many ranks")
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
         across = inner.between_hosts() if several else None
-        # Operations in one memory are matched by their order. Sums of gradients and other calls have no common order on all
-        # ranks, so each kind has its own memory.
+        # Operations in one memory are matched by their order. The order of gradient sums relative to other calls may differ
+        # between ranks, so each kind has its own memory.
         self.memory = SharedMemory(inner, None if across is None else across.gradient_path, beside)
         self.calls = SharedMemory(inner, across, beside)
         self.memory.add_partner(self.calls)

@@ -391,7 +391,7 @@ class SharedMemory:
             unfinished = unfinished or bool(self._pending)
         if self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds):
             return True
-        # Read the mark before the semaphore: the other rank sets its mark after its last post.
+        # Read the interrupted byte before the semaphore: the other rank sets this byte after its last post.
         interrupted = self._tags[other][_INTERRUPTED_AT]
         if self._semaphores.timed_wait(kind, other, 0.0):
             return True

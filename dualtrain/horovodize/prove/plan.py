@@ -58,7 +58,7 @@ def repeated_steps(at: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(at: list[int], left: int) -> int:
-    """Return how many of ``left`` steps the run without defects must not use, for second runs on both sides."""
+    """Return how many of ``left`` steps the run without defects must leave for second runs on both sides."""
     return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
 
 

@@ -116,7 +116,7 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
     """Return ``(None,)`` for ``real.backward(); fake.backward(); step()`` in one block, else None.
 
     There must be more backward passes than steps: ``one.backward(); two.backward(); first.step(); second.step()`` is
-    correct if the losses have different parameters.
+    correct if the two losses reach different parameters.
     """
     block = source.block(source.statement(step.node))
     passes = []

@@ -13,7 +13,7 @@ _EVALUATION = re.compile(
     r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(?<!train)(test|val)(set|data)"
 )
 _TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)(data|set|loader|sampler|dl|ds)*($|[^a-z])")
-#: A variable: the function or module that assigns it, ``None`` for an attribute, and its name.
+#: A variable as a pair: the function or module that assigns it (``None`` for an attribute), and its name.
 _Variable = tuple[Scope | None, str]
 _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
@@ -63,7 +63,7 @@ def is_for_training(name: str) -> bool:
 
 def _samplers_under_eval(source: Source) -> set[_Variable]:
     """Return the samplers of loaders that are iterated while the model is in evaluation mode."""
-    samplers: dict[str, list[tuple[Scope, _Variable]]] = {}  # by loader, with the function that makes it
+    samplers: dict[str, list[tuple[Scope, _Variable]]] = {}  # loader → function that makes it, and its sampler
     for target, value, statement in source.assignments:
         if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None:
             home, text = source.scope(statement), ast.unparse(sampler)

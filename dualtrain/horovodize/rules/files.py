@@ -164,7 +164,7 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 
 
 def _is_overridden(source: Source, function: Function) -> bool:
-    """Return whether ``function`` is a method that a subclass in the program overrides, or that several classes define.
+    """Return whether ``function`` is a method that a subclass, or another class with the same name, defines too.
 
     Perhaps the program uses Horovod only with objects of the subclass, and these never run ``function``, or run it by
     ``super()`` on some ranks only.

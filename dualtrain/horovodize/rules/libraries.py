@@ -28,7 +28,7 @@ def torchmetrics(source: Source) -> Iterator[Finding]:
 
 
 def ignite(source: Source) -> Iterator[Finding]:
-    """ignite, which imports Horovod itself; one finding for all uses."""
+    """ignite, which itself imports Horovod; one finding for all uses."""
     call = _first_call(source, r"ignite\.(metrics|distributed|contrib\.metrics)\.")
     if call is not None:
         message = (

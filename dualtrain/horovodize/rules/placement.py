@@ -64,7 +64,7 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 
 
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
-    """Return whether ``call`` certainly moves data to ``cuda:0``, or makes this device as a variable's only value."""
+    """Return whether ``call`` certainly moves data to ``cuda:0``, or makes ``cuda:0`` the only value of a variable."""
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
         return False

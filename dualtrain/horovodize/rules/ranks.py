@@ -108,7 +108,7 @@ class _Collectives:
         return called if stepping and called in ("step", "synchronize") else ""
 
     def _is_state(self, owner: ast.expr) -> bool:
-        """Return whether ``owner`` is an elastic state: a new one, or the argument of a function under ``elastic.run``."""
+        """Return whether ``owner`` is an elastic state: a new one, or the argument of an ``elastic.run`` function."""
         values = [value for value in self.source.values.get(ast.unparse(owner), ()) if isinstance(value, ast.Call)]
         if any(re.fullmatch(r"elastic\.\w*State", self.source.hvd(value.func)) for value in values):
             return True

@@ -48,7 +48,7 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
         if name in names or not _RATE.search(name) or no_rate or any(value is one for one in used):
             continue
         times = isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult)
-        given = (last_name(node) for node in ast.walk(value))  # names in the value: the rate itself, or other rates
+        given = (last_name(node) for node in ast.walk(value))  # all names in the value: one may be a rate
         of_rate = any(_RATE.search(one) and not _NO_RATE.search(one) for one in given)
         if (times or of_rate or ast.unparse(value).startswith(target)) and powers.of(value) > 0:
             names.add(name)
@@ -94,7 +94,7 @@ def _is_of_measurement(source: Source, node: ast.AST) -> bool:
 
 
 def _message(source: Source, value: ast.expr) -> str:
-    """Return the message about the rate ``value``, which depends on the sizes that ``value`` contains."""
+    """Choose the message about the rate ``value`` by the sizes that ``value`` contains."""
     kinds = [size for size in _SIZES if _Powers(source, (size,)).of(value) > 0]
     return _OF_HOSTS.get(kinds[0], _MESSAGE) if len(kinds) == 1 else _MESSAGE
 
@@ -128,8 +128,8 @@ def _is_lr(key: ast.expr | None) -> bool:
 class _Powers:
     """Computes the power of the number of ranks in an expression: 1 for ``lr * size``, 0 for ``1 + (size - 1) / size``.
 
-    Only the functions ``sizes`` of Horovod count. The class follows assignments and the script's functions. Unknown values
-    count as independent of the number of ranks.
+    Only the Horovod functions in ``sizes`` count. The class follows assignments and the script's functions. Unknown
+    values count as independent of the number of ranks.
     """
 
     def __init__(self, source: Source, sizes: Sequence[str] = _SIZES) -> None:

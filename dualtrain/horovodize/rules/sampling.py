@@ -322,7 +322,7 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 def _counts_epochs_by_size(source: Source) -> bool:
     """Return whether the script divides anything by the number of ranks: most likely the number of epochs or steps.
 
-    ``1 / hvd.size()`` does not count: it is the factor with which a warm-up starts, or computes an average.
+    ``1 / hvd.size()`` does not count: a warm-up starts with this factor, and a sum becomes an average by it.
     """
     return any(
         isinstance(node, ast.BinOp)

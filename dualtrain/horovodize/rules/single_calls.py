@@ -75,7 +75,7 @@ _UNUSED = re.compile(r"_|dummy|ignore|unused|temp$|tmp$")
 
 
 def _discarded_from_functions(source: Source) -> Iterator[Finding]:
-    """Yield calls of the script's own functions that only return the result of a collective, if it is discarded."""
+    """Report discarded results of the script's own functions that only return the result of a collective."""
     for call in source.calls:
         function = source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
         if function is None or not isinstance(source.parents[call], ast.Expr) or source.is_ambiguous(function.name):
@@ -270,7 +270,7 @@ def half_precision(source: Source) -> Iterator[Finding]:
 
 
 def _is_switched_off(source: Source, node: ast.AST) -> bool:
-    """Return whether the variable that chooses ``node`` is certainly false: the script assigns only constants to it."""
+    """Return whether the variable that chooses ``node`` is certainly false: the script assigns only false constants."""
     tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
     values = [source.values.get(ast.unparse(test), []) for test in tests]
     return any(bool(one) and all(isinstance(value, ast.Constant) and not value.value for value in one) for one in values)

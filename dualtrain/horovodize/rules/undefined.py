@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.source import Finding, Function, Source
 
-#: Names that every module has, that other platforms have, and that notebooks and consoles define.
+#: Names that every module has, names of other platforms, and names that notebooks and consoles define.
 _GIVEN = {"__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__name__", "__package__", "__path__"}
 _GIVEN |= {"WindowsError", "__spec__"}
 _GIVEN |= {"_", "In", "Out", "dbutils", "display", "displayHTML", "get_ipython", "sc", "spark", "sqlContext"}
@@ -26,7 +26,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
         return
     try:
         unknown = _unknown_globals(symtable.symtable(source.text, "script", "exec"))
-    except SyntaxError:  # a return outside of a function, for example, which only the parser accepts
+    except SyntaxError:  # an assignment to x before ``global x``, for example, which ast.parse accepts
         return
     for node in source.nodes:
         if not isinstance(node, ast.Name) or node.id not in unknown or not isinstance(node.ctx, ast.Load):

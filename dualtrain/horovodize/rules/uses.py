@@ -20,7 +20,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     if depth > 3:
         return True
     if _is_of_other_object(source, call):
-        return False  # dataset.sampler: False, though a library may read it, so that no rule reports it
+        return False  # data.sampler = call: a library may read it, but no rule shall report it
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]

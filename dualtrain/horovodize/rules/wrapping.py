@@ -103,7 +103,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         effect = "weight decay, if there is any, may change the weights"
         if given is not None and _is_wrapped_apart(source, call, given):
             if not _shows_decay(source, given):
-                continue  # Horovod's wrapper discards the state, so that Adam does not start at step 1 either
+                continue  # Horovod's step has no effect: there is no decay, and its wrapper discards Adam's state
         elif given is None or not (_is_sgd(source, given, call) or _may_be_wrapped_later(source, call, given)):
             effect = f"Adam starts at step 1, {effect}, and ranks may differ if only rank 0 has resumed"
         message = (
@@ -218,7 +218,7 @@ def _freezes(source: Source, node: ast.AST) -> bool:
 
 
 def _is_of_models(source: Source, node: ast.AST, models: set[str]) -> bool:
-    """Return whether ``node`` certainly freezes parameters of one of ``models``, directly or as its function's argument."""
+    """Return whether ``node`` certainly freezes parameters of one of ``models``, maybe an argument of its function."""
     if isinstance(node, ast.Assign):
         loops = [above for above in source.above(node) if isinstance(above, ast.For)]
         text = ast.unparse(loops[0].iter if loops else node.targets[0])
