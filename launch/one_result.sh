@@ -8,7 +8,8 @@
 #   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #
 # V      number of virtual ranks (default: 4)
-# RANKS  numbers of ranks, such as "1 2 3 4", for every way except the chain (default: for each way one or two of 2, 3 and 4)
+# RANKS  numbers of ranks, such as "1 2 3 4", for every way except the chain (default: one or two numbers from 2
+#        to 4, depending on the way)
 # WAYS   ways to train: a launcher with a transport or backend, or the chain, whose runs have 4, 1, 3 and 2 ranks (default:
 #        "nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi mpirun-torch mpirun-horovod
 #        chain"). The run in one process is always the first

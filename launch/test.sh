@@ -34,7 +34,7 @@ begin_checks() {
   ruff check .
   types=$(mktemp)
   trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$types"' EXIT
-  trap 'exit 130' INT # runs after pytest has ended; its exit runs the EXIT trap, which ends mypy: Ctrl-C does not reach a background job
+  trap 'exit 130' INT # runs after pytest has ended. The EXIT trap then ends mypy, because Ctrl-C does not reach a background job
   mypy >"$types" 2>&1 &
   mypy=$!
 }
@@ -68,7 +68,8 @@ not_run() {
 }
 
 # Use three pytest processes: at first, one runs all tests whose ranks are processes, and two run the other tests, file by file. With
-# only two pytest processes, two cores would be idle for a quarter of the time, because many tests wait for timeouts or for launchers.
+# only two pytest processes, a machine with two cores would be idle for a quarter of the time, because many tests wait for timeouts or
+# for launchers.
 tests=(pytest -n 3 --dist loadgroup)
 
 case ${1:-} in

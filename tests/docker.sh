@@ -69,7 +69,7 @@ service() { compose run --rm -T "$@"; }
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
-  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "not one row for each of the two backends in ${out##*/}"
+  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "not exactly one row per backend in ${out##*/}"
   awk -v ranks="$1" '$2 != ranks || $3 < 0.97 {exit 1}' <<<"$table" || fail "not $1 ranks with accuracy 0.97: $(paste -sd, <<<"$table")"
   [ "$(cut -d' ' -f4 <<<"$table" | sort -u | wc -l)" = 1 ] || fail "the backends have different weights: $(paste -sd, <<<"$table")"
   if [ "$1" = 2 ] && [ -n "${WEIGHTS:-}" ]; then

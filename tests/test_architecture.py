@@ -35,7 +35,7 @@ TOP_LEVEL = [
     "functional",
     "batchnorm",
     "on_ranks",
-    # Modules after console may print by console.show; modules before it log.
+    # Modules after console may print by console.show. Modules before console only log messages.
     "console",
 ]
 TOP_LEVEL += ["torchvision_shim", "user_code"]
@@ -278,13 +278,13 @@ def overridden_privates(files):
 
 
 def imported(name, known):
-    """Return the full name of ``name`` in a file: an imported class, or an imported module's class (``module.Class``)."""
+    """Return the full name of a class that a file names as ``name``: ``Class``, or ``module.Class``."""
     first, dot, rest = name.partition(".")
     return known.get(first, first) + dot + rest
 
 
 def bindings(path):
-    """Return the names that a file imports, each with its full name."""
+    """Yield the names that a file imports, each with its full name."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)

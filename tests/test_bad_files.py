@@ -148,7 +148,7 @@ def load_script_of(folder: Path) -> None:
 
 
 def refuse_none(step: int | None) -> None:
-    """If a reader has returned ``None``, as some readers do for a bad file, raise a UserError that names their files."""
+    """If a reader has returned ``None``, as two readers do for a bad file, raise a UserError that names both files."""
     if step is None:
         raise UserError("step-00000001 or model cannot be read")
 

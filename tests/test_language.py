@@ -1,4 +1,4 @@
-"""Vocabulary: no identifier, docstring, comment or page uses a replaced word, and no docstring starts with "How"."""
+"""No identifier, docstring, comment or page uses a replaced word, and no docstring starts with a word like "How"."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
 
 
 # Program that is interrupted while it starts a worker process. The start blocks, because it sends more bytes than a pipe
-# holds, and the fork server reads them only after it has imported a slow module.
+# holds, and the worker, which reads them, is forked only after the fork server has imported a slow module.
 STARTING = """
 import multiprocessing, signal, sys
 from dualtrain.console import leave

@@ -92,7 +92,7 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
     """Yield the samples with the indices ``numbers``, each as a batch of one sample.
 
-    Yield nothing if ``source.stored``: the stored samples may be of any type.
+    Yield nothing if ``source.stored``: its samples may still need a transform to become the model's inputs.
     """
     if getattr(source, "stored", False):
         return
@@ -112,7 +112,7 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # training could read these samples, so they have changed since, and the cause cannot be found
+    except Exception:  # the run has read these samples before, so they have changed since: the cause cannot be found
         return None
     return None
 

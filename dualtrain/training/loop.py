@@ -158,7 +158,7 @@ class Run:
         self.attempt = Attempt(lock)
 
     def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        """Return the optimizer, and the trainer's other arguments. Not collective: it may fail on one rank."""
+        """Return the optimizer, and the trainer's other arguments. Not collective, so it may raise on one rank only."""
         config, step, backend = self.config, self.config.step, self.backend
         check_tensorboard(config.output)
         check_batches(self.sampler, self.parts, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)

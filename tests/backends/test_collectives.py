@@ -255,9 +255,9 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 
 
 def same_bits_everywhere(backend):
-    """Compare ``allreduce`` with the library's all-reduce, which it uses only for long tensors.
+    """Compare ``allreduce`` with the library's all-reduce.
 
-    It sends short tensors in the messages that compare the ranks' calls.
+    ``allreduce`` uses the library's only for long tensors. It sends short ones in the messages that compare the calls.
     """
     mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
@@ -277,7 +277,7 @@ def test_all_ranks_get_the_same_bits(spmd):
 
 
 def subnormal_numbers_with_a_flag_on_rank_0(backend, count):
-    """Reduce subnormal numbers after ``torch.set_flush_denormal(True)`` on rank 0 alone."""
+    """Reduce subnormal numbers on all ranks, after only rank 0 has called ``torch.set_flush_denormal(True)``."""
     size, numbers = backend.size, torch.arange(1, count + 1, dtype=torch.int32)
     order = sum_order(size, size)
     torch.set_flush_denormal(backend.rank == 0)
@@ -295,7 +295,7 @@ def subnormal_numbers_with_a_flag_on_rank_0(backend, count):
         }
     finally:
         torch.set_flush_denormal(False)
-    # A subnormal number is a multiple of the smallest one, and its bits are this multiple.
+    # A subnormal number is n times the smallest one, and its bits, read as an integer, are n.
     for multiple, result in found.items():
         assert torch.equal(result.view(torch.int32), abs(multiple) * numbers)
 
@@ -870,7 +870,7 @@ def test_a_thread_with_a_channel_works_beside_the_first_thread(many):
 
 
 def sums_beside_calls(backend, count):
-    """Start a sum before a call on rank 0, and after it on other ranks, in one thread and in two threads."""
+    """Start a sum: on rank 0 before a call, on the other ranks after it. Use one thread, then a second for the call."""
     buffer = backend.new_buffer(1000, torch.float32, torch.device("cpu"))
     for threads in (False, True):
         values, buffer = torch.ones(count), buffer.fill_(1.0)

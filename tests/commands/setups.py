@@ -20,9 +20,9 @@ from tests.pool import ROOT
 SECONDS = 60.0
 
 # The fake interpreter. `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code. The checks of torch
-# and of Horovod print the files "torch" and "horovod". The real Python runs everything else. It runs a program after -c
-# only once: later calls print the kept output (see ONCE). When pip builds Horovod's wheel, pip's environment is written
-# to the file "build".
+# and of Horovod print the files "torch" and "horovod". The real Python runs everything else. It runs each
+# program given with -c only once: later calls print the kept output (see ONCE). When pip builds Horovod's wheel, pip's
+# environment is written to the file "build".
 PYTHON = """#!/bin/bash
 here={folder}
 {once}

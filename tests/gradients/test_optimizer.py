@@ -493,7 +493,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
 
 
 def closure_of_sgd(backend):
-    """Step with closures. A loss is averaged, anything else is returned unchanged, a mixture over ranks is refused."""
+    """Step with closures: losses are averaged, other values returned unchanged, losses on only some ranks refused."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [

@@ -114,8 +114,9 @@ def our_hash(spmd, case, hashes):
     return hashes[key]
 
 
-# With more than two ranks, sums depend on the order of additions. Two cases suffice there: many buckets with Adam,
-# whose weights show even the smallest difference between sums, and the default buckets.
+# With more than two ranks, the bits also depend on the order in which a library adds. Two cases suffice to detect a
+# different order: many buckets with Adam, whose weights show even the smallest difference between sums, and the
+# default buckets.
 @pytest.mark.parametrize(
     ("real", "case"),
     [

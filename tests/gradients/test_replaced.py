@@ -494,7 +494,7 @@ def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real)
 
 
 def swap(model):
-    """Swap parameters, as loading does after ``set_swap_module_params_on_conversion(True)``, a process-wide setting."""
+    """Swap parameters like ``load_state_dict`` after ``set_swap_module_params_on_conversion``, which is process-wide."""
     for p in model.parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
 

@@ -116,7 +116,7 @@ def test_broadcast_of_every_dtype_and_layout(typical):
 
 
 def mixed_layouts(backend):
-    """Broadcast tensors in layouts that differ between ranks. The first has one byte, which shifts all later offsets."""
+    """Broadcast tensors in layouts that differ between ranks. The one-byte first tensor shifts all later offsets."""
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),

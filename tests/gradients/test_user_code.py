@@ -178,7 +178,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows, unless ``average_first`` applies 1/size before the sum (2 or 4 ranks)."""
+    """Average gradients whose sum overflows. Over 2 or 4 ranks, ``average_first`` can apply 1/size before the sum."""
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))

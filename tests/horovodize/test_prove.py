@@ -597,7 +597,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """Compare options at each recorded step: those of the run with Horovod's defects, if the defects change them."""
+    """Compare options at each recorded step. If Horovod's defects change them, the run with the defects is compared."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):
@@ -924,7 +924,7 @@ def hold_workspace(connection):
 
 @pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
 def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
-    """The runs' processes and folders disappear when ``with workspace()`` ends, and also if its process is killed.
+    """The runs' processes and folders disappear when ``with workspace()`` ends or the process that runs it is killed.
 
     Batch systems send SIGTERM to all processes of a job, including the process that removes the folders.
     """
@@ -1037,7 +1037,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """Simulated script. For each kind of run, the change in the run: a key of CHANGES, or "fails"."""
+    """Simulated script. The strings name the change that a kind of run makes: a key of CHANGES, or "fails"."""
 
     horovod: str = ""
     compat: str = ""  # with Horovod's defects

@@ -203,8 +203,8 @@ def equal(one, other):
     return all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, other, strict=True))
 
 
-#: Optimizers without weight decay, for which Horovod's extra step on zero gradients has no effect: Adagrad has a state
-#: before that step, and RMSprop and Adadelta count steps but do not use the count.
+#: Optimizers without weight decay, for which Horovod's extra step on zero gradients has no effect. Adagrad has a state
+#: from the start, so Horovod takes no extra step; RMSprop and Adadelta count steps but do not use the count.
 HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum": 0.9}), ("Adadelta", {})]
 
 

@@ -209,9 +209,9 @@ def not_initialized(backend):
             call()
     with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="not been initialized"):
         hvd.allreduce(torch.ones(1))
-    hvd.shutdown()
+    hvd.shutdown()  # does nothing before init()
     with library(backend) as hvd:
-        hvd.init()  # works, because shutdown() before init() does nothing
+        hvd.init()  # does nothing, because library() has called init()
         assert hvd.size() == backend.size
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == backend.size
 

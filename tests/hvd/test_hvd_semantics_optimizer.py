@@ -253,7 +253,7 @@ def wrapped_anew(backend):
                 new.step()
         with pytest.raises(RuntimeError, match="closed"):
             old.step()
-        other.step()  # not closed: its model is different, with the same names and shapes
+        other.step()  # not closed: it has a different model, although with the same names and shapes
         return model.weight.tolist()
 
 

@@ -138,7 +138,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # rank 0 steps before Horovod can reduce its gradient in place, which needs all ranks' gradients
+            hvd.barrier()  # rank 0 must step first: once all gradients are sent, Horovod reduces rank 0's in place
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()

@@ -163,7 +163,8 @@ def optimizer_of_a_set(backend):
         (p.sum() * (me + 2)).backward()
         factor.step()
         assert p.tolist() == [-7.0, -7.0]
-        hvd.barrier()  # no rank may shut down earlier: all ranks must take part when a process group is made
+        # No rank may shut down before all have stepped: if a step makes a process group, all ranks must take part.
+        hvd.barrier()
 
 
 @OURS_3

@@ -39,7 +39,7 @@ def start_all(folder: Path) -> list[str]:
     processes = {fork(folder, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
     os.close(started)
     os.close(reply)
-    os.close(start)  # now each process reads the end of the pipe, and tries to take the lock
+    os.close(start)  # now each process reads EOF from ``started``, and tries to take the lock
     try:
         return answers(replies)
     finally:

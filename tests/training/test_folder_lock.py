@@ -120,7 +120,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     os.close(reader)
     os.read(started, 1)
     try:
-        with pytest.raises(UserError):  # the parent still has the lock, although the child has closed the file
+        with pytest.raises(UserError):  # the parent keeps the lock, although a forked child closes the lock's file
             FolderLock().take(tmp_path, LIMIT)
         lock.release()
         with locked(tmp_path):

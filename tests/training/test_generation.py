@@ -212,7 +212,7 @@ def run_superseded_at(
 
     def write_and_wait(writer: Writer, *arguments: Any, **named: Any) -> None:
         write(writer, *arguments, **named)
-        writer.wait()  # so that nothing happens between the check and the write
+        writer.wait()  # so that the main thread writes nothing between the writer thread's check and its write
 
     patch.setattr(FolderLock, "is_mine", look)
     patch.setattr(FolderLock, "_renew", lambda lock: None)

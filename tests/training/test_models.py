@@ -155,7 +155,7 @@ def test_weights_of_a_file_are_loaded(tmp_path, suffix, wrap):
         state = {f"module.{name}": tensor for name, tensor in state.items()}
     elif wrap:
         state = {wrap: state, "epoch": 3}
-    if suffix == "safetensors":  # metadata of another program, similar to a run's checkpoint
+    if suffix == "safetensors":  # another program's metadata, with a key that a run's checkpoint has too
         safetensors.torch.save_file(state, file, {"structure": "convnet"})
     else:
         torch.save(state, file)
