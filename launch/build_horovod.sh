@@ -11,8 +11,8 @@ torch_architectures='' # GPU architectures that torch was compiled for: "75,80,9
 packages=''            # the environment's site-packages
 
 # read_torch: sets interpreter, torch_* and packages. It reads them from the installed torch, since they depend on which build of
-# torch the package index has. In mode cpu it does not import torch, since the import of a CUDA build needs NVIDIA's wheels, which are
-# installed later.
+# torch the package index has. In mode cpu it reads torch's files without an import: torch from PyPI is a CUDA build, whose import
+# needs NVIDIA's wheels, and these are installed later.
 read_torch() {
   local facts
   facts=$("$venv/bin/python" -c '

@@ -112,7 +112,7 @@ def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     """Describe how the names and shapes of ``theirs`` differ from ``ours``; return an empty list if they fit."""
-    # Files written before torch 0.4.1 lack num_batches_tracked, which is not used here.
+    # Accept files without num_batches_tracked, as torch before 0.4.1 wrote them: only BatchNorm with momentum=None uses it.
     missing = [
         name for name in ours if not (name in theirs or name.endswith("num_batches_tracked") or is_extra_state(name))
     ]
@@ -145,7 +145,7 @@ def published(name: str) -> Any:
         return torchvision().models.get_model_weights(name).DEFAULT
     except (ValueError, AttributeError) as error:
         raise UserError(
-            f"torchvision publishes no weights of {name!r}, and --pretrained and --augment weights need them: leave these "
+            f"torchvision publishes no weights of {name!r}, which `--pretrained` and `--augment weights` need: leave these "
             "flags out, or choose a model of torchvision"
         ) from error
 

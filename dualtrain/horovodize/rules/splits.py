@@ -40,7 +40,10 @@ def different_splits(source: Source) -> Iterator[Finding]:
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
-    """Return whether a word such as rank or shard is in the name or a value of ``data``; False if it is a parameter."""
+    """Return whether each rank may have its own ``data``: its name, or what is assigned to it, contains "rank" or "shard".
+
+    False if ``data`` is a parameter of the function, whose value is unknown.
+    """
     parameter = isinstance(data, ast.Name) and data.id in source.parameters(data)
     return not parameter and is_sharded(source, data)
 
