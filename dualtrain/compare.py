@@ -39,7 +39,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, bool]:
-    """Format the runs and compare their results: weights, steps, and all metrics in their summaries, exactly.
+    """Format the runs, and compare their results exactly: weights, steps, and all metrics in their summaries.
 
     Args:
         runs: the runs that have ended.
@@ -84,7 +84,7 @@ def _compare_results(folders: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return the exit status: 0, 1 if --one-result finds a difference, 2 if a run cannot be read."""
+    """Print the table; return the exit status: 2 for an error, 1 if --one-result finds no common result, else 0."""
     parser = parser_of("dualtrain.compare", str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(

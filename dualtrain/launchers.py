@@ -215,7 +215,8 @@ def _srun(v: _Variables) -> World:
     chosen = v.rendezvous()
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
     world = v.world(*ranks, chosen or _srun_rendezvous(v, single_host=first == size))
-    # Name only batch jobs, which are requeued with the same job id. A step of salloc may be a shell with several runs.
+    # Derive a job name in batch jobs only: they are requeued with the same job id. A step of salloc may be a shell in
+    # which several runs are started.
     if not world.job and v.env.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in v.env:
         cluster = "".join(re.findall(r"[A-Za-z0-9._-]", v.env.get("SLURM_CLUSTER_NAME", "")))
         world = replace(world, job=f"slurm-{cluster}-{step}".replace("--", "-")[:100])
@@ -306,7 +307,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
 
 # The innermost launcher wins: torchrun inside an srun step counts as torchrun; a batch script inside Slurm has no
 # launcher. horovodrun over MPI calls mpirun and counts as mpirun. "spawn" comes after the launchers that a spawned rank
-# may start itself: it is chosen only if none of their variables is set.
+# may call: it is chosen only if none of their variables is set.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
     # HOROVOD_RANK alone is not enough: dualtrain.hvd sets it for scripts that read it.

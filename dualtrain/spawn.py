@@ -32,7 +32,7 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank whose parent is killed exits only after these imports.
+# Don't import torch: the parent does not need it, and a rank cannot detect its parent's end before these imports end.
 
 Body = Callable[[list[str]], int]
 
@@ -134,7 +134,7 @@ class _Job:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's exit status, after a rank has failed
-        self._save = save  # whether a checkpoint was requested before the first rank was started
+        self._save = save  # whether a checkpoint was requested before the last rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
         self._unsent = [signal.SIGTERM, signal.SIGKILL]  # the signals that end the ranks and were not sent yet, in order
         self._deadline: float | None = None  # when the next signal is sent

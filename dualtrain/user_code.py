@@ -95,8 +95,8 @@ def in_one_line(error: BaseException) -> str:
 def user_traceback(error: BaseException) -> str:
     """Format the traceback from the first to the last frame of the user's code; empty if none of the user's code ran.
 
-    If the user's last frame called this package, the frames below it are included too. The errors that led to ``error`` are
-    formatted in the same way.
+    If the user's last frame called this package, all later frames are included too. The errors that led to ``error``
+    are formatted in the same way.
     """
     shown = traceback.TracebackException.from_exception(error)
     todo, users = [shown], False
@@ -129,7 +129,7 @@ def _is_ours(file: str) -> bool:
 
 def _is_users(file: str) -> bool:
     path = os.path.abspath(file)
-    installed = "site-packages" in path or "dist-packages" in path  # may be below the standard library's folder
+    installed = "site-packages" in path or "dist-packages" in path  # both may be below the standard library's folder
     others = _folders()[1][:-1] if installed else _folders()[1]
     return not (file.startswith("<frozen") or _is_ours(file) or path.startswith(others))
 

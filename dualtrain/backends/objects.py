@@ -112,7 +112,7 @@ def decode(data: torch.Tensor) -> Any:
     if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
         raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())
     with _reading:
-        # Leave out classes that the user has allowed: at its end, ``safe_globals`` forbids all that it was given.
+        # Don't pass classes that the user has already allowed: on exit, ``safe_globals`` forbids all that it was given.
         known = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([one for one in _PLAIN if one not in known]):
             return torch.load(io.BytesIO(bytes(data.cpu().numpy())), map_location="cpu", weights_only=True)

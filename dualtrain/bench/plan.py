@@ -8,7 +8,7 @@ contenders is at a disadvantage: B in one round, A in the next. The errors there
 drift only widens the interval. Tuned DDP, the reference of most rows, is listed as two contenders: the ratio of these
 two is the noise floor.
 
-A contender measures only values that a row or the table of allreduces needs, with as few steps as a median allows. More
+A contender measures only values that a row or the table of allreduces needs, with just enough steps for a median. More
 steps would not narrow the intervals, which depend on the number of rounds, and would lengthen each of the seven rounds.
 """
 

@@ -75,7 +75,7 @@ def plain(growth: Growth) -> dict[str, dict[str, dict[str, float | str]]]:
 
 
 def remarks(growth: Growth) -> Iterator[str]:
-    """Yield the remarks below the table: the method, contenders and layouts that were left out, and failures."""
+    """Yield the remarks below the table: the method, then contenders and layouts left out, then failures."""
     yield EXPLANATION
     levels = {len(times): estimate(range(len(times))).level for times in growth.rounds.values() if len(times) > 1}
     if levels:

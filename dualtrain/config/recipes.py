@@ -56,7 +56,7 @@ def run_name(recipe: str, dataset: str, model: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Return the parts of a run's name: ``mod`` for ``pkg.mod:build``, ``mod`` and ``small`` for ``pkg.mod:small``."""
+    """Return what a dataset or model adds to a run's name: ``mod``, ``small`` for ``pkg.mod:small``."""
     module, _, function = name.partition(":")
     return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
 

@@ -17,7 +17,7 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
-_EXIT_SECONDS = 0.03  # wait this long after a fault, until killed processes have ended
+_EXIT_SECONDS = 0.03  # wait this long after a fault before listing the survivors: killed processes have ended by then
 #: Largest number of consecutive faults after the same step: a run that fails there a third time refuses to restart.
 _REPEATS = 2
 _BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
@@ -227,7 +227,7 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for the next step if this one had ``_REPEATS`` faults: after one more, the run would not restart."""
+        """Wait for the next step if this one had ``_REPEATS`` faults: the run would not restart after another fault."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")

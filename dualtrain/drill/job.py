@@ -171,7 +171,7 @@ class Job:
         return self._starts
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints of steps, oldest first."""
+        """Return the checkpoints, oldest first, without ``best.safetensors``."""
         return sorted((self.folder / "checkpoints").glob("step-*.safetensors"))
 
     def is_writing(self) -> bool:

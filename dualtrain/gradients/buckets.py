@@ -283,7 +283,7 @@ class Bucket:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return whether gradients are multiplied by 1/size before the sum. The result is the same on every rank.
+    """Return whether gradients are multiplied by 1/size before the sum. Every rank returns the same value.
 
     The size must be a power of two, because the multiplication is then exact.
     """

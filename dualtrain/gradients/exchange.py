@@ -98,10 +98,10 @@ class Exchange:
         self.laid_out = True
 
     def expect_sparse(self, found: Mapping[int, int]) -> None:
-        """Gather these sparse gradients (slot index → number of sparse dimensions) from now on.
+        """From now on, gather these sparse gradients (slot index → number of sparse dimensions).
 
-        Does nothing if the order of the sum is fixed and sparse gradients are not sent as dense ones: the exchange then
-        refuses a sparse gradient.
+        With ``sparse_as_dense``, send them as dense ones instead. Without it, do nothing if the order of the sum is
+        fixed: the exchange then refuses a sparse gradient.
         """
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)

@@ -30,8 +30,8 @@ class SparseGradients:
     def restore(self, slots: Sequence[Slot]) -> None:
         """Convert gradients that were sent as dense gradients back to sparse ones.
 
-        All dimensions become sparse, as with Horovod's sparse_as_dense. If values were whole rows, an optimizer would round
-        differently.
+        All dimensions become sparse, as with Horovod's sparse_as_dense. If only the first dimension were sparse, an
+        optimizer would round differently.
         """
         for number in self.dims_as_dense:
             slot = slots[number]

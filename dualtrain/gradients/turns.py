@@ -56,7 +56,7 @@ class Turns:
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:
-        """Return whether this reducer may send buckets during backward: it is the only or the first one."""
+        """Return whether this reducer is the only or the first one, and so may send buckets during backward."""
         return number == self._first or len(self._members) < 2
 
     def due(self, number: int, member: Member) -> list[Member]:

@@ -17,7 +17,7 @@ ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func",
 
 
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` may run in the driver only.
+    """Return whether ``node`` perhaps runs only in the driver.
 
     That is so if the script imports a library that starts ranks, and the function around ``node`` does not call Horovod.
     """

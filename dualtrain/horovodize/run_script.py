@@ -88,7 +88,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
     except ValueError:
         spec = None
     if spec is None:
-        hint = f": leave out .py, or -m, for {name!r}" if name.endswith(".py") else ": check its name and PYTHONPATH"
+        hint = ": leave out .py, or leave out -m" if name.endswith(".py") else ": check its name and PYTHONPATH"
         raise UserError(f"there is no module named {name!r}{hint}")
     if spec.submodule_search_locations is not None:
         return _find(f"{name}.__main__")

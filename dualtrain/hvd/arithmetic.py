@@ -33,8 +33,8 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
     16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied by a whole factor exactly. For any
-    other factor, integers are converted to 64-bit floats (int64 values from 2**53 on: to fractions), and the product is
-    truncated toward zero.
+    other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
+    the product is truncated toward zero.
     """
     if factor == 1:
         return tensor

@@ -248,7 +248,7 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges because a new parameter replaced ``name`` in ``place``; ``name=None`` removes the reason."""
+        """Refuse exchanges while a new parameter replaces ``name`` in ``place``; ``name=None`` ends the refusal."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -224,7 +224,7 @@ class Engine:
         failure = watch.failure if watch is not None else None
         self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
         if self.backend.rank != 0:
-            self._control.close()  # before it exits, rank 0 waits until all ranks have closed their ends
+            self._control.close()  # rank 0 waits, before it exits, until all ranks have closed their ends
 
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None
@@ -276,8 +276,8 @@ class Engine:
     def _do_progress(self, message: Message) -> None:
         """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
-        An operation can end only after the waiting rank has signalled, so check repeatedly: until none has ended in
-        ``_LOOKS`` consecutive checks.
+        An operation can end only after the waiting rank has signalled, so check repeatedly, until no operation is left
+        or none has ended in ``_LOOKS`` consecutive checks.
         """
         left, looks = self.channels.progress(), _LOOKS
         while left and looks > 0:

@@ -180,7 +180,8 @@ def sparse_allreduce_async(
 
     Return a function that blocks and returns the new sparse tensor, in which indices may repeat.
     """
-    # Private in torch 2.5 to 2.15; the public indices() and values() refuse uncoalesced tensors, such as gradients.
+    # _indices() and _values() are private in torch 2.5 to 2.15. The public indices() and values() refuse uncoalesced
+    # tensors, such as gradients.
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 

@@ -306,7 +306,7 @@ class _AdasumOptimizer(_Optimizer):
         A rank outside of the process set steps without communication.
 
         Raises:
-            ValueError: the process set is not in use; no step was taken.
+            ValueError: the process set was not added, or was removed; no step was taken.
         """
         if not self.process_set.included():
             return self.optimizer.step(closure)

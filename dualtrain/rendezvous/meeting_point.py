@@ -71,7 +71,7 @@ def join(world: World, timeout: float) -> Store:
 
 
 def _secret(world: World) -> str:
-    """Return the secret of this world's store. Stores that ranks serve have a different secret for each world."""
+    """Return the secret of this world's store. If rank 0 serves the store, each world has a different secret."""
     return world.secret if world.served else f"{world.secret} {world.name}"
 
 
@@ -229,13 +229,13 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
 
 
 def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
-    """Gather every rank's ``value``, which has no spaces: rank 0 reads all values and puts the list on the server."""
+    """Gather every rank's ``value`` (without spaces): rank 0 reads all values and puts the list on the server."""
     deadline = time.monotonic() + timeout
     _put_on_server(world, f"{key}-{world.rank}", value)
     if world.rank == 0:
         values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
         missing = [rank for rank, each in enumerate(values) if each is None]
-        # Put a value even if a rank is missing, since the other ranks wait for it: the value then names the missing rank.
+        # The other ranks wait for ``key``, so set it even if a rank is missing: its value then names the missing rank.
         _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
     gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
     if gathered[0] == "missing":

@@ -68,8 +68,8 @@ class FolderLock:
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds.
-            waits: whether to wait until a running process ends: for ``WAIT_SECONDS``, or for ``RENEWALS`` renewals if it is
-                on another host.
+            waits: whether to wait until a running process ends: at most ``WAIT_SECONDS``, or ``RENEWALS`` renewals if
+                it is on another host.
 
         Raises:
             UserError: another process uses the folder; the message names that process.

@@ -109,7 +109,7 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
 
     Args:
         attempt: an attempt that has begun.
-        settings: as they were given, by name.
+        settings: the settings of this start by name, as its command line gives them.
         backend: the ranks.
     """
     with attempt.noting(backend):

@@ -52,7 +52,7 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     restart, wait until another process that uses the folder has ended. The waits take at most half of ``timeout`` in total.
 
     Returns:
-        The values that replace ``run_dir`` (``None`` if the folder must still be made) and ``resume`` in ``output``.
+        The values that replace ``run_dir`` (``None``: :func:`claim` names the folder) and ``resume`` in ``output``.
 
     Raises:
         UserError: the folder cannot be written, holds another run, or is used by another process.

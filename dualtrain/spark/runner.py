@@ -14,8 +14,8 @@ class HorovodRunner:
     """Runner of a function on several ranks.
 
     Args:
-        np: number of ranks. Positive: tasks of a Spark job, which start together. Negative: ``-np`` processes on the
-            driver's host. 0 is refused: Databricks deprecated it.
+        np: number of ranks. Positive: tasks of a Spark job, which start together. Negative: ``abs(np)`` processes on
+            the driver's host. 0 is refused: Databricks deprecated it.
         driver_log_verbosity: ignored: the ranks' output is in the logs of Spark's executors.
     """
 

@@ -2,11 +2,11 @@
 
 Shards (virtual ranks) are the parts of a global batch. A rank may compute several of them.
 
-Every shard of a step begins with the same values. A floating-point buffer (running statistics) then gets the mean of the
-shards' values. Running statistics are updated linearly, so the result is the same as if each shard kept separate
-statistics over all steps, and these were averaged at the end. An integer buffer of one element (a count of batches)
-gets the value of shard 0, and must change by the same amount in every forward pass of every shard. All other buffers
-must not change.
+Every shard of a step begins with the same values. At the end of the step, a floating-point buffer (running statistics)
+gets the mean of the shards' values. Running statistics are updated linearly, so the result is the same as if each shard
+kept separate statistics over all steps, and these were averaged at the end. An integer buffer of one element (a count
+of batches) gets the value of shard 0, and must change by the same amount in every forward pass of every shard. All
+other buffers must not change.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 def _add_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Add the buffers of ``model`` that ``average``, an older copy, does not have or has as ``None``."""
+    """Copy buffers of ``model`` to ``average``, an older copy of it: those that are missing or ``None`` there."""
     for copied, module in zip(average.modules(), model.modules(), strict=True):
         for name, buffer in module.named_buffers(recurse=False):
             if not hasattr(copied, name):

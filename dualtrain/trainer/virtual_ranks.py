@@ -69,7 +69,7 @@ class VirtualRanks:
             )
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
-        """Return this rank's shards of a global batch (equal on every rank); ``None`` for an empty shard."""
+        """Return this rank's shards of ``batch``, a global batch equal on every rank; ``None`` for an empty shard."""
         numbers = torch.arange(len(batch[1]), device="cpu")
         parts = [share(numbers, shard, self.count) for shard in self.mine]
         return [(batch[0][part], batch[1][part]) if len(part) else None for part in parts]

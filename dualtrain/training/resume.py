@@ -145,7 +145,7 @@ def _check_form(tree: dict[str, Any]) -> None:
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's settings or platform are plain values, and those that a run adopts are valid."""
+    """Return whether a checkpoint's settings or platform are plain values, and the settings to adopt are valid."""
     try:
         json.dumps(found)
     except TypeError:  # a tensor

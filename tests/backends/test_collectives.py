@@ -257,7 +257,8 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 def same_bits_everywhere(backend):
     """Compare ``allreduce`` with the library's all-reduce.
 
-    ``allreduce`` uses the library's only for long tensors. It sends short ones in the messages that compare the calls.
+    ``allreduce`` uses the library's all-reduce only for long tensors. It sends short ones in the messages that compare
+    the calls.
     """
     mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
@@ -870,7 +871,7 @@ def test_a_thread_with_a_channel_works_beside_the_first_thread(many):
 
 
 def sums_beside_calls(backend, count):
-    """Start a sum: on rank 0 before a call, on the other ranks after it. Use one thread, then a second for the call."""
+    """Start a sum: on rank 0 before a call, on the other ranks after it. Repeat it with the call in a second thread."""
     buffer = backend.new_buffer(1000, torch.float32, torch.device("cpu"))
     for threads in (False, True):
         values, buffer = torch.ones(count), buffer.fill_(1.0)

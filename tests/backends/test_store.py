@@ -194,7 +194,7 @@ def test_a_rank_may_join_in_two_worlds(job, join):
 
 
 def test_a_relay_at_another_port_is_detected(job, join):
-    """Relay messages between a rank and the server, without the secret.
+    """Relay messages between a rank and the server, without knowing the secret.
 
     The server refuses the rank's proof, which was computed for the relay's port.
     """

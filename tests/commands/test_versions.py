@@ -24,8 +24,8 @@ SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
 # Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
-# Other calls go to Python. With -c or "-", a call with the same arguments as an earlier call prints the
-# output of the earlier call.
+# Other calls go to Python. A call whose first argument begins with "-" runs only once: later calls with the same arguments
+# print the kept output.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}

@@ -11,7 +11,7 @@ from dualtrain import weights_sha256
 from tests.conftest import REAL, SHARED, THREADS, Spmd
 from tests.models_for_tests import DEFAULT_BUCKETS, SMALL_BUCKETS, conv_net, image_loss, images, small_buckets, wrap
 
-STEPS = 6  # several: a different bit in one step changes all later steps
+STEPS = 6  # several: the hash after the last step shows a bit that differed in any step
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
     "adam": (torch.optim.Adam, {"lr": 3e-3}),

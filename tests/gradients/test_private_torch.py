@@ -78,7 +78,7 @@ def test_torch_counts_changes_in_place():
     buffer = torch.zeros(4)
     before = getattr(buffer, "_version", None)
     assert before is not None, f"{VERSION} has no Tensor._version: change is_reduced in gradients/exchange.py"
-    buffer[:2].detach().mul_(2)  # as clipping changes a gradient in a bucket
+    buffer[:2].detach().mul_(2)  # clipping changes gradients in buckets in this way
     assert buffer._version > before, f"{VERSION} does not count changes of views and detached tensors in Tensor._version"
 
 
@@ -98,8 +98,8 @@ def test_torch_shows_what_an_uncoalesced_tensor_stores():
     grad = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), check_invariants=False)
     for name, where in {
         "_nnz": "gradients/sparse.py",
-        "_indices": "hvd/gather_ops.py",
-        "_values": "hvd/gather_ops.py",
+        "_indices": "gradients/sparse.py and hvd/gather_ops.py",
+        "_values": "gradients/sparse.py and hvd/gather_ops.py",
     }.items():
         assert hasattr(grad, name), f"{VERSION} has no Tensor.{name}: change {where}"
     assert grad._nnz() == 2

@@ -494,7 +494,10 @@ def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real)
 
 
 def swap(model):
-    """Swap parameters like ``load_state_dict`` after ``set_swap_module_params_on_conversion``, which is process-wide."""
+    """Swap parameters as ``load_state_dict`` does after ``set_swap_module_params_on_conversion(True)``.
+
+    The tests do not call the latter, because it would affect the whole process.
+    """
     for p in model.parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
 

@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # 3 steps, and 0 in steps_alone: ranks exchange only whether the count is odd
+    for step in range(3):  # an odd count, and an even one (0) in steps_alone: ranks exchange only its parity
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -202,7 +202,7 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
 
 
 def overflows_in_no_sync(backend, fused):
-    """Let rank 0's gradients overflow in ``no_sync``: they are averaged only when GradScaler looks for an overflow."""
+    """Let rank 0's gradients overflow in ``no_sync``: ``scaler.step`` averages them just before its overflow check."""
     model = filled(nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)

@@ -692,7 +692,7 @@ CASES = [
         "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",
     ),
     (
-        "gpu_by_rank",  # two variables of one name: a local rank in main, a rank outside
+        "gpu_by_rank",  # no finding for main's local rank, although a rank outside main has the same name
         "def main():\n    rank = hvd.rank()\n    torch.cuda.set_device(rank)  # HERE",
         "def main():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)\nrank = hvd.rank()",
     ),
@@ -754,7 +754,7 @@ CASES = [
         "loader = DataLoader(d)\nfor x in loader: pass",
     ),
     (
-        "padded_evaluation",  # no finding if eval() is called on a second, fixed model
+        "padded_evaluation",  # no finding if eval() is called on a second model, which is not trained
         "s = torch.utils.data.DistributedSampler(d)  # HERE\nloader = DataLoader(d, sampler=s)\nmodel.eval()\n"
         "for x in loader: model(x)",
         "s = torch.utils.data.DistributedSampler(d)\nloader = DataLoader(d, sampler=s)\nclip.eval()\n"
@@ -999,7 +999,7 @@ CASES = [
         "lr = 0.1 * hvd.size()\no = torch.optim.SGD(p, lr=lr)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1)",
     ),
     (
-        "rate_times_size",  # no finding if a function or condition of the script warms up
+        "rate_times_size",  # no finding if a condition contains the length of the warm-up; its declaration is not enough
         "parser.add_argument('--warmup-epochs', default=5)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nif epoch < args.warmup_epochs:\n    scheduler.step()",
     ),

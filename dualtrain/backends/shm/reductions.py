@@ -42,7 +42,7 @@ from dualtrain.errors import BackendError, PeerFailedError
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
 _VECTOR_BYTES = 1 << 10  # least number of bytes for an exchanged vector; rounded up to pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
-_INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte after the tags: 1 if an operation of this rank was interrupted
+_INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operation of this rank was interrupted
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"

@@ -31,7 +31,7 @@ CAUSES: tuple[Rule, ...] = (
 )
 
 
-#: The largest number of a program's files that are read.
+#: At most this many files of a program are read.
 MOST_FILES = 100
 
 

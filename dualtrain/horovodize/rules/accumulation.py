@@ -131,7 +131,7 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
 
 
 def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bool:
-    """Return whether two of the backward passes certainly reach the same model, one that the optimizer trains."""
+    """Return whether two backward passes certainly reach the same model: one of the optimizer's, if they reach any."""
     wraps = [(file, wrap) for file in source.program for name, wrap in file.wraps if name == step.optimizer]
     own = {model for file, wrap in wraps for model in models_of_optimizer(file, wrap)}
     reached = [models_of_loss(source, backward) for backward in passes]

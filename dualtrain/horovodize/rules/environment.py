@@ -68,10 +68,10 @@ def horovod_run(source: Source) -> Iterator[Finding]:
             continue
         refused = [word for word in call.keywords if word.arg in RUN_UNSUPPORTED and not _is_accepted(word)]
         if refused:
-            here = "" if isinstance(refused[0].value, ast.Constant) else ", unless its value is None"
+            here = "" if isinstance(refused[0].value, ast.Constant) else ", unless this argument is None"
             message = (
-                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: its own run() does not support other hosts, "
-                "elastic training or output files; start the script with torchrun"
+                f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: dualtrain's run() does not support other "
+                "hosts, elastic training or output files; start the script with torchrun"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
@@ -142,7 +142,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _has_alternative(source: Source, node: ast.AST) -> bool:
-    """Return whether the same function also reads variables of torchrun or Horovod; dualtrain sets both kinds."""
+    """Return whether the same function also reads variables of torchrun or Horovod: torchrun's ranks have both."""
     inside = ast.walk(source.scope(node)) if source.scope(node) is not source.tree else ast.walk(source.statement(node))
     texts = {other.value for other in inside if isinstance(other, ast.Constant) and isinstance(other.value, str)}
     return any(re.fullmatch("(HOROVOD_)?(LOCAL_)?RANK|WORLD_SIZE|HOROVOD_(LOCAL_)?SIZE", text) for text in texts)
@@ -190,8 +190,8 @@ def elastic_ray(source: Source) -> Iterator[Finding]:
         elastic = [word.arg for word in call.keywords if word.arg in RAY_ELASTIC and not _is_accepted(word)]
         if elastic:
             message = (
-                f"dualtrain refuses RayExecutor({elastic[0]}=…), which is elastic, unless its value is None; give "
-                "num_workers"
+                f"RayExecutor({elastic[0]}=…) is elastic unless this argument is None, and dualtrain refuses elastic "
+                "executors; give num_workers"
             )
             yield Finding(call.lineno, "unsupported", message)
 

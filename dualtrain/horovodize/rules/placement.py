@@ -38,7 +38,7 @@ def _is_logged(source: Source, node: ast.AST) -> bool:
 
 
 def same_gpu(source: Source) -> Iterator[Finding]:
-    """Ranks that all use the default GPU, or the first one; one finding."""
+    """Ranks that all use the default GPU, or all use ``cuda:0``; one finding."""
     if not source.wraps or not any(True for _ in source.hvd_calls("init")):
         return
     if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):

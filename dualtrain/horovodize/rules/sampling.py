@@ -322,7 +322,7 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 def _counts_epochs_by_size(source: Source) -> bool:
     """Return whether the script divides anything by the number of ranks: most likely the number of epochs or steps.
 
-    ``1 / hvd.size()`` does not count: a warm-up starts with this factor, and a sum becomes an average by it.
+    ``1 / hvd.size()`` does not count: it is the first factor of a warm-up, or turns a sum into an average.
     """
     return any(
         isinstance(node, ast.BinOp)

@@ -36,7 +36,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
         unknown.remove(node.id)
         message = (
             f"the name {node.id!r} is not defined in this file: the line raises NameError, on Horovod too; define or "
-            "import it (once it is defined, findings on lines that run later apply)"
+            "import it (findings on lines that run later apply only once it is defined)"
         )
         yield Finding(node.lineno, "trap", message)
 

@@ -48,7 +48,7 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
 
 
 def _wrapped_parameter(source: Source, function: Function) -> str:
-    """Return the parameter that ``function`` wraps if it gives the wrapper to nothing but its caller; else ""."""
+    """Return the parameter that ``function`` wraps, if nothing but the function's caller gets the wrapper; else ""."""
     inside = list(ast.walk(function))
     wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
     inner = wraps[0].args[0] if len(wraps) == 1 and wraps[0].args else None
