@@ -205,7 +205,7 @@ def test_imports_are_from_earlier_modules_and_packages():
         for name in imports(path) if own else ():
             other = top_level(name)
             assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{module(path)} imports {name}"
-            # ``import dualtrain`` also loads modules that are later in the list.
+            # ``import dualtrain`` also loads modules that are later in the list, so only these packages may use it.
             assert other or not name.startswith("dualtrain") or own in ("trainer", "training", "hvd", "main", "bench"), (
                 f"{module(path)} imports {name}"
             )
@@ -278,7 +278,7 @@ def overridden_privates(files):
 
 
 def imported(name, known):
-    """Return the full name of a class that a file names as ``name``: ``Class``, or ``module.Class``."""
+    """Return the full name of a class that a file calls ``name`` (``Class`` or ``module.Class``)."""
     first, dot, rest = name.partition(".")
     return known.get(first, first) + dot + rest
 

@@ -29,7 +29,8 @@ PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
 NAMES = {"main": "train"} | {
     name: name for name in ("train", "compare", "report", "predict", "doctor", "bench", "drill", "horovodize")
 }
-#: HVD: the import of dualtrain.hvd, with the replaced import in a comment. OWN: functions that build a model and data.
+#: HVD: the import of dualtrain.hvd, and in a comment the Horovod import that it replaces. OWN: functions that build a
+#: model and data.
 HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]
 
 

@@ -111,7 +111,7 @@ class ThreadsBackend(Backend):
     def __init__(self, room: Room, world: World, timeout: float = TIMEOUT) -> None:
         super().__init__(world, torch.device("cpu"), timeout)
         self.room = room
-        #: The number of calls of each kind so far. The n-th call of a kind on one rank meets the n-th on each other rank.
+        #: The number of calls of each kind so far. The n-th call of a kind on one rank meets the n-th on all others.
         self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
         self._kind = "data"
 

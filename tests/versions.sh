@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests with the given versions of torch. Run this script by hand before a release, for the table in tests/README.md.
 # For each version, the script makes an environment with that torch, the matching torchvision and no Horovod. In the environment,
-# it runs all tests except launches, and one job under torchrun. At the end, it prints a table. It needs the package index, and
-# 6 GB of disk space per environment (less if there is a CPU build of torch). A second run uses finished environments again.
+# it runs all tests except launches, and then runs one job under torchrun. At the end, it prints a table. It needs the package
+# index, and 6 GB of disk space per environment (less if there is a CPU build of torch). A second run uses finished environments again.
 #
 #   bash tests/versions.sh VERSION…            such as 2.5.1 2.6.0 2.15.0
 #   bash tests/versions.sh --into FOLDER VERSION…
@@ -127,7 +127,7 @@ check_index() {
     refuse "this Python cannot make virtual environments here ($(tail -n 1 "$work/index.log")); Debian: apt install python3-venv"
   bounded 5 "$work/index.log" "$folder/bin/python" -m pip index versions torch || true
   known=$(sed -n 's/^Available versions: //p' "$work/index.log" | tr -d ' ')
-  # Without an index, pip still lists the packages in local folders (find-links).
+  # pip lists the versions in local folders (find-links) even if the index does not answer, so look for a connection error too.
   broken=$(grep -E 'after connection broken' "$work/index.log" | tail -n 1 | cut -c 1-200) || true
   for version in "${missing[@]}"; do
     [[ ",$known," == *",$version,"* ]] && continue

@@ -295,7 +295,7 @@ def test_gradients_are_averaged_at_once_if_frozen_and_trained_layers_are_swapped
 
 
 def own_factors(backend):
-    """Give each rank its own factor before the sum. ``after=None`` on rank 0 means 1/size, which the other ranks pass."""
+    """Give each rank its own factor before the sum. ``after=None`` on rank 0 means 1/size; the others pass 1/size."""
     p = nn.Parameter(torch.ones(3))
     after = 1 / backend.size if backend.rank else None
     reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))

@@ -999,7 +999,7 @@ CASES = [
         "lr = 0.1 * hvd.size()\no = torch.optim.SGD(p, lr=lr)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1)",
     ),
     (
-        "rate_times_size",  # no finding if a condition contains the length of the warm-up; its declaration is not enough
+        "rate_times_size",  # no finding if a condition uses the length of the warm-up; a declaration is not enough
         "parser.add_argument('--warmup-epochs', default=5)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nif epoch < args.warmup_epochs:\n    scheduler.step()",
     ),

@@ -113,7 +113,7 @@ def test_reductions_skip_joined_ranks_and_a_broadcast_fails():
 
 
 def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
-    """Joined ranks wait until all others request zeros, and so know of the join: without it, they use a wrong divisor."""
+    """Joined ranks wait until all others request zeros: a rank that does so knows of the join and divides correctly."""
     harness = Harness(size=4)
     harness.receive(3, "join", divide_by="active")
     harness.answers(3, "do")

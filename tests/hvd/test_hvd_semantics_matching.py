@@ -222,7 +222,7 @@ def test_calls_before_init_raise(real):
 
 
 def asymmetric(backend):
-    """Make calls after which Horovod's unnamed calls would hang, because each process counts all calls in one counter."""
+    """Make calls after which Horovod's unnamed calls would hang: each process names them by a counter of all calls."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.full((2,), me + 1.0)

@@ -97,7 +97,7 @@ def train(backend, cases):
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
             for step in range(STEPS):
                 for micro in range(options.get("backward_passes_per_step", 1)):
-                    rows = 3 if sparse else 6  # few rows, so that sparse gradients repeat some
+                    rows = 3 if sparse else 6  # few rows, so that a sparse gradient contains a row twice
                     x = torch.tensor([(step + me + micro + i) % rows for i in range(4)])
                     (
                         model(x, me == 0 or "groups" in options).square().mean() + x.float().mean() * model.last.bias.sum()

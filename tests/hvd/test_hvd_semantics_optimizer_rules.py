@@ -138,7 +138,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # rank 0 must step first: once all gradients are sent, Horovod reduces rank 0's in place
+            hvd.barrier()  # rank 0 must step first: once all ranks have sent, Horovod overwrites rank 0's gradient
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -315,7 +315,7 @@ def test_lbfgs_uses_the_loss_averaged_over_ranks(real):
     first, *others = real(line_search)
     assert others == [first] * len(others)
     if real.name == "horovod":
-        real.leave()  # Horovod refused the second evaluation while it reduced gradients, so leave its world
+        real.leave()  # Horovod refused the second evaluation while gradients were being summed: its world is unusable
 
 
 def only_ours(backend):

@@ -93,7 +93,7 @@ def scatters(backend):
             same("no rows", lambda: hvd.reducescatter(torch.ones(0, 2), name="c"), []),
             same("sum", lambda: hvd.reducescatter(rows(size), name="d", op=hvd.Sum), [size * me + total]),
             same("group", lambda: list(hvd.grouped_reducescatter([five, x], name="e", op=hvd.Sum)), twice),
-            # Horovod applies prescale_factor only in its fusion buffer, and our Horovod backend disables fusion.
+            # Horovod applies prescale_factor only in its fusion buffer. Our backend disables fusion, so the call fails.
             ("before", lambda: scaled(prescale_factor=0.5), "HorovodInternalError", [1.5 * size]),
             same("after", lambda: scaled(postscale_factor=4.0), [12.0 * size]),
             same(

@@ -1,6 +1,7 @@
 """Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
 
-tests/training/test_kills.py runs such a job too. In phases that occur on both ranks, it kills the rank not killed here.
+tests/training/test_kills.py has the same phases with the torch backend. In those that occur on both ranks, it kills the
+rank not killed here.
 """
 
 from __future__ import annotations

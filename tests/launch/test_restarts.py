@@ -22,7 +22,7 @@ SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
-#: Without this variable, the remaining agent would keep the killed agent's MASTER_PORT if the new agent gets rank 0.
+#: Without this variable, an agent may keep the MASTER_PORT of an earlier round after another agent has got rank 0.
 FRESH = {**QUICK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

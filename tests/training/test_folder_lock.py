@@ -186,7 +186,8 @@ def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
             assert len(errors) == 1
             assert "is used by" in errors[0] or "holds another run" in errors[0]
         elif end is not trained[0]:
-            assert resume  # this process started after the first had ended, so it prints the result of the run
+            # This process got the folder after the training process had left it, so it prints that run's result.
+            assert resume
             assert "nothing is left to train" in end.stdout
     assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

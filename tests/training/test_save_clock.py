@@ -59,7 +59,7 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
 
 @pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
 def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_path, flags):
-    # With two virtual ranks on three ranks, one rank computes nothing, and sends its control flags separately.
+    # With two virtual ranks on three ranks, one rank computes nothing, so a separate all-reduce sums the control flags.
     without = processes(saved_steps, str(tmp_path / "without"), [False, False], flags)
     by_time = processes(saved_steps, str(tmp_path / "by time"), [True, False], flags)
     others = processes(saved_steps, str(tmp_path / "others"), [False, True], flags)

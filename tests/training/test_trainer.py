@@ -187,7 +187,7 @@ def own_loader(backend, folder: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = lr_scheduler.StepLR(optimizer, 2)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
-    # Rank 0 has 17 samples or more, each other rank has 3: the other ranks run out of batches first.
+    # Rank 0 has 17 samples or more, and every other rank has 3: the other ranks run out of batches first.
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
     history = trainer.fit(loader, epochs=2)
     trainer.save(f"{folder}/state.safetensors")
@@ -528,7 +528,8 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Program that compiles without code generation, which takes seconds. tests/launch/test_compile.py generates code.
+# Program that uses torch.compile without code generation, because generating code takes seconds.
+# tests/launch/test_compile.py compiles with code generation.
 COMPILED = """
 import sys
 from pathlib import Path

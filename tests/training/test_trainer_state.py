@@ -297,7 +297,7 @@ def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
 
 
 def uneven_norms(backend, first):
-    """Train with SyncBatchNorm. The last rank lacks a batch: the second batch, or if ``first``, the only one."""
+    """Train with SyncBatchNorm. The last rank lacks the second of two batches, or if ``first``, has no batch at all."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)

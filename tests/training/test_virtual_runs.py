@@ -105,7 +105,7 @@ def alone(texts, tmp_path_factory):
     return found
 
 
-# On Horovod, test_an_interrupted_run_resumes_in_any_world tests the other runs.
+# On Horovod, this tests only "evaluation"; test_an_interrupted_run_resumes_in_any_world tests the other runs.
 @pytest.mark.parametrize(
     ("real", "name"),
     [*itertools.product([("torch", 2), ("torch", 4)], RUNS), (("horovod", 3), "evaluation")],
