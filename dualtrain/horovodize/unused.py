@@ -11,7 +11,8 @@ from dualtrain.horovodize.source import Function, Source, last_name
 def lines_of_unused(source: Source) -> set[int]:
     """Return the lines of functions that nothing in the program uses; no lines if the file may be a library.
 
-    Methods count as used, and so do functions with a decorator, which may register them.
+    Functions with a decorator, which may register them, count as used. So do methods of a class with a base class, which
+    may call them, and special methods.
     """
     functions = [node for node in source.nodes if isinstance(node, Function) and _may_be_unused(source, node)]
     if not functions or not _is_started(source):
@@ -27,8 +28,10 @@ def lines_of_unused(source: Source) -> set[int]:
 
 
 def _may_be_unused(source: Source, function: Function) -> bool:
-    method = isinstance(source.parents[function], ast.ClassDef)
-    return not method and not function.decorator_list and function.name not in ENTRY_POINTS
+    home = source.parents[function]
+    if isinstance(home, ast.ClassDef) and (home.bases or home.keywords or home.decorator_list or function.name[:2] == "__"):
+        return False
+    return not function.decorator_list and function.name not in ENTRY_POINTS
 
 
 def _is_started(source: Source) -> bool:

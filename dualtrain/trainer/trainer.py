@@ -56,7 +56,7 @@ class Trainer:
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, if the kind of processor and torch's number of threads are the same. With
             several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
-            operations give different bits each time. ``None`` for one part of a step on each rank.
+            operations give different bits each time. With ``None``, a step has one part on each rank, and no shards.
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 

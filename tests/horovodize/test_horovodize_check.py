@@ -1072,6 +1072,37 @@ CASES = [
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns = hvd.broadcast_object(s)  # HERE",
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns.load_state_dict(hvd.broadcast_object(s.state_dict()))",
     ),
+    (
+        "collective_on_some_ranks",  # no finding if another condition decides too: all ranks continue in training
+        "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
+        "    hvd.barrier()  # HERE",
+        "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
+        "    if phase == 'train':\n        hvd.barrier()",
+    ),
+    (
+        "rate_times_size",  # no finding if the rate is only shown
+        "o = torch.optim.SGD([{'params': p, 'lr': 0.1 * hvd.size()}])  # HERE",
+        "x = 0.1 * hvd.size()\nbar.set_postfix({'lr': x})",
+    ),
+    (
+        "rate_times_size",
+        "for i in range(args.warmup_batches):\n    step()\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
+        "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nf = make_schedule(hvd.size(), args.warmup_epochs)",
+    ),
+    (
+        "shard_by_local_rank",  # a process group has no samples
+        "reader(rank=hvd.local_rank(), world_size=hvd.size())  # HERE",
+        "torch.distributed.init_process_group('gloo', rank=hvd.local_rank(), world_size=hvd.size())",
+    ),
+    (
+        "same_order_every_epoch",  # in an evaluation, the order does not matter
+        "def fit():\n    s = torch.utils.data.DistributedSampler(data, 2, 0)  # HERE\n"
+        "    return torch.utils.data.DataLoader(data, sampler=s)\n"
+        "for epoch in range(9):\n    for x in fit(): pass",
+        "def test():\n    s = torch.utils.data.DistributedSampler(data, 2, 0)\n"
+        "    return torch.utils.data.DataLoader(data, sampler=s)\n"
+        "for epoch in range(9):\n    for x in test(): pass",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 
@@ -1159,6 +1190,11 @@ def test_functions_that_nothing_uses_have_no_findings():
     assert findings(source(f"{pair}hvd.init()")) == library
     assert findings(source(f"{pair}loss.backward()")) == findings(source(f"{pair}def run(): ...\nrun()")) == []
     assert findings(source(f"@register\n{pair}loss.backward()")) != []
+    method = "class A{}:\n    def {}(self, o):\n        group['lr'] = 0.1 * hvd.size()\nloss.backward()"
+    assert findings(source(method.format("", "first"))) == []
+    assert findings(source(f"{method.format('', 'first')}\nA().first(o)")) != []
+    assert findings(source(method.format("(Base)", "first"))) != []
+    assert findings(source(method.format("", "__call__"))) != []
     assert findings(source(f"{rate.format('main')}loss.backward()")) != []
     assert [each.level for each in findings(source("def f():\n    hvd.nothing()\nloss.backward()"))] == ["unsupported"]
 
@@ -1188,12 +1224,12 @@ def test_the_state_of_adam_counts_only_after_wrapping():
     made = "o = torch.optim.AdamW(p)\n"
     in_function = f"{made}def start():\n    x = hvd.DistributedOptimizer(y)\n{call}start()"
     (unknown,) = BY_NAME["optimizer_state"](source(in_function))
-    assert "Adam starts" not in unknown.message
-    assert "if there is any" in unknown.message
+    assert "Adam (if used) starts" not in unknown.message
+    assert "(if any)" in unknown.message
     (before,) = BY_NAME["optimizer_state"](source(made + call + wrap))
     (after,) = BY_NAME["optimizer_state"](source(made + wrap + call))
-    assert "Adam starts" in after.message
-    assert "Adam starts" not in before.message
+    assert "Adam (if used) starts" in after.message
+    assert "Adam (if used) starts" not in before.message
 
 
 CLEAN = """

@@ -68,10 +68,11 @@ def horovod_run(source: Source) -> Iterator[Finding]:
             continue
         refused = [word for word in call.keywords if word.arg in RUN_UNSUPPORTED and not _is_accepted(word)]
         if refused:
-            here = "" if isinstance(refused[0].value, ast.Constant) else ", unless this argument is None"
+            accepted = " or names only this host" if refused[0].arg == "hosts" else ""
+            here = "" if isinstance(refused[0].value, ast.Constant) else f", unless this argument is None{accepted}"
             message = (
                 f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: dualtrain's run() does not support other "
-                "hosts, elastic training or output files; start the script with torchrun"
+                "hosts, elastic training or output files; start the script with torchrun, and call the function itself"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:

@@ -56,6 +56,11 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     return (home, sampler) in _samplers_under_eval(source) and not _TRAINING.search(names)
 
 
+def is_evaluation(name: str) -> bool:
+    """Return whether the name of a function says that it evaluates, and does not train."""
+    return bool(_EVALUATION.search(name.lower())) and not _TRAINING.search(name.lower())
+
+
 def is_for_training(name: str) -> bool:
     """Return whether the name of a variable says that it is for training."""
     return bool(_TRAINING.search(name.lower())) and not _EVALUATION.search(name.lower())

@@ -66,9 +66,11 @@ class _Collectives:
         if signature is None or not isinstance(branch, ast.If | ast.IfExp):
             return
         body = branch.body if isinstance(branch.body, list) else [branch.body]
-        other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
+        other: list[ast.AST] = [*branch.orelse] if isinstance(branch.orelse, list) else [branch.orelse]
         if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
-            other = [*other, *self._following(branch)]
+            # If other conditions decide too, a following statement with a condition of its own may be for all ranks.
+            several = isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And)
+            other += [one for one in self._following(branch) if not (several and isinstance(one, ast.If))]
         here, there = list(self._inside(body)), list(self._inside(other))
         holds, what = signature
         for calls, opposite, value in ((here, there, holds), (there, here, not holds)):

@@ -56,7 +56,7 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
 
 
 def _warms_up(source: Source) -> bool:
-    """Return whether the name of a called function, a keyword argument or a variable says that the rate warms up.
+    """Return whether the name of a called function, an argument or a variable says that the rate warms up.
 
     A warm-up of no steps does not count, nor options that are only declared, nor torch's CosineAnnealingWarmRestarts.
     """
@@ -64,7 +64,9 @@ def _warms_up(source: Source) -> bool:
         if isinstance(node, ast.Call):
             words = [word for word in node.keywords if word.arg and _WARM_UP.search(word.arg)]
             steps = [word.value for word in words if not (isinstance(word.value, ast.Constant) and not word.value.value)]
-            if steps or (not words and _WARM_UP.search(last_name(node.func)) and not _is_of_measurement(source, node)):
+            names = [node.func, *(node.args if last_name(node.func) not in ("print", "range") else ())]
+            named = not words and any(_WARM_UP.search(last_name(part)) for part in names)
+            if steps or (named and not _is_of_measurement(source, node)):
                 return True
         elif isinstance(node, ast.BinOp | ast.Compare):
             parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.left, *node.comparators]
@@ -112,13 +114,22 @@ def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
         if rate is not None:
             yield rate
     for node in source.nodes:
-        if isinstance(node, ast.Dict):
+        if isinstance(node, ast.Dict) and not _is_reported(source, node):
             yield from (value for key, value in zip(node.keys, node.values, strict=True) if _is_lr(key))
     for target, value, statement in source.assignments:
         if target.endswith("['lr']") and not isinstance(statement, ast.AugAssign):
             yield value
         if target.endswith(".base_lrs"):  # of a schedule
             yield value.elt if isinstance(value, ast.ListComp) else value
+
+
+def _is_reported(source: Source, values: ast.Dict) -> bool:
+    """Return whether ``values`` is only printed or logged."""
+    calls = (above for above in source.above(values) if isinstance(above, ast.Call))
+    return any(_REPORTS.search(last_name(call.func)) for call in calls)
+
+
+_REPORTS = re.compile(r"log|postfix|print|scalar|write|info|dump|record|metric|report|append", re.IGNORECASE)
 
 
 def _is_lr(key: ast.expr | None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
-from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
+from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.rules.uses import is_read, leaves_program
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
@@ -109,7 +109,8 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     for call in distributed_samplers(source) if loops else ():
         shuffle = keyword(call, "shuffle")
         shuffles = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
-        if not shuffles or is_for_evaluation(source, call) or source.uses_elastic:
+        scope = getattr(source.scope(call), "name", "")
+        if not shuffles or is_for_evaluation(source, call) or is_evaluation(scope) or source.uses_elastic:
             continue
         if not is_read(source, call) or leaves_program(source, call) or _has_data_of_epoch(source, call, loops):
             continue

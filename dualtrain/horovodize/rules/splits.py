@@ -103,6 +103,8 @@ def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
         return (node.lower, node.step) if node.lower is not None and node.step is not None else None
     if not isinstance(node, ast.Call) or node in distributed_samplers(source):
         return None
+    if source.name(node.func).startswith("torch.distributed."):
+        return None  # the start of a process group, which has no samples
     if isinstance(node.func, ast.Attribute) and node.func.attr == "shard" and len(node.args) == 2:
         return node.args[1], node.args[0]
     if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 3:

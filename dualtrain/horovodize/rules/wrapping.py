@@ -100,12 +100,13 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         given = call.args[0] if call.args else keyword(call, "optimizer")
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
-        effect = "weight decay, if there is any, may change the weights"
+        effect, resumed = "weight decay (if any) may change the weights", "ranks may differ if only rank 0 has resumed"
         if given is not None and _is_wrapped_apart(source, call, given):
             if not _shows_decay(source, given):
                 continue  # Horovod's step has no effect: there is no decay, and its wrapper discards Adam's state
-        elif given is None or not (_is_sgd(source, given, call) or _may_be_wrapped_later(source, call, given)):
-            effect = f"Adam starts at step 1, {effect}, and ranks may differ if only rank 0 has resumed"
+        elif given is None or not _may_be_wrapped_later(source, call, given):
+            adam = "" if given is not None and _is_sgd(source, given, call) else "Adam (if used) starts at step 1, "
+            effect = f"{adam}{effect}, and {resumed}"
         message = (
             f"this call takes no step; on Horovod it steps an optimizer that has no state yet: {effect}; nothing to do"
         )
