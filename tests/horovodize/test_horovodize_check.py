@@ -1077,7 +1077,7 @@ CASES = [
         "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
         "    hvd.barrier()  # HERE",
         "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
-        "    if phase == 'train':\n        hvd.barrier()",
+        "    for x in data:\n        if phase == 'train':\n            hvd.barrier()",
     ),
     (
         "rate_times_size",  # no finding if the rate is only shown

@@ -66,18 +66,24 @@ class _Collectives:
         if signature is None or not isinstance(branch, ast.If | ast.IfExp):
             return
         body = branch.body if isinstance(branch.body, list) else [branch.body]
-        other: list[ast.AST] = [*branch.orelse] if isinstance(branch.orelse, list) else [branch.orelse]
-        if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
-            # If other conditions decide too, a following statement with a condition of its own may be for all ranks.
-            several = isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And)
-            other += [one for one in self._following(branch) if not (several and isinstance(one, ast.If))]
+        other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         here, there = list(self._inside(body)), list(self._inside(other))
+        if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
+            # If other conditions decide too, a later call with a condition of its own may be for all ranks.
+            several = isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And)
+            later = self._inside(self._following(branch))
+            there += [(name, call) for name, call in later if not (several and self._is_conditional(call, branch))]
         holds, what = signature
         for calls, opposite, value in ((here, there, holds), (there, here, not holds)):
             matched = {name for name, _ in opposite}
             for name, call in calls:
                 if name not in matched:
                     yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
+
+    def _is_conditional(self, call: ast.Call, branch: ast.If) -> bool:
+        """Return whether an ``if`` that does not contain ``branch`` decides whether ``call`` runs."""
+        around = set(self.source.above(branch))
+        return any(isinstance(above, ast.If) and above not in around for above in self.source.above(call))
 
     def joins(self, found: _Unmatched) -> bool:
         """Return whether the ranks that do not make the call ``found`` may call ``join`` in the same function."""
