@@ -97,7 +97,7 @@ def virtual_nodes(count: int, folder: Path) -> Iterator[list[Node]]:
         _run(switch, "ip", "link", "set", "bridge0", "up")
         nodes = []
         for name, address in addresses.items():
-            script = f'hostname {name} && mount --bind "$0" /etc/hosts && {_UNTIL_END}'
+            script = f'hostname {name} && mount --bind "$0" /etc/hosts && {{ {_UNTIL_END}; }}'
             unshare = ["unshare", "--net", "--uts", "--mount", "--propagation", "private"]
             nodes.append(Node(name, address, _keep(stack, unshare, script, str(hosts.resolve()))))
             _connect(switch, nodes[-1], f"port-{name}")
@@ -116,7 +116,11 @@ def _keep(stack: ExitStack, unshare: list[str], script: str, *arguments: str) ->
     stack.enter_context(process)  # closes the pipes and waits; the process ends at the end of its standard input
     assert process.stdout is not None
     assert process.stderr is not None
-    if process.stdout.readline() != "up\n":  # the line is empty if the process has exited
+    timer = threading.Timer(_SECONDS, process.kill)
+    timer.start()
+    line = process.stdout.readline()
+    timer.cancel()
+    if line != "up\n":  # the line is empty if the process has exited
         raise NodesError(f"virtual nodes need root and Linux namespaces: {process.stderr.read().strip()}")
     return process.pid
 

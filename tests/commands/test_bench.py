@@ -719,6 +719,15 @@ def test_ranks_on_virtual_nodes_take_each_other_for_ranks_on_different_hosts(nam
     assert not any(Path(f"/proc/{node.pid}").exists() for node in nodes)
 
 
+def test_a_node_that_cannot_mount_a_file_is_an_error(tmp_path, monkeypatch):
+    require_hosts()
+    (tmp_path / "mount").write_text("#!/bin/sh\necho refused >&2\nexit 1\n")
+    (tmp_path / "mount").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(NodesError, match=r"virtual nodes need root .*: refused"), virtual_nodes(1, tmp_path):
+        pass
+
+
 # -- launching ----------------------------------------------------------------------------------------------------
 
 
