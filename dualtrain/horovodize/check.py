@@ -37,7 +37,7 @@ def check(files: Sequence[str]) -> int:
         for finding, others in merged(of_file):
             show(f"{name}:{finding.line}: [{finding.level}] {finding.message}{_also(others)}")
     everything = [finding for of_file in found.values() for finding, _ in merged(of_file)]
-    repairs = sum(bool(finding.edits) for finding in everything)
+    repairs = sum(len({finding[1:3] for finding in of_file if finding.edits}) for of_file in found.values())
     more = f"; --fix repairs {repairs} of them" if repairs else ""
     if without or unreadable:
         show(_skipped(without, unreadable))

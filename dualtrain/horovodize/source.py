@@ -276,9 +276,28 @@ class Source:
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Return whether the two nodes are in different branches of one ``if``, or of two with the same condition."""
-        arms = dict(arm for above, below in self._branches(one) for arm in _arms(above, below))
-        others = (arm for above, below in self._branches(other) for arm in _arms(above, below))
+        arms = dict(arm for above, below in self._branches(one) for arm in self._arms(above, below))
+        others = (arm for above, below in self._branches(other) for arm in self._arms(above, below))
         return any(arms.get(key, arm) is not arm for key, arm in others)
+
+    def _arms(self, branch: ast.AST, below: ast.AST) -> Iterator[tuple[object, bool]]:
+        """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
+
+        The keys are the node ``branch``, and the condition's text, in its function if it contains a parameter. The text is
+        left out if it contains a call or ``:=``, because its value may then change between two evaluations.
+        """
+        arm = _arm(branch, below)
+        yield branch, arm
+        test = getattr(branch, "test", branch)
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, arm = test.operand, not arm
+        nodes = list(ast.walk(test))
+        if not any(isinstance(node, ast.Call | ast.NamedExpr) for node in nodes):
+            local = {node.id for node in nodes if isinstance(node, ast.Name)} & set(self.parameters(branch)) - {
+                "self",
+                "args",
+            }
+            yield (self.scope(branch) if local else None, ast.unparse(test)), arm
 
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield (``if``, its child that contains ``node``) for each ``if`` that has ``node`` in a branch."""
@@ -335,21 +354,6 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
         yield from _in_order(child)
-
-
-def _arms(branch: ast.AST, below: ast.AST) -> Iterator[tuple[ast.AST | str, bool]]:
-    """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
-
-    The keys are the node ``branch`` and the condition's text. The text is left out if it contains a call or ``:=``,
-    because its value may then change between two evaluations.
-    """
-    arm = _arm(branch, below)
-    yield branch, arm
-    test = getattr(branch, "test", branch)
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, arm = test.operand, not arm
-    if not any(isinstance(node, ast.Call | ast.NamedExpr) for node in ast.walk(test)):
-        yield ast.unparse(test), arm
 
 
 def _arm(branch: ast.AST, below: ast.AST) -> bool:

@@ -1103,6 +1103,52 @@ CASES = [
         "    return torch.utils.data.DataLoader(data, sampler=s)\n"
         "for epoch in range(9):\n    for x in test(): pass",
     ),
+    (
+        "undefined_names",  # in class bodies, patterns and after ``suppress``
+        "class A:\n    log = getLogger(__qualname__)  # HERE",
+        "def a(v):\n    match v:\n        case [first, *rest]: print(first, rest)\n"
+        "        case {'k': k, **more}: print(k, more)\n"
+        "try:\n    first\nexcept NameError: ...\nfrom contextlib import suppress\n"
+        "with suppress(NameError):\n    rest, k, more",
+    ),
+    ("undefined_names", "np.ones(1)  # HERE", "get_ipython().run_line_magic('pylab', 'inline')\nnp.ones(1)"),
+    ("undefined_names", "print(lr)  # HERE", "vars().update(lr=1)\nprint(lr)"),
+    (
+        "sampler_with_shuffle",  # the parameter of a function may be None
+        "s = torch.utils.data.DistributedSampler(d)\ntorch.utils.data.DataLoader(d, sampler=s, shuffle=True)  # HERE",
+        "s = torch.utils.data.DistributedSampler(d)\n"
+        "def small(d, s=None):\n    return torch.utils.data.DataLoader(d, sampler=s, shuffle=True)",
+    ),
+    (
+        "saved_by_all_ranks",  # an option of the command line is the same on all ranks
+        WRAP + "args = parser.parse_args()\nif args.save_model:\n    torch.save(model, 'mnist.pt')  # HERE",
+        WRAP + "if save_model:\n    torch.save(model, 'mnist.pt')",
+    ),
+    ("saved_by_all_ranks", WRAP + "torch.save(model, '-'.join(map(str, [a, loss_name])))  # HERE", WRAP),
+    (
+        "scaler_before_synchronize",  # skip_synchronize() averages nothing
+        WRAP + "scaler.scale(loss).backward()\nwith optimizer.skip_synchronize():\n    scaler.step(optimizer)  # HERE",
+        "from utils import sync_gradients\n" + WRAP + "scaler.scale(loss).backward()\nsync_gradients(model)\n"
+        "with optimizer.skip_synchronize():\n    scaler.step(optimizer)",
+    ),
+    (
+        "never_broadcast",  # an object with a seed of its own
+        "from lib import Sampler\nSampler(data, seed=seed)\n" + WRAP.replace("\n", "  # HERE\n"),
+        "from lib import seed_all\nseed_all(seed)\n" + WRAP,
+    ),
+    (
+        "half_precision",
+        "args = parser.parse_args()\nif not cuda:\n    args.fp16 = False\n"
+        "c = hvd.Compression.fp16 if args.fp16 else hvd.Compression.none  # HERE",
+        "c = hvd.Compression.none",
+    ),
+    (
+        "padded_evaluation",  # the sampler is a variable of the module, and a function makes the loader
+        "s = torch.utils.data.DistributedSampler(data, 2, 0)  # HERE\n"
+        "def check():\n    loader = torch.utils.data.DataLoader(data, sampler=s)\n    model.eval()\n"
+        "    for x in loader: model(x)\ncheck()",
+        "s = None",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 

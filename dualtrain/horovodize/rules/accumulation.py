@@ -9,7 +9,7 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, steps
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
-from dualtrain.horovodize.source import Finding, Function, Source
+from dualtrain.horovodize.source import Finding, Function, Source, last_name
 
 _LOOP = ast.For | ast.While
 
@@ -108,8 +108,12 @@ def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    called = {ast.unparse(call.func).partition(".")[0] for call in calls}
+    called = {ast.unparse(call.func).partition(".")[0] for call in calls if last_name(call.func) not in _OF_DATA}
     return bool(names & called) and not roots - names
+
+
+#: Methods of tensors, which do not show that their owner is a model.
+_OF_DATA = ("cpu", "cuda", "float", "half", "items", "keys", "long", "reshape", "size", "to", "unsqueeze", "view")
 
 
 def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:

@@ -52,8 +52,11 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
     sampler = target if loader is None else ast.unparse(call)
-    home = source.scope(call) if sampler.isidentifier() else None
-    return (home, sampler) in _samplers_under_eval(source) and not _TRAINING.search(names)
+    return (_home(sampler, source.scope(call)), sampler) in _samplers_under_eval(source) and not _TRAINING.search(names)
+
+
+def _home(variable: str, scope: Scope) -> Scope | None:
+    return scope if variable.isidentifier() else None
 
 
 def is_evaluation(name: str) -> bool:
@@ -72,7 +75,8 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
     for target, value, statement in source.assignments:
         if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None:
             home, text = source.scope(statement), ast.unparse(sampler)
-            samplers.setdefault(target, []).append((home, (home if text.isidentifier() else None, text)))
+            makers = {source.scope(one) for name, _, one in source.assignments if name == text}
+            samplers.setdefault(target, []).append((home, (_home(text, home if home in makers else source.tree), text)))
     found = set()
     for scope, nodes in source.scopes:
         evaluating = False

@@ -28,7 +28,8 @@ _RANK_IN_PATH = re.compile(
 )
 #: Names of variables with results, which differ between ranks unless they are averaged.
 _OWN_VALUE = re.compile(
-    r"(^|_)(acc|accuracy|bleu|dice|f1|iou|loss|map|metric|perplexity|ppl|psnr|score|ssim)(_|\d|$)", re.IGNORECASE
+    r"(^|_)(acc|accuracy|bleu|dice|f1|iou|loss|metric|perplexity|ppl|psnr|score|ssim)(\d*|_(avg|epoch|mean|test|val))$",
+    re.IGNORECASE,
 )
 _BUFFERS = ("io.BytesIO", "io.StringIO")
 
@@ -194,7 +195,14 @@ def _is_switched(source: Source, node: ast.AST) -> bool:
     unknown = [
         part for part in parts if isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) not in source.values
     ]
-    return any(_WRITES.search(last_name(part)) for part in unknown)
+    return any(_WRITES.search(last_name(part)) for part in unknown if not _is_option(source, part))
+
+
+def _is_option(source: Source, part: ast.expr) -> bool:
+    """Return whether ``part`` is ``args.name`` with ``args = parser.parse_args()``, which is the same on all ranks."""
+    values = source.values.get(ast.unparse(part.value), ()) if isinstance(part, ast.Attribute) else ()
+    calls = [value.func for value in values if isinstance(value, ast.Call)]
+    return any(isinstance(func, ast.Attribute) and func.attr in ("parse_args", "parse_known_args") for func in calls)
 
 
 _WRITES = re.compile(r"save|log|writ|dump|record|checkpoint|ckpt", re.IGNORECASE)

@@ -16,11 +16,13 @@ from dualtrain.horovodize.source import Finding, Function, Scope, Source, keywor
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
 _SHARDED = re.compile(
-    r"rank|size\(|shard|petastorm|make_batch_reader|make_reader|partition|world|mpi|chunk|scatter|\bcomm\b", re.IGNORECASE
+    r"rank|size\(|shard|petastorm|make_batch_reader|make_reader|partition|world|(?<!co)mpi|chunk|scatter|\bcomm\b",
+    re.IGNORECASE,
 )
 #: Calls by which each process makes samples of its own.
 _MADE_BY_RANK = re.compile(
-    r"rollout|collect|replay|buffer|memory|episode|trajector|simulat|self_?play|\benv\b", re.IGNORECASE
+    r"rollout|collect(?!ions)|replay|(?<!from)buffer|(?<!in)memory|episode|trajector|simulat|self_?play|\benv\b",
+    re.IGNORECASE,
 )
 _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|transformers\.\w*Trainer")
 
@@ -74,7 +76,8 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
         shuffle, sampler = keyword(call, "shuffle"), keyword(call, "sampler")
         if source.name(call.func) not in _LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
             continue
-        if sampler is not None and (sampler in samplers or ast.unparse(sampler) in made):
+        given = isinstance(sampler, ast.Name) and sampler.id in source.parameters(call)
+        if sampler is not None and not given and (sampler in samplers or ast.unparse(sampler) in made):
             message = (
                 "a DataLoader with a sampler and shuffle=True raises ValueError, on Horovod too; remove shuffle=True, "
                 "because the sampler shuffles"

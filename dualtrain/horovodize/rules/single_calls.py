@@ -30,7 +30,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
         else:
             cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
             cure = cure if alone else cure.replace("assign", "use")
-            if name in OBJECTS and _has_state(call):
+            if name == "broadcast_object" and _has_state(call):
                 cure = "broadcast its state_dict(), and load the result on all ranks"
             message = f"the result of {name}() is lost, and its input is not changed; {cure}"
         yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)) if alone else ())
@@ -270,10 +270,19 @@ def half_precision(source: Source) -> Iterator[Finding]:
 
 
 def _is_switched_off(source: Source, node: ast.AST) -> bool:
-    """Return whether the variable that chooses ``node`` is certainly false: the script assigns only false constants."""
+    """Return whether the variable that chooses ``node`` is certainly false: only false constants are assigned to it.
+
+    Options of a command line may have other values, and an assignment under a condition may not run.
+    """
     tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
-    values = [source.values.get(ast.unparse(test), []) for test in tests]
-    return any(bool(one) and all(isinstance(value, ast.Constant) and not value.value for value in one) for one in values)
+    for test in tests:
+        root = ast.unparse(test).partition(".")[0]
+        parsed = any(isinstance(one, ast.Call) and "parse" in last_name(one.func) for one in source.values.get(root, ()))
+        found = [(value, statement) for target, value, statement in source.assignments if target == ast.unparse(test)]
+        off = [isinstance(value, ast.Constant) and not value.value for value, _ in found]
+        if off and all(off) and not parsed and not any(isinstance(source.parents[one], ast.If) for _, one in found):
+            return True
+    return False
 
 
 def _is_for_adasum(source: Source, node: ast.AST) -> bool:

@@ -57,15 +57,16 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     first = passes[-1].lineno if passes else 0
     scope = source.scope(event.node)
     between = [call for call in source.calls if first <= call.lineno <= event.node.lineno and source.scope(call) is scope]
-    named = (last_name(call.func) for call in between if not source.name(call.func))
-    if any(_AVERAGES.search(name) and name != "synchronize" for name in named):
+    named = (last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES))
+    if any(_AVERAGES.search(name) and not name.endswith("synchronize") for name in named):
         return True
-    files = (source, *source.program)
-    return not passes and any(last_name(call.func) == "synchronize" for file in files for call in file.calls)
+    calls = (call for file in (source, *source.program) for call in file.calls if not file.name(call.func))
+    return not passes and any(last_name(call.func) == "synchronize" for call in calls)
 
 
-#: Names of functions that average gradients. The names of imported functions, such as Horovod's, are not checked.
-_AVERAGES = re.compile(r"sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORECASE)
+#: Names of functions that average gradients, except those of these libraries.
+_AVERAGES = re.compile(r"(?<!a)sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORECASE)
+_LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
 def _is_of_another_optimizer(source: Source, clip: Event) -> bool:

@@ -7,22 +7,26 @@ import builtins
 import symtable
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Finding, Function, Source
+from dualtrain.horovodize.source import Finding, Function, Source, last_name
 
 #: Names that every module has, names of other platforms, and names that notebooks and consoles define.
 _GIVEN = {"__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__name__", "__package__", "__path__"}
-_GIVEN |= {"WindowsError", "__spec__"}
+_GIVEN |= {"WindowsError", "__module__", "__qualname__", "__spec__", "profile"}
 _GIVEN |= {"_", "In", "Out", "dbutils", "display", "displayHTML", "get_ipython", "sc", "spark", "sqlContext"}
 #: Builtin names of Python 2. A condition on the version may prevent their use.
 _GIVEN |= {"basestring", "cmp", "execfile", "file", "long", "raw_input", "reduce", "reload", "unichr", "unicode", "xrange"}
-_DYNAMIC = ("exec", "globals", "run_path", "setattr")
+_GIVEN |= {"StandardError", "apply", "buffer", "coerce", "intern"}
+#: Functions by which a program may define names, or ask which names are defined.
+_DYNAMIC = ("dir", "exec", "get_ipython", "globals", "locals", "run_path", "setattr", "vars")
 
 
 def undefined_names(source: Source) -> Iterator[Finding]:
-    """Names that the file does not define, so that their lines raise NameError; one finding for each name."""
+    """Names that the file does not define, so that their lines raise NameError."""
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in source.nodes):
         return
-    if any(isinstance(call.func, ast.Name) and call.func.id in _DYNAMIC for call in source.calls):
+    if any(last_name(call.func) in _DYNAMIC for call in source.calls) or "sys.modules[" in source.code:
+        return
+    if any(isinstance(node, ast.Import) and node.names[0].name == "builtins" for node in source.nodes):
         return
     try:
         unknown = _unknown_globals(symtable.symtable(source.text, "script", "exec"))
@@ -33,10 +37,9 @@ def undefined_names(source: Source) -> Iterator[Finding]:
             continue
         if _is_local(source, node) or _is_annotation(source, node) or _is_tried(source, node):
             continue
-        unknown.remove(node.id)
         message = (
-            f"the name {node.id!r} is not defined in this file: the line raises NameError, on Horovod too; define or "
-            "import it (findings on lines that run later apply only once it is defined)"
+            f"the name {node.id!r} is not defined in this file: the line raises NameError when it runs, on Horovod too; "
+            "define or import it (findings on lines that run later apply only once it is defined)"
         )
         yield Finding(node.lineno, "trap", message)
 
@@ -75,8 +78,10 @@ def _bound_in(scope: ast.AST) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.arg):
             found.add(node.arg)
-        elif isinstance(node, Function | ast.ClassDef | ast.ExceptHandler) and node.name:
+        elif isinstance(node, Function | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
             found.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            found.add(node.rest)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return found
@@ -94,4 +99,7 @@ def _is_annotation(source: Source, name: ast.Name) -> bool:
 
 def _is_tried(source: Source, name: ast.Name) -> bool:
     """Return whether ``name`` is in a ``try`` statement, whose handler may be for the NameError."""
-    return any(isinstance(above, ast.Try) for above in source.above(name))
+    suppressed = (
+        above for above in source.above(name) if isinstance(above, ast.With) and "suppress" in ast.unparse(above.items[0])
+    )
+    return any(isinstance(above, ast.Try | ast.TryStar) for above in source.above(name)) or any(True for _ in suppressed)
