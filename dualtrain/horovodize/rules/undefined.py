@@ -78,10 +78,8 @@ def _bound_in(scope: ast.AST) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.arg):
             found.add(node.arg)
-        elif isinstance(node, Function | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            found.add(node.name)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            found.add(node.rest)
+        elif isinstance(node, Function | ast.ClassDef | ast.ExceptHandler | ast.pattern):
+            found |= {getattr(node, "name", None) or "", getattr(node, "rest", None) or ""}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return found
@@ -102,4 +100,4 @@ def _is_tried(source: Source, name: ast.Name) -> bool:
     suppressed = (
         above for above in source.above(name) if isinstance(above, ast.With) and "suppress" in ast.unparse(above.items[0])
     )
-    return any(isinstance(above, ast.Try | ast.TryStar) for above in source.above(name)) or any(True for _ in suppressed)
+    return any(hasattr(above, "handlers") for above in source.above(name)) or any(True for _ in suppressed)
