@@ -14,6 +14,7 @@ from dualtrain.backends import Backend, connect
 from dualtrain.errors import UserError
 from dualtrain.horovod_variables import Settings, mention_others
 from dualtrain.hvd import compat
+from dualtrain.hvd.channels import Exchangers
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
@@ -33,6 +34,8 @@ class _Current:
 
 
 _current: _Current | None = None
+#: The reducers of all hvd.DistributedOptimizers of this process.
+exchangers = Exchangers()
 _generations = 0
 
 
@@ -59,7 +62,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         mention_others(os.environ)
         owned = not isinstance(comm, Backend)
         backend = _connect(comm, settings) if owned else comm
-        engine = Engine(backend, settings, listening_address(backend.world))
+        engine = Engine(backend, settings, listening_address(backend.world), exchangers)
         _generations += 1
         _current = _Current(engine, owned, _generations, os.getpid())
         atexit.register(shutdown)

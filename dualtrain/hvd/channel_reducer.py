@@ -1,4 +1,4 @@
-"""Reduction of an ``hvd.DistributedOptimizer``'s gradients in buckets, on a channel that only this optimizer uses."""
+"""Reduction of an ``hvd.DistributedOptimizer``'s gradients in buckets, on a channel: a backend for this optimizer only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dualtrain.hvd.base_reducer import HorovodReducer, Named, as_horovod_errors
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
 
-_SCALARS = 1  # number of extra scalars in an exchange
+_SCALARS = 1  # number of scalars that an exchange sums in addition to the gradients
 
 
 def _are_on_cpu(named: Named) -> bool:
@@ -28,15 +28,16 @@ class ChannelReducer(HorovodReducer):
     """Sends gradients in buckets during backward, on a separate channel; ``reduce`` waits for the sums.
 
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
-    So ranks may run any number of backward passes in any order, and every step has one exchange. Before the first exchange,
-    each rank requests the channel from rank 0, and describes its layout and its sparse gradients. Rank 0 compares the
-    layouts. All ranks send a gradient as a sparse gradient if it is sparse on any rank.
+    So the number and the order of backward passes may differ between ranks. Every step has one exchange: the communication
+    that combines the gradients over the ranks. Before the first exchange, each rank requests the channel from rank 0. The
+    request describes the rank's parameters and options, which rank 0 compares, and its sparse gradients. All ranks send a
+    gradient as a sparse gradient if it is sparse on any rank.
 
     Args:
-        named: the parameters, the same on every rank of the set.
-        base_name: name of the set of parameters, the same on every rank.
-        process_set: the ranks.
-        passes: number of backward passes that are summed before gradients are sent.
+        named: the parameters, the same on every rank of ``process_set``.
+        base_name: name of this list of parameters, the same on every rank.
+        process_set: the ranks whose gradients are combined.
+        passes: number of backward passes whose gradients are summed before they are sent.
         transfer: how gradients are sent.
 
     Attributes:
@@ -60,13 +61,13 @@ class ChannelReducer(HorovodReducer):
         self._agreed = False  # whether _agree() has returned; until then, only the engine's thread may send
         named = list(named)
         self._on_cpu = _are_on_cpu(named)
-        #: One extra scalar: the number of joined ranks that averages leave out. With a GPU, it is read and written
-        #: only if a rank may have joined, because each access is a copy between GPU and CPU.
+        #: Has one extra scalar: the number of joined ranks that the averages leave out. With gradients on a GPU, the
+        #: scalar is read and written only if a rank may have joined, because each access is a copy between GPU and CPU.
         self._exchange = Exchange(self.hooks, transfer, scalars=_SCALARS)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange
         self.add(named)
-        basics.engine().channels.register(self)
+        basics.exchangers.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -89,7 +90,7 @@ class ChannelReducer(HorovodReducer):
         finally:
             self.exchanging = False
             self._end_lines()
-        # Reading the scalar waits for a GPU, so read it only if it may be greater than 0.
+        # Reading the extra scalar from a GPU blocks, so read it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
 
@@ -120,7 +121,7 @@ class ChannelReducer(HorovodReducer):
             self._is_left_out = False
             self._exchange.extra.zero_()
             for bucket in self._exchange.schedule.buckets:
-                bucket.trained_elsewhere = None  # a joined rank takes no steps, so its frozen parameters need no refusal
+                bucket.trained_elsewhere = None  # a joined rank takes no steps, so what it freezes does not matter
         self.renew()
         self.reset_passes()
         for slot in self.hooks.slots:
@@ -139,7 +140,7 @@ class ChannelReducer(HorovodReducer):
     def slot_ready(self, slot: Slot) -> None:
         """Send complete buckets. Before the first exchange, request the channel as soon as all gradients are ready."""
         timeline = basics.engine().timeline
-        if timeline.active:  # shown as NEGOTIATE until the bucket is sent, though only the first exchange negotiates
+        if timeline.active:  # NEGOTIATE lasts until the bucket is sent, although only the first exchange negotiates
             self._traced = True
             timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
@@ -214,7 +215,7 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe this rank's options for comparison: HOROVOD_FUSION_THRESHOLD, for example, must not differ."""
+        """Describe the options that must be the same on every rank, such as HOROVOD_FUSION_THRESHOLD."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
         factors = f"factors {t.before} before and {t.after} after the sum"
@@ -222,7 +223,7 @@ class ChannelReducer(HorovodReducer):
         return f"{options}, sparse_as_dense={t.sparse_as_dense}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
-        """Lay out and send all buckets, in the engine's thread, because the main thread may wait for another optimizer."""
+        """Make and send all buckets, in the engine's thread: the main thread may wait for another optimizer's gradients."""
         self._adopt(channel, sparse)
         while self._exchange.schedule.has_unsent:
             self._send_next()
@@ -241,7 +242,7 @@ class ChannelReducer(HorovodReducer):
 
     @torch.no_grad()
     def _count_active_only(self) -> None:
-        """If ranks have joined with ``divide_by="active"``, divide averages by the number of the other ranks."""
+        """Divide averages by the number of ranks that have not joined with ``divide_by="active"``."""
         self.announced.clear()
         size, left_out = self.backend.size, float(self._exchange.extra)
         if not left_out:

@@ -28,6 +28,7 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
+    closed: bool
     exchanges: int
     exchanging: bool
     announced: set[int]
@@ -38,6 +39,47 @@ class Exchanger(Protocol):
 
     def join_with_zeros(self, divide_by: str) -> None:
         """Take part in one exchange with gradients of zeros."""
+
+
+class Exchangers:
+    """The reducers of this process's optimizers. Only weak references are kept.
+
+    An optimizer may outlive its world: ``shutdown`` and ``init`` may be called while the script keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Exchanger]] = []  # first those made in this world, in this order
+        self._of_this_world = 0
+
+    def register(self, exchanger: Exchanger) -> None:
+        """Inform ``exchanger`` of ranks that join."""
+        self._references.insert(self._of_this_world, weakref.ref(exchanger))
+        self._of_this_world += 1
+
+    def alive(self) -> list[Exchanger]:
+        """Return the registered reducers that still exist: first those made in this world."""
+        return [one for reference in self._references if (one := reference()) is not None]
+
+    def find(self, channel_name: str) -> Exchanger | None:
+        """Return the reducer of the channel.
+
+        If there is none, return the first reducer with the channel's base name that has no channel yet.
+        """
+        base, alive = channel_name.rpartition(".")[0], self.alive()
+        known = [one for one in alive if one.channel_name == channel_name]
+        unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
+        return next(iter(known + unused), None)
+
+    def enter_world(self) -> None:
+        """Forget the channels and the exchanges of the previous world."""
+        if self._references:
+            gc.collect()  # an optimizer that the script has dropped must not take the place of one that it uses
+        self._of_this_world = 0
+        self._references = [weakref.ref(one) for one in self.alive()]
+        for one in self.alive():
+            one.channel_name = ""
+            one.exchanges, one.exchanging = 0, False
+            one.announced.clear()
 
 
 class Channels:
@@ -51,33 +93,14 @@ class Channels:
     def __init__(self, world: Backend) -> None:
         self.sets: dict[int, Backend] = {0: world}
         self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
-        self._memories: list[SharedMemory] = []  # of the channels for gradients
+        self._memories: list[SharedMemory] = []  # one for each channel of gradients that uses shared memory
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._claims: Counter[str] = Counter()
-        self._exchangers: list[weakref.ref[Exchanger]] = []  # in order of registration
 
     def claim(self, base_name: str) -> int:
         """Return a new optimizer's number among the optimizers with this base name in the world: 1, 2, …"""
         self._claims[base_name] += 1
         return self._claims[base_name]
-
-    def register(self, exchanger: Exchanger) -> None:
-        """Inform ``exchanger`` of ranks that join. Only a weak reference to it is kept."""
-        self._exchangers = [ref for ref in self._exchangers if ref() is not None]
-        self._exchangers.append(weakref.ref(exchanger))
-
-    def exchangers(self) -> list[Exchanger]:
-        """Return the registered reducers that still exist."""
-        return [one for ref in self._exchangers if (one := ref()) is not None]
-
-    def exchanger(self, channel_name: str) -> Exchanger | None:
-        """Return the reducer of the channel.
-
-        If there is none, return the first reducer with the channel's base name that has no channel yet.
-        """
-        base, alive = channel_name.rpartition(".")[0], self.exchangers()
-        known = [one for one in alive if one.channel_name == channel_name]
-        return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def with_shared_memory(self, channel: Backend, transport: str, buffers: list[int]) -> Backend:
         """Return ``channel`` with sums through shared memory, if ``transport`` and the ranks' hosts allow it.
@@ -88,7 +111,8 @@ class Channels:
 
         Args:
             channel: the backend for an optimizer's gradients.
-            transport: ``"native"``, ``"shm"``, or ``"auto"``: shared memory for two ranks.
+            transport: ``"native"`` (no shared memory), ``"shm"`` (shared memory), or ``"auto"`` (shared memory if there are
+                two ranks).
             buffers: sizes in bytes of the buffers that the optimizer will make.
         """
         allowed = (transport == "shm" and channel.size > 1) or (transport == "auto" and channel.size == 2)

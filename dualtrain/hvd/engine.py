@@ -1,8 +1,8 @@
 """A rank's part in matching calls by name: send requests to rank 0, and execute the calls that rank 0 has matched.
 
 A call becomes a message to rank 0's coordinator. The coordinator's answers arrive in the same order on every rank. One
-thread executes them, on channels that nothing else uses. The caller gets a handle, for poll() and synchronize().
-Gradients of optimizers have separate channels (``channel_reducer.py``).
+thread executes the matched calls, on channels that nothing else uses. The caller gets a handle, for poll() and
+synchronize(). Gradients of optimizers have separate channels (``channel_reducer.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError, PeerFailure
 from dualtrain.horovod_variables import Settings, log
-from dualtrain.hvd.channels import Channels, Exchanger
+from dualtrain.hvd.channels import Channels, Exchanger, Exchangers
 from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
@@ -40,10 +40,13 @@ class Engine:
         backend: the world.
         settings: from the environment.
         address: rank 0's address on the interface through which the ranks reach it.
+        exchangers: the reducers of this process's optimizers.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, address: str) -> None:
+    def __init__(self, backend: Backend, settings: Settings, address: str, exchangers: Exchangers) -> None:
         self.backend = backend
+        self.exchangers = exchangers
+        exchangers.enter_world()
         self.settings = settings
         self.timeline = Timeline()
         self.down: str | None = None  # why the world has ended
@@ -113,8 +116,13 @@ class Engine:
             self._executor.gpu = torch.device("cuda", torch.cuda.current_device())
         pending = self.submit("join", divide_by=divide_by)
         while (request := self._next_zeros_request()) is not None:
-            exchanger = self.channels.exchanger(request["channel"])
-            if exchanger is not None and exchanger.exchanges < request["exchange"]:
+            exchanger = self.exchangers.find(request["channel"])
+            if exchanger is None:
+                self._end_world(
+                    f"join() was called, but there is no optimizer for the gradients {request['channel']!r} "
+                    "of other ranks: make the same optimizers on every rank before join()"
+                )
+            elif exchanger.exchanges < request["exchange"]:
                 exchanger.join_with_zeros(divide_by)
         return int(pending.wait())
 
@@ -141,6 +149,11 @@ class Engine:
             one.ended.set()
             if one.message["kind"] == "join":
                 self._zeros_requests.put(None)
+
+    def _end_world(self, why: str) -> None:
+        """Make all pending and later calls fail, on every rank."""
+        self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})
+        self.fail(why)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -235,8 +248,7 @@ class Engine:
         except Exception as error:  # the other ranks may be blocked in this call: end the world
             log.debug("a matched call failed", exc_info=True)
             why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
-            self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})
-            self.fail(why)
+            self._end_world(why)
             return
         if pending is not None:
             self._end(message["id"], result)
@@ -263,7 +275,7 @@ class Engine:
     def _do_absent(self, message: Message) -> None:
         self.absent = message["ranks"]
         if self.backend.rank not in self.absent:
-            for exchanger in self.channels.exchangers():
+            for exchanger in self.exchangers.alive():
                 if exchanger.exchanging:
                     self.announce(exchanger)
 
@@ -276,8 +288,8 @@ class Engine:
     def _do_progress(self, message: Message) -> None:
         """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
-        An operation can end only after the waiting rank has signalled, so check repeatedly, until no operation is left
-        or none has ended in ``_LOOKS`` consecutive checks.
+        An operation can end only after the waiting rank has done its own part of it. So check repeatedly, until no
+        operation is left or none has ended in ``_LOOKS`` consecutive checks.
         """
         left, looks = self.channels.progress(), _LOOKS
         while left and looks > 0:

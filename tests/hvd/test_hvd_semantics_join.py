@@ -190,3 +190,49 @@ def test_a_rank_may_join_with_frozen_parameters(real):
     found = real(frozen_at_the_end)
     assert found[-1] == -2
     assert len(set(found[:-1])) == 1
+
+
+def after_another_world(backend, steps):
+    """Join in a second world, with an optimizer of the first one, after ``steps`` steps in the second world."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)
+        for _ in range(3):
+            optimizer.zero_grad()
+            p.sum().backward()
+            optimizer.step()
+    with library(backend) as hvd:
+        with torch.no_grad():
+            p.zero_()
+        for _ in range(steps + (hvd.rank() > 0)):
+            optimizer.zero_grad()
+            p.sum().backward()
+            optimizer.step()
+        hvd.join()
+        return p[0].item()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@OURS
+def test_an_optimizer_of_an_earlier_world_steps_while_a_rank_has_joined(real, steps):
+    found = real(after_another_world, steps)
+    size = len(found)
+    assert found == [-steps * size] + [-steps * size - (size - 1)] * (size - 1)
+
+
+def without_the_optimizer(backend):
+    """Join on rank 0, which does not make the optimizer that the other ranks step."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2))
+        if hvd.rank() == 0:
+            call = hvd.join
+        else:
+            call = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("only in this test", p)]).step
+            p.sum().backward()
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"join\(\) was called, but there is no optimizer"):
+            call()
+
+
+@OURS
+def test_a_rank_that_joins_without_the_optimizer_of_other_ranks_ends_the_world(real):
+    real(without_the_optimizer)
