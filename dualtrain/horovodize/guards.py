@@ -179,6 +179,21 @@ class Guards:
                 return False
         return True
 
+    def is_certain_before(self, node: ast.AST, later: ast.AST) -> bool:
+        """Return whether every run with Horovod that reaches ``later`` has reached ``node`` before, if it enters all loops.
+
+        Both nodes must be in one function, ``node`` first.
+        """
+        around, shared = list(self.source.above(later)), list(self._conditions(later))
+        for above in self.source.above(node):
+            if isinstance(above, ast.ExceptHandler | ast.match_case) and above not in around:
+                return False
+        return all(
+            self._is_off(test, not truth) or any(test is one and truth is value for one, value in shared)
+            for test, truth in self._conditions(node)
+            if ast.unparse(test) != "__name__ == '__main__'"
+        )
+
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""
         below = node

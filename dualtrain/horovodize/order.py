@@ -39,6 +39,19 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
             yield from _inside_called(source, node, seen)
 
 
+def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
+    """Yield those of the nodes that run after ``first`` that no run with Horovod reaches without ``first``."""
+    guards, scope, seen = Guards(source), source.scope(first), set[Scope]()
+    for node in _following(source, first):
+        if guards.is_certain_before(first, node):
+            yield node
+            if isinstance(node, ast.Call):
+                yield from _inside_called(source, node, seen)
+    if depth < 3 and guards.is_certain_before(first, scope):
+        for call in calls_of(source, scope):
+            yield from nodes_certainly_after(source, call, depth + 1)
+
+
 def called(source: Source, call: ast.Call) -> Function | None:
     """Return the script's function or method that ``call`` calls, or None.
 

@@ -129,6 +129,34 @@ CASES = [
         "if hvd.rank() != 0:\n    hvd.barrier()\nload()\nif hvd.rank() == 0 and args.many:\n    hvd.barrier()",
     ),
     ("use_after_shutdown", "hvd.shutdown()\nhvd.rank()", "if done:\n    hvd.shutdown()\nhvd.rank()"),
+    (
+        "use_after_shutdown",  # under a main guard, and after an early return, in a function that another one calls
+        "def stop():\n    hvd.shutdown()\ndef run():\n    if args.test:\n        return\n    stop()\n    hvd.rank()\n"
+        "if __name__ == '__main__':\n    run()\n",
+        "def stop():\n    if args.test:\n        return\n    hvd.shutdown()\ndef run():\n    stop()\n    hvd.rank()\n"
+        "if __name__ == '__main__':\n    run()\n",
+    ),
+    (
+        "use_after_shutdown",  # one condition around both calls
+        "if __name__ == '__main__':\n    if done:\n        hvd.shutdown()\n        hvd.rank()",
+        "try:\n    train()\nexcept ValueError:\n    hvd.shutdown()\nhvd.rank()",
+    ),
+    (
+        "scaler_before_synchronize",  # the scaler is always None
+        f"{WRAP}scaler = GradScaler()\nscaler.scale(loss).backward()\nscaler.step(optimizer)",
+        f"{WRAP}scaler = None\nif scaler:\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)",
+    ),
+    (
+        "variables_of_mpi",  # a branch for runs without Horovod
+        "import os\nrank = int(os.environ['PMI_RANK'])",
+        "import os\nif args.use_ddp:\n    rank = int(os.environ['PMI_RANK'])",
+    ),
+    (
+        "sampler_without_ranks",  # a function that may create the default group
+        "def setup_distributed():\n    hvd.init()\nsetup_distributed()\n"
+        "train_sampler = torch.utils.data.DistributedSampler(data)",
+        "from lib import setup_distributed\nsetup_distributed()\ntrain_sampler = torch.utils.data.DistributedSampler(data)",
+    ),
     ("discarded_result", "def f(x):\n    y = hvd.allreduce(x)", "def f(x):\n    _ = hvd.allreduce(x)"),
     (
         "same_gpu",
@@ -174,3 +202,21 @@ def test_findings_with_the_same_message_are_one_line(tmp_path, capsys):
 def test_an_error_that_ends_the_script_is_found_once():
     text = "hvd.rank()\nhvd.size()\nhvd.init()\nhvd.shutdown()\nhvd.rank()\nhvd.size()"
     assert [each.line for each in findings(source(text)) if "raises an error" in each.message] == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", "nothing combines the results of the ranks"),
+        ("losses = AverageMeter()\n", "nothing combines the results of the ranks"),
+        ("total = hvd.allreduce(total)\n", "evaluated twice"),
+        ("total = mean_over_ranks(total)\n", "evaluated twice"),
+        ("from lib import Metric\nloss = Metric('loss')\n", "evaluated twice"),
+        ("from lib import evaluate\nevaluate(model, test_loader)\n", "evaluated twice"),
+    ],
+)
+def test_the_finding_on_evaluation_says_whether_results_are_combined(more, words):
+    loader = f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
+    script = source(f"{INIT}{loader}{TRAIN}for x in test_loader:\n    total += model(x)\n{more}")
+    (finding,) = BY_NAME["padded_evaluation"](script)
+    assert words in finding.message

@@ -967,6 +967,14 @@ CASES = [
         "for x in test_loader: pass",
     ),
     (
+        "apex_before_synchronize",
+        f"from apex import amp\n{WRAP}with amp.scale_loss(loss, optimizer) as scaled:  # HERE\n    scaled.backward()\n"
+        "optimizer.step()",
+        f"from apex import amp\n{WRAP}with amp.scale_loss(loss, optimizer) as scaled:\n    scaled.backward()\n"
+        "    optimizer.synchronize()\nwith optimizer.skip_synchronize():\n    optimizer.step()\n"
+        "with amp.scale_loss(loss, other) as scaled:\n    scaled.backward()\n",
+    ),
+    (
         "rate_times_size",  # no finding if the script has the warm-up that the message asks for
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ns = torch.optim.lr_scheduler.LambdaLR(o, decay)",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nwarm_up = torch.optim.lr_scheduler.LambdaLR(o, f)",

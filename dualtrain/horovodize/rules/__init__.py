@@ -71,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     rate.rate_times_size,
     steps.clip_before_synchronize,
     steps.scaler_before_synchronize,
+    steps.apex_before_synchronize,
     steps.second_reduction,
     steps.zero_grad_before_step,
     accumulation.accumulation_without_passes,

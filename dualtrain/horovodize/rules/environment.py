@@ -10,6 +10,7 @@ from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
 from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
+from dualtrain.horovodize.rules.sampling import is_for_other_launcher
 from dualtrain.horovodize.rules.single_calls import mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
 
@@ -133,7 +134,8 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
             continue
-        if re.search("environ|getenv", ast.unparse(source.statement(node))) and not _has_alternative(source, node):
+        reads = re.search("environ|getenv", ast.unparse(source.statement(node)))
+        if reads and not _has_alternative(source, node) and not is_for_other_launcher(source, node):
             message = (
                 f"torchrun does not set {node.value}, so that the script may train each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"

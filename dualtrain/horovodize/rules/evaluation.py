@@ -1,4 +1,4 @@
-"""The rule on evaluation with a sampler that pads, so that some samples count twice."""
+"""The rule on evaluation with a sampler that splits the samples over the ranks, and pads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.rules.uses import is_read, loader_around
+from dualtrain.horovodize.rules.uses import is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
 
 _EVALUATION = re.compile(
@@ -19,18 +19,57 @@ _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
 
 def padded_evaluation(source: Source) -> Iterator[Finding]:
-    """A DistributedSampler or ElasticSampler under a validation or test loader."""
+    """A DistributedSampler or ElasticSampler under a validation or test loader.
+
+    The message says that nothing combines the ranks' results if the source is certain of that; else it is about repeated
+    samples.
+    """
     for call in source.calls:
         of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
         if not of_torch and not source.hvd(call.func).endswith(".ElasticSampler"):
             continue
-        if is_for_evaluation(source, call) and is_read(source, call) and not _drops_last(source, call):
-            message = (
-                "some samples are evaluated twice (or left out) if len(data) is not a multiple of the number of ranks, "
-                "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
-                "with op=hvd.Sum"
-            )
-            yield Finding(call.lineno, "trap", message)
+        if not is_for_evaluation(source, call) or not is_read(source, call) or _drops_last(source, call):
+            continue
+        combined = any(_combines(file, one) for file in source.program for one in file.calls)
+        known = not combined and not leaves_program(source, call) and not _is_returned_with(source, call)
+        yield Finding(call.lineno, "trap", _PARTIAL if known else _PADDED)
+
+
+_PADDED = (
+    "some samples are evaluated twice (or left out) if len(data) is not a multiple of the number of ranks, "
+    "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
+    "with op=hvd.Sum"
+)
+_PARTIAL = (
+    "each rank evaluates only its own part of the samples, and nothing combines the results of the ranks; sum results and "
+    "counts with hvd.allreduce(…, op=hvd.Sum)"
+)
+_COMBINATIONS = re.compile(r"reduce(?!lr)|gather|averag|avg|sync|aggregat|mean_?(of|over|across)|merge", re.IGNORECASE)
+
+
+def _is_returned_with(source: Source, sampler: ast.Call) -> bool:
+    """Return whether the function that makes ``sampler`` returns anything, perhaps the loader that uses the sampler."""
+    nodes = ast.walk(source.scope(sampler)) if source.scope(sampler) is not source.tree else ()
+    return any(isinstance(node, ast.Return) and node.value is not None for node in nodes)
+
+
+def _combines(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` may combine results of the ranks, by its name."""
+    name = source.name(call.func)
+    if name.startswith(("torch.", "numpy.", "os.")) and not name.startswith("torch.distributed"):
+        return False
+    if source.hvd(call.func):
+        return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
+    called = last_name(call.func)
+    if called[
+        :1
+    ].isupper():  # AverageMeter() does not combine, but a Metric() of another file may, as in Horovod's examples
+        return "Metric" in called and all(called != one.name for file in source.program for one in _classes(file))
+    return bool(_COMBINATIONS.search(called))
+
+
+def _classes(source: Source) -> Iterator[ast.ClassDef]:
+    return (node for node in source.nodes if isinstance(node, ast.ClassDef))
 
 
 def _drops_last(source: Source, sampler: ast.Call) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.order import nodes_after, runs_on_driver
+from dualtrain.horovodize.order import nodes_certainly_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
@@ -154,11 +154,8 @@ def _without_str(value: ast.expr) -> ast.expr:
 
 def use_after_shutdown(source: Source) -> Iterator[Finding]:
     """Calls of rank() and similar functions after shutdown()."""
-    guards = Guards(source)
     for shutdown in source.hvd_calls("shutdown"):
-        if not guards.is_certain(shutdown, source.scope(shutdown)):
-            continue  # a later call may run only if shutdown() did not
-        for node in nodes_after(source, shutdown):
+        for node in nodes_certainly_after(source, shutdown):
             if not isinstance(node, ast.Call):
                 continue
             name = source.hvd(node.func)

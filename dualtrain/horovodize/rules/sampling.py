@@ -29,8 +29,9 @@ _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|t
 
 def sampler_without_ranks(source: Source) -> Iterator[Finding]:
     """A DistributedSampler without num_replicas or rank, which therefore reads them from torch.distributed."""
-    started = (last_name(call.func) for file in (source, *source.program) for call in file.calls)
-    if any(_STARTS_GROUP.match(name) for name in started):
+    files = (source, *source.program)
+    called = (last_name(call.func) for file in files for call in file.calls)
+    if any(_STARTS_GROUP.match(name) and all(name not in file.functions for file in files) for name in called):
         return
     samplers = list(distributed_samplers(source))
     for call in samplers:
@@ -38,7 +39,7 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
             continue
         if any(source.exclusive(call, other) and keyword(other, "rank") is not None for other in samplers):
             continue  # the sampler in the other branch is for runs with Horovod
-        if _is_for_other_launcher(source, call):
+        if is_for_other_launcher(source, call):
             continue
         missing = {"num_replicas": "size", "rank": "rank"}
         if len(call.args) > 1:
@@ -60,10 +61,10 @@ _STARTS_GROUP = re.compile(r"(init|setup|start|launch|prepare)_?\w*(process_grou
 _OTHER_LAUNCHER = re.compile(r"dist|ddp|parallel|multi|launch|world|gpu|nccl|\bdp\b|backend|strateg", re.IGNORECASE)
 
 
-def _is_for_other_launcher(source: Source, call: ast.Call) -> bool:
-    """Return whether a condition around ``call`` may hold only in runs without Horovod."""
+def is_for_other_launcher(source: Source, node: ast.AST) -> bool:
+    """Return whether a condition around ``node`` may hold only in runs without Horovod."""
     guards = Guards(source)
-    tests = [above.test for above in source.above(call) if isinstance(above, ast.If | ast.IfExp)]
+    tests = [above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp)]
     unknown = [test for test in tests if not guards.is_with_horovod(test)]
     return any(_OTHER_LAUNCHER.search(ast.unparse(test)) for test in unknown)
 

@@ -38,12 +38,36 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
             before = since_backward(source, events, number)
             if has(before, "synchronize", event.optimizer) or has(before, "unscale", event.optimizer):
                 continue
-            if _may_be_synchronized(source, events, number):
+            if _may_be_synchronized(source, events, number) or _is_none(source, event.node.func):
                 continue
             cure = _CURE.replace("step inside", "scaler.step(…) inside")
             message = "the GradScaler checks gradients before they are averaged: one rank may skip a step that others take"
             edits = tuple(synchronize_before(source, events, number))
             yield Finding(event.node.lineno, "trap", f"{message}; {cure}", edits)
+
+
+def _is_none(source: Source, method: ast.expr) -> bool:
+    """Return whether ``None`` is the only value that is assigned to the object of ``method``."""
+    values = source.values.get(ast.unparse(method.value), []) if isinstance(method, ast.Attribute) else []
+    return bool(values) and all(isinstance(value, ast.Constant) and value.value is None for value in values)
+
+
+def apex_before_synchronize(source: Source) -> Iterator[Finding]:
+    """Apex unscales gradients while they are averaged: ``amp.scale_loss`` without synchronize() in its block."""
+    for node in source.nodes:
+        if not isinstance(node, ast.With):
+            continue
+        for call in (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)):
+            if source.name(call.func) != "apex.amp.scale_loss" or keyword(call, "delay_unscale") is not None:
+                continue
+            named = [last_name(one) for one in call.args[1:2]]
+            called = {last_name(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
+            if set(named) & source.wrapped and "backward" in called and not any("sync" in name for name in called):
+                message = (
+                    "apex unscales the gradients at the end of this block, while they are still being averaged; call "
+                    "optimizer.synchronize() in the block, and step inside `with optimizer.skip_synchronize():`"
+                )
+                yield Finding(call.lineno, "trap", message)
 
 
 def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bool:
