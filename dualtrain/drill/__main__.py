@@ -1,16 +1,18 @@
-"""``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults, with the same result.
+"""``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults, which must not change its result.
 
 Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
-results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks, but horovodrun (with
---backend horovod) ends. If the launcher has ended, the drill starts it again. The exit status is 0 if the results are the
-same, bit for bit, 1 if not, and 2 if an argument or the job is wrong.
+results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks. horovodrun, the
+launcher with --backend horovod, does not: it fails. The drill starts a failed launcher again. The exit status is 0 if the
+results are bit for bit the same. It is 1 if they differ, or if the run with faults has another problem. It is 2 if an
+argument is wrong, or if the job fails without faults.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -47,14 +49,14 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     for flag in flags:
         if flag.partition("=")[0] in _OWN:
             raise UserError(
-                f"{flag.partition('=')[0]} is set by the drill: leave it out (--nproc and --out are the drill's flags)"
+                f"{flag.partition('=')[0]} is set by the drill: leave it out (use the drill's --nproc and --out)"
             )
     flags += ["--seed", str(given.seed)]
     config = parse(flags)
     # Log every step, to follow the job. A short timeout detects a stopped rank within seconds.
     if "--log-every" not in " ".join(flags):
         flags += ["--log-every", "1"]
-    if config.run.timeout == 300.0:
+    if not any(re.match(r"--timeout(=|$)", flag) for flag in flags):
         flags += ["--timeout", "10"]
     return given, flags, config.run.backend == "horovod"
 
@@ -84,7 +86,7 @@ def table(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 for a wrong argument or job."""
+    """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 after a UserError."""
     try:
         given, flags, horovod = _parse(arguments)
         folder = _folder(given.out)

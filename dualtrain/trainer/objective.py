@@ -1,4 +1,4 @@
-"""Objectives: a mean loss with its gradient, and the sums from which metrics over all ranks are computed exactly.
+"""Objectives: a differentiable mean loss, and the sums from which metrics over all ranks are computed exactly.
 
 Sums of any batches on any ranks can be added; means cannot.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import eq
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain.data.sources import IGNORED
+from dualtrain.errors import UserError
 
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
 #: are among the five likeliest classes. Only evaluations report this last sum. An objective that does not count predictions
@@ -32,7 +34,7 @@ class Objective(Protocol):
     """A loss that also returns the sums for metrics. Any callable with this signature is an objective."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """Return the mean loss, (), with its gradient, and the sums of ``NAMES``, four numbers."""
+        """Return the mean loss, (), differentiable, and the four sums of ``NAMES``."""
 
 
 def cross_entropy(
@@ -46,8 +48,8 @@ def cross_entropy(
         label_smoothing: the probability that is moved from the true class to all classes.
 
     Returns:
-        The losses, (n,), which are 0 where a target is left out, with their gradient; and the sums of ``NAMES``, float64,
-        (4,), on the logits' device. Does not wait for the device.
+        The losses, (n,), differentiable, and 0 where a target is left out. The sums of ``NAMES``, float64, (4,), on the
+        logits' device. The function does not wait for the device.
     """
     logits, targets = _flatten(logits, targets)
     losses = functional.cross_entropy(
@@ -76,7 +78,7 @@ def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tu
 
 
 def _counted_on_cpu(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
-    """Count as :func:`_counted` does. NumPy takes a fraction of torch's time for small arrays, and Python for tiny ones."""
+    """Count as :func:`_counted` does, but faster: with NumPy for small arrays, and with Python for tiny ones."""
     best = logits.detach().numpy().argmax(1)
     if len(best) > _TINY:
         return _counted(best, targets.numpy(), np.count_nonzero)
@@ -91,7 +93,7 @@ class CrossEntropy:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        """See :class:`Objective`. In training, where the loss has a gradient, the fourth sum is 0: it is not computed.
+        """See :class:`Objective`. In training (the outputs require a gradient), the fourth sum is not computed, and is 0.
 
         Training uses few operations, since their overhead dominates a tiny model's step.
         """
@@ -132,8 +134,8 @@ class Adapted:
         if isinstance(result, tuple):
             if len(result) != 2 or len(result[1]) != len(NAMES):
                 raise TypeError(
-                    f"the loss returned {len(result)} values, or sums that are not {len(NAMES)}: return the mean loss, or "
-                    f"the pair of the mean loss and the sums {NAMES}"
+                    f"the loss returned {len(result)} values, but not the pair of the mean loss and the {len(NAMES)} sums "
+                    f"{NAMES}: return the mean loss, or this pair"
                 )
             return result
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
@@ -158,8 +160,8 @@ class TorchCrossEntropy:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. With class weights, a target has the weight of its class, in the accuracy too.
 
-        For class probabilities as targets, and for outputs of more than two dimensions, each row has weight 1, and correct
-        predictions are not counted.
+        For class probabilities as targets, and for outputs of more than two dimensions, each sample has weight 1, and
+        correct predictions are not counted.
         """
         if outputs.dim() != 2 or targets.dtype != torch.int64 or self._loss.reduction != "mean":
             return self._other(outputs, targets)
@@ -179,14 +181,33 @@ class TorchCrossEntropy:
         return loss, [loss.item() * sums[0], *sums]
 
 
+def _reduction(loss: Loss | Objective) -> object:
+    """Return the option ``reduction`` of a loss of torch: of a module, or of a function in ``functools.partial``."""
+    if isinstance(loss, partial):
+        return loss.keywords.get("reduction") if getattr(loss.func, "__module__", "") == functional.__name__ else None
+    forward = getattr(type(loss), "forward", None)
+    of_torch = getattr(forward, "__module__", "") == nn.CrossEntropyLoss.__module__
+    return getattr(loss, "reduction", None) if of_torch else None
+
+
 def as_objective(loss: Loss | Objective | None) -> Objective:
-    """Return ``loss`` as an objective; ``None`` is cross entropy."""
+    """Return ``loss`` as an objective; ``None`` is cross entropy.
+
+    Raises:
+        UserError: a loss of torch returns a sum, or one value per sample.
+    """
     if loss is None:
         return CrossEntropy()
     if isinstance(loss, CrossEntropy):
         return loss
     if loss is functional.cross_entropy:
         loss = nn.CrossEntropyLoss()
+    reduction = _reduction(loss)
+    if reduction in ("sum", "none"):
+        raise UserError(
+            f"the loss has reduction={reduction!r}, but the trainer averages the losses of the ranks, and needs means, so that "
+            'steps do not depend on the number of ranks: use reduction="mean", and adapt the learning rate'
+        )
     # A user's subclass may compute a different loss (a focal loss, for example).
     if isinstance(loss, nn.CrossEntropyLoss) and type(loss).forward is nn.CrossEntropyLoss.forward:
         return TorchCrossEntropy(loss)

@@ -44,15 +44,15 @@ class Trainer:
         model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure.
         loss: ``loss(outputs, targets)``, which returns the mean over the samples, or an ``Objective``, which returns a pair
-            of that mean and four sums; cross entropy by default.
+            of that mean and the four sums of ``objective.NAMES``; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
-        clip_norm: the largest total norm of the gradients' average over ranks; larger gradients are scaled down.
+        clip_norm: the largest total norm of the averaged gradients; if their norm is larger, they are scaled down to it.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
-        forward: computes the outputs in place of ``model``: its compiled form, or its replicas.
-        measure: in training, an ``Objective`` that is called with (inputs, targets), in place of ``loss``.
+        forward: computes the outputs in place of ``model``: the compiled model, or an ``nn.DataParallel`` of it.
+        measure: in training, replaces ``forward`` and ``loss``: an ``Objective`` that is called with (inputs, targets).
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, if the kind of processor and torch's number of threads are the same. With
             several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
@@ -61,11 +61,11 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or differs from the number of ranks
-            although the model has SyncBatchNorm layers; a parameter's gradient cannot be averaged; or ``schedule`` is
-            ReduceLROnPlateau.
-        RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
-            weights may differ). Names what differs, and each rank's value.
+        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or, for a model with SyncBatchNorm layers,
+            differs from the number of ranks; a parameter's gradient cannot be averaged; ``schedule`` is ReduceLROnPlateau;
+            or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
+        RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
+            message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Trainer:
 
     @property
     def virtual_ranks(self) -> int | None:
-        """Number of shards of a step; ``None`` if each rank computes one part of it."""
+        """Number of shards of a step; ``None`` for a trainer without virtual ranks."""
         return self._parts.count if isinstance(self._parts, VirtualRanks) else None
 
     @property
@@ -159,7 +159,8 @@ class Trainer:
 
         Args:
             batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
-                ranks, for each of :attr:`shards` a batch, several batches (one backward pass each), or ``None``.
+                ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
+                or ``None``.
             expected: an estimate of the total weight (the number of samples, for example) over all ranks, the same on every
                 rank. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -206,7 +207,9 @@ class Trainer:
             with self.precision.skipped_step_allowed():
                 self.schedule.step()
         if self.ema is not None:
-            if not self._ema_updated:  # forward may have made buffers; torch pairs both models' buffers in order
+            if not self._ema_updated:
+                # The first forward may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of
+                # the two models by position.
                 _add_buffers(self.ema.module, self.model)
                 self._ema_updated = True
             self.ema.update_parameters(self.model)
@@ -230,12 +233,12 @@ class Trainer:
 
         Ranks may have different numbers of batches: a rank that has no batch left contributes nothing to later steps. If
         the loader's sampler or batch sampler has a method ``set_epoch``, the method is called with the number of epochs
-        that this trainer has completed in all calls, including those before a saved state was restored. Modules in
-        evaluation mode keep that mode if the model itself is in training mode.
+        that all calls of ``fit`` have completed, including those in the run whose state this trainer has restored. Modules
+        in evaluation mode keep that mode if the model itself is in training mode.
 
         Returns:
-            One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
-            of class indices or an ``Objective``. With class weights, loss and accuracy use them.
+            One dict for each epoch: the mean loss over all ranks' samples and, if the loss is a cross entropy of class
+            indices or an ``Objective``, the accuracy. With class weights, loss and accuracy use them.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
@@ -344,8 +347,9 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State that differs between ranks is included once for each rank: running statistics, random numbers, and the buffers
-        of a ``loss`` that is a module of your own. With virtual ranks, only the loss's buffers may differ.
+        State that differs between ranks is included once for each rank: running statistics, the states of random
+        generators, and the buffers of a ``loss`` that is a module of your own. With virtual ranks, only the loss's buffers
+        may differ.
         """
         return {
             "model": dict(self.model.state_dict()),
@@ -364,18 +368,18 @@ class Trainer:
         return self.backend.allgather_object(buffers_of(self._loss), name="state of the loss")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, on any backend. At a different world size, generators are seeded anew.
+        """Restore what :meth:`state_dict` returned, on any backend. At another world size, seed random generators anew.
 
         With virtual ranks, the next steps are the same at any world size. If this trainer averages the weights (``ema``)
         and the state has no average, the average begins with the loaded weights.
 
         Raises:
-            UserError: the state is of a different number of virtual ranks, or either the state or this trainer has a
-                schedule, and the other has none.
+            UserError: the state is of a different number of virtual ranks, or only one of the state and this trainer has a
+                schedule.
         """
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
-            raise UserError(f"the state has {has} schedule, and this trainer differs: make the trainer {cure} schedule")
+            raise UserError(f"the state has {has} schedule, unlike this trainer: make the trainer {cure} schedule")
         self.model.load_state_dict(state["model"])
         load_optimizer_state(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
@@ -395,7 +399,7 @@ class Trainer:
             _add_buffers(self.ema.module, self.model)
             own = dict(self.model.named_buffers())
             for name, average in self.ema.module.named_buffers():
-                if name in own:  # an evaluation may have made further buffers in the average
+                if name in own:  # an evaluation may have made buffers that only the averaged model has
                     average.copy_(own[name])
 
     def save(self, path: str | Path) -> None:
@@ -428,7 +432,7 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 def _add_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Copy buffers of ``model`` to ``average``, an older copy of it: those that are missing or ``None`` there."""
+    """Copy to ``average``, an older copy of ``model``, those buffers of ``model`` that it lacks or has as ``None``."""
     for copied, module in zip(average.modules(), model.modules(), strict=True):
         for name, buffer in module.named_buffers(recurse=False):
             if not hasattr(copied, name):
@@ -454,5 +458,5 @@ def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the functions in the state of some schedulers: the resuming program makes the functions anew."""
+    """Return a scheduler's ``state`` without its functions: the resuming program makes them anew."""
     return {name: value for name, value in state.items() if not callable(value)}

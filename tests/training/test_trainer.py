@@ -1,4 +1,4 @@
-"""``Trainer``, compared with one process and with torch, and used as a library with a user's model and loader."""
+"""``Trainer``: comparisons with training in one process and with torch, and use with a user's model and loader."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -240,7 +241,7 @@ def test_a_loss_of_torch_has_the_same_value_as_in_torch(loss, shape):
 
 
 class Margin:
-    """An objective of a user's class: it returns the mean loss over the counted samples, and the four sums of a batch."""
+    """An objective of a user's class. It leaves out samples with target 0; its sum ``top5`` counts all other samples."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = targets != 0
@@ -276,8 +277,27 @@ def test_a_loss_that_returns_something_else_is_refused():
         with connect("local") as backend:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             trainer = Trainer(model, optimizer, lambda *_, given=returned: given, backend=backend)
-            with pytest.raises(TypeError, match="return the mean loss, or the pair"):
+            with pytest.raises(TypeError, match="return the mean loss, or this pair"):
                 trainer.step([data(4)], 4.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "accepted"),
+    [
+        (torch.nn.MSELoss(reduction="sum"), torch.nn.MSELoss()),
+        (torch.nn.CrossEntropyLoss(reduction="sum"), torch.nn.CrossEntropyLoss(reduction="mean")),
+        (torch.nn.BCEWithLogitsLoss(reduction="none"), torch.nn.KLDivLoss(reduction="batchmean")),
+        (partial(functional.mse_loss, reduction="sum"), partial(functional.mse_loss, reduction="mean")),
+        (partial(functional.cross_entropy, reduction="sum"), partial(Margin(), reduction="sum")),
+    ],
+)
+def test_a_loss_of_torch_that_returns_a_sum_is_refused(loss, accepted):
+    model = net()
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(ValueError, match=r"the loss has reduction='(sum|none)'.* use reduction=\"mean\""):
+            Trainer(model, optimizer, loss, backend=backend)
+        Trainer(model, optimizer, accepted, backend=backend)
 
 
 def old_names(backend) -> list[float]:
@@ -480,7 +500,10 @@ def trains_compiled_as_plain(tmp_path):
 
 
 def in_segments(backend, reentrant):
-    """Train a model of checkpointed segments; return the sample count of each step, and the weights."""
+    """Train with activation checkpointing of each layer, or without it if ``reentrant`` is ``None``.
+
+    Return the sample count of each step, and the weights.
+    """
     layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
 
     def forward(x):
@@ -525,7 +548,7 @@ def refuses_what_cannot_be_compiled():
         with pytest.raises(KeyError, match="of the model's own"):
             compiled(Broken())(torch.ones(2, 3))
     cause = "backend='failing' raised: RuntimeError: no C++ compiler"
-    assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
+    assert str(refusal.value) == f"--compile fails with this model on this host ({cause}): leave out --compile"
 
 
 # Program that uses torch.compile without code generation, because generating code takes seconds.
