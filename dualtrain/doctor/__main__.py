@@ -1,4 +1,4 @@
-"""``python -m dualtrain.doctor``: check whether a run would work here, alone or under the launcher that started it.
+"""``python -m dualtrain.doctor``: check whether a run would work here, alone or under the launcher of this command.
 
 Every rank sends its versions, devices and interfaces to rank 0. Each tested backend joins the world and times an allreduce.
 Each problem is printed in one line with its cure. The exit status is 0 if a run would work, else 2. With --backend all,

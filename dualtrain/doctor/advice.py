@@ -53,7 +53,7 @@ def _versions_of(rows: Sequence[Row], name: str) -> str | None:
     found = _grouped(rows, [row["versions"][name] for row in rows])
     if len(found) == 1:
         return None
-    return ", ".join(f"{version or 'none'} on {_ranks(ranks)}" for version, ranks in found.items())
+    return ", ".join(f"{version or 'none'} ({_ranks(ranks)})" for version, ranks in found.items())
 
 
 def _mixed(rows: Sequence[Row]) -> list[str]:
@@ -64,9 +64,10 @@ def _mixed(rows: Sequence[Row]) -> list[str]:
     ]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
-        found = ", ".join(f"{name} with {size} on {_ranks(ranks)}" for (name, size), ranks in launchers.items())
+        found = ", ".join(f"{name} with {size} ({_ranks(ranks)})" for (name, size), ranks in launchers.items())
         lines.append(
-            f"the ranks were started by different launchers: {found}; start all with one, from a clean environment"
+            f"the ranks were started by different launchers: {found}; start all ranks with one launcher, "
+            "from a clean environment"
         )
     return lines
 
@@ -95,6 +96,7 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
         here = [row for row in rows if row["host"] == host]
         available, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (_cores(here), "cores")
         if len(here) > available:
+            what = what.removesuffix("s") if available == 1 else what
             lines.append(f"{host} has {len(here)} ranks for {available} {what}: they slow each other down; start fewer")
     return lines
 

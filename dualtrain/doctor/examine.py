@@ -9,6 +9,7 @@ from typing import Any
 from dualtrain.backends import Backend
 from dualtrain.backends.factory import choose
 from dualtrain.cores import share_of, usable_cores
+from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.facts import gather
 from dualtrain.doctor.network import used
@@ -68,10 +69,13 @@ class Examination:
         return self._control.world.single_host if self._control else self.world.single_host
 
     def _why_not(self, name: str) -> str | None:
-        """Return why a backend cannot work after the other backend has failed; ``None`` if it may work."""
+        """Return why Horovod cannot join: it needs torch's rendezvous, which has failed. ``None`` if ``name`` may join."""
         own_rendezvous = self.world.size == 1 or self.world.launcher.startswith(("horovodrun", "mpi"))
         if name == "horovod" and not own_rendezvous and "torch" in self._probes and self._control is None:
-            return f"not tried: under {self.world.launcher} it uses torch's rendezvous, which has failed (see torch)"
+            return (
+                f"not tried: under {self.world.launcher}, Horovod uses torch's rendezvous, which has failed (see the error "
+                "of torch)"
+            )
         return None
 
     def _agreed(self, name: str, refusal: str | None) -> Probe | None:
@@ -82,10 +86,10 @@ class Examination:
             refusals = self._control.allgather_object(refusal)
         except BackendError as error:
             return Probe(name, error=str(error))
-        without = [str(rank) for rank, reason in enumerate(refusals) if reason]
+        without = [rank for rank, reason in enumerate(refusals) if reason]
         if not without:
             return None
-        return Probe(name, error=refusal or f"not tried: rank {', '.join(without)} cannot use it (see its error)")
+        return Probe(name, error=refusal or f"not tried: {ranks_in_words(without)} cannot use it (see the errors there)")
 
     def _gathered(self, own: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
         if self._control is None:

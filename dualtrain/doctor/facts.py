@@ -36,7 +36,7 @@ print(MPI.Get_library_version())
 
 
 def gather(world: World) -> dict[str, Any]:
-    """Collect the facts of this process as plain values. Blocks for about a second; not collective."""
+    """Collect the facts of this process as values that JSON can represent. Blocks for about a second; not collective."""
     built, unusable = _horovod()
     return {
         "rank": world.rank,

@@ -16,9 +16,9 @@ _BUILD = "DUALTRAIN_GPU=nccl bash launch/setup.sh"
 
 
 def gpu_facts(version_file: Path = Path("/proc/driver/nvidia/version"), library: str = "libcuda.so.1") -> dict[str, Any]:
-    """Return the versions of CUDA and NCCL in torch, of the driver, and of the newest CUDA that the driver supports.
+    """Return four versions: torch's CUDA, torch's NCCL, the driver, and the newest CUDA that the driver supports.
 
-    Values are plain, and ``None`` if a component is missing. No GPU is initialized.
+    A version is text, or ``None`` if the component is missing. No GPU is initialized.
     """
     return {
         "cuda": torch.version.cuda,
@@ -58,7 +58,7 @@ def _major(version: str) -> int:
 
 
 def too_old(gpu: Mapping[str, Any]) -> bool:
-    """Return whether the driver in ``gpu_facts`` is older than torch's CUDA. Minor versions are compatible."""
+    """Return whether the driver in ``gpu_facts`` supports only CUDA of a lower major version than torch's CUDA."""
     return bool(gpu["cuda"] and gpu["driver_cuda"] and _major(gpu["driver_cuda"]) < _major(gpu["cuda"]))
 
 

@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MARGIN_SECONDS = 5.0  # wait longer than the library does: its own timeout error says more
+_MARGIN_SECONDS = 5.0  # added to the library's timeout: the library's own timeout error says more than this module's
 
 
 @dataclass

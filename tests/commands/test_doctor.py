@@ -139,10 +139,10 @@ def test_ranks_that_differ_are_named():
     other = {**row()["versions"], "dualtrain": "2", "Python": "3.12"}
     problems, notes = advise([row(0), row(1, versions=other), row(2, host="there")], "torch")
     assert problems == [
-        "the ranks have different versions of dualtrain: 1 on ranks 0, 2, 2 on rank 1; "
+        "the ranks have different versions of dualtrain: 1 (ranks 0, 2), 2 (rank 1); "
         "install the same version on every host"
     ]
-    assert notes == ["the ranks have different versions of Python: 3.11 on ranks 0, 2, 3.12 on rank 1; make them the same"]
+    assert notes == ["the ranks have different versions of Python: 3.11 (ranks 0, 2), 3.12 (rank 1); make them the same"]
 
 
 def test_a_backend_that_fails_is_a_problem_if_it_is_the_chosen_one():
