@@ -38,7 +38,7 @@ class Samples:
         return len(self.dataset)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Read the samples and stack them; if the dataset fails, return its error."""
+        """Read the samples and stack them. Return an error if a sample fails, has a wrong target, or has another shape."""
         numbers, seed = wanted
         if not numbers:
             inputs, targets = (part.new_empty(0, *part.shape) for part in self.sample)
@@ -52,7 +52,7 @@ class Samples:
                 return error
         try:
             inputs, targets = _stacked(samples)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             reason = re.sub(r"at entry (\d+)", lambda found: f"in sample {numbers[int(found[1])]}", str(error))
             return UserError(f"sample {numbers[0]} of the dataset and others do not fit into one batch: {reason}")
         return self._refusal(numbers, targets) or (inputs, targets)
@@ -120,7 +120,10 @@ def _map_style(part: Any) -> bool:
 
 
 def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:
-    """Make a :class:`Task` of two map-style datasets, whose samples are (tensor, class index or int64 tensor (t,)).
+    """Make a :class:`Task` of two map-style datasets.
+
+    Each sample is a pair of an input tensor and a target. The target is a class index (the task's kind is then
+    "classes") or an int64 tensor (t,) (the kind is then "tokens").
 
     ``classes`` may be left out if the training dataset has an attribute ``classes`` (the names, or their number) or
     ``num_classes``.

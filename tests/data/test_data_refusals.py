@@ -129,7 +129,15 @@ def build_uneven():
     return samples, samples
 
 
+def build_mixed():
+    samples = [(torch.ones(2), 0), (None, 0)]
+    return samples, samples
+
+
 def test_samples_that_cannot_be_batched_are_refused_in_one_line():
+    mixed = load_data("tests.data.test_data_refusals:build_mixed", classes=2, workers=0)
+    with pytest.raises(UserError, match="sample 0 of the dataset and others do not fit into one batch"):
+        next(mixed.train.stream([Batch(torch.tensor([0, 1]))], torch.device("cpu")))
     for name, part in (("sparse", "not .tensor, class index.: Batches of sparse"), ("meta", "samples with a meta tensor")):
         with pytest.raises(UserError, match=part) as refusal:
             load_data(f"tests.data.test_data_refusals:build_{name}", classes=2)
