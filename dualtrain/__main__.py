@@ -15,8 +15,8 @@ COMMANDS = {
     "report": ("report", "make an HTML page of runs"),
     "predict": ("predict", "classify images with a trained model"),
     "doctor": ("doctor", "check whether a run would work on this machine"),
-    "bench": ("bench", "measure this machine: both backends, and other libraries"),
-    "drill": ("drill", "kill processes of a job, and check that its result is the same"),
+    "bench": ("bench", "measure the speed of both backends, and of other libraries, on this machine"),
+    "drill": ("drill", "kill processes of a job, and check that its result does not change"),
     "horovodize": ("horovodize", "check, repair and run Horovod scripts on torch.distributed"),
 }
 
@@ -24,8 +24,8 @@ COMMANDS = {
 def main() -> int:
     """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would.
 
-    A command exits with its own status. If it does not exit, or after the help or the version, return 0; for an unknown
-    command, return 2; after Ctrl-C, return 130.
+    A command that calls ``sys.exit`` sets the exit status. Otherwise, return the exit status: 0 after a command, the help
+    or the version, 2 for an unknown command, 130 after Ctrl-C.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
         sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does

@@ -1,4 +1,7 @@
-"""Deprecated: import ``Transfer`` from ``dualtrain.gradients``. This module will be removed in version 0.3.0."""
+"""Deprecated: import ``AVERAGE`` and ``Transfer`` from ``dualtrain.gradients``.
+
+This module will be removed in version 0.3.0.
+"""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
         unfinished: labels of the runs that have not ended.
 
     Returns:
-        The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash"; else it
-        lists the differences.
+        The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash". Otherwise,
+        the last line also lists the differences.
     """
     hashes = {summary["weights_sha256"] for _, summary in runs}
     count = f"{len(runs) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
@@ -65,7 +65,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
 
 
 def _results(runs: Sequence[Run]) -> list[str]:
-    """Return the names of all values that belong to the result of any run."""
+    """Return the names of the values that are compared. A metric is compared if any run has it."""
     metrics = [name for _, summary in runs for name in summary if name.startswith(("train_", "val_"))]
     return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
 

@@ -40,7 +40,7 @@ def in_words(differences: Sequence[Difference]) -> str:
 
 
 def by_value(values: Sequence[str | None]) -> str:
-    """Return ``cpu on ranks 0, 2 and cuda on rank 1`` for values in rank order that are not all the same."""
+    """Return text such as ``cpu on ranks 0, 2 and cuda on rank 1``. ``values`` are in rank order, and not all the same."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -52,7 +52,7 @@ def by_value(values: Sequence[str | None]) -> str:
 
 
 def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
-    """Refuse ranks whose values, in rank order, are not all the same.
+    """Refuse to continue if ``values``, one per rank in rank order, are not all the same.
 
     Raises:
         UserError: the values differ. The message names each rank's value and the ``cure``.

@@ -24,7 +24,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-#: Errors of directories that cannot be synchronized: on some network file systems, or without permission to read.
+#: Errors if a directory cannot be synchronized: some network file systems do not support it, or the user may not read it.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
@@ -140,9 +140,9 @@ def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> 
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """Replace the content of an existing file, whole or not at all; keep its mode and a symbolic link to it.
+    """Replace the content of an existing file, whole or not at all, and keep its mode.
 
-    Keeps the owner if this process may set it.
+    Keeps the owner if this process may set it. If ``path`` is a symbolic link, replaces the content of the link's target.
 
     Raises:
         OSError: the file cannot be written.

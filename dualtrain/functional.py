@@ -1,11 +1,11 @@
-"""Collectives with gradients for autograd, as if all ranks were one program whose loss is the sum of the ranks' losses.
+"""Differentiable collectives, with the gradients of one program whose loss is the sum of all ranks' losses.
 
 The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradients of ``allgather`` and ``broadcast`` are
 averages, and the gradient of a summing ``reducescatter`` is multiplied by the number of ranks.
 
-The backward pass is collective too: every rank must run it. All functions return new tensors, block, and raise the errors
-of the backend's own calls. If the input of any rank requires a gradient, the result requires one on every rank, so that all
-ranks run the backward pass.
+The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
+same errors as the backend's methods. If the input of any rank requires a gradient, the result requires one on every rank,
+so that all ranks run the backward pass.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         back = alltoall(grad, backend, received)
-        unsent = back.new_zeros(rows - len(back), *back.shape[1:])  # the rows beyond the splits have no gradient
+        unsent = back.new_zeros(rows - len(back), *back.shape[1:])  # rows beyond the splits were not sent: gradient 0
         return torch.cat([back, unsent])
 
     return _with_backward(tensor, result, graded, backward)

@@ -90,7 +90,8 @@ SPAWNED = "DUALTRAIN_SPAWNED"
 SECRET = "DUALTRAIN_SECRET"
 #: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-#: Exit status of a rank of the launcher "spawn" after an error that a restart may avoid. The job's status is then 2.
+#: Exit status of a rank of the launcher "spawn" after an error that a restart may avoid. If no restart is left, the
+#: job's status is 2.
 TRY_AGAIN = os.EX_TEMPFAIL
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16

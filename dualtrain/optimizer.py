@@ -37,8 +37,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     After ``loss.backward()`` every rank's ``param.grad`` is the average: clip, unscale or log it as in one process.
     ``param_groups``, ``state``, ``state_dict()`` and ``zero_grad(set_to_none=…)`` are those of the wrapped optimizer;
-    pickling or deep-copying gives the wrapped optimizer alone. If the loss is a mean over a rank's samples, the average
-    is the gradient of the mean over all samples, provided that all ranks have the same number of samples.
+    pickling or deep-copying gives the wrapped optimizer alone. If each rank's loss is a mean over its samples,
+    and all ranks have the same number of samples, the average is the gradient of the mean over all samples.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
@@ -48,15 +48,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             is the manual alternative.
-        extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
+        extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
+            :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
-        sum_order: ``"backend"``: the order of the library and transport (with two ranks, every library and transport gives
-            the same bits). ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A
-            ``SumOrder``: a fixed tree over shards, of which a rank may have several.
+        sum_order: the order in which gradients are added. ``"backend"``: the order that the library and the transport use
+            (with two ranks, every library and transport gives the same bits). ``"canonical"``: a fixed tree over the
+            ranks, the same on every backend and transport. A ``SumOrder``: a fixed tree over shards; a rank may have
+            several shards.
         carry: the former name of ``extra``; deprecated.
 
     Raises:
-        ValueError: a name is missing or appears twice, or an option is out of its bounds.
+        ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, or an option is out of its
+            bounds.
     """
 
     def __init__(
@@ -97,8 +100,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state
 
     def __getattr__(self, name: str) -> Any:
-        # Optimizers may have methods of their own (schedule-free ones: train() and eval()). Assignments are not passed
-        # on. During construction and unpickling there is no wrapped optimizer yet.
+        # Reads are passed on, because optimizers may have methods of their own, such as train() and eval() of schedule-free
+        # optimizers. Assignments are not passed on. During construction and unpickling there is no wrapped optimizer yet.
         if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -112,8 +115,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
-        A read is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
-        reads it just before the check for an overflow; in averaged gradients, all ranks find the same overflow.
+        Reading this property is collective: the gradients are averaged, if backward has not done so (:meth:`synchronize`).
+        GradScaler reads the property just before it checks for an overflow; in averaged gradients, all ranks find the same
+        overflow.
         """
         self.synchronize()
         return self._unscales_itself()
@@ -209,7 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def _average(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``values`` over the ranks, along a fixed tree if gradients are summed so. Collective; blocks."""
+        """Average ``values`` over the ranks. If ``sum_order`` is a fixed tree, add along a tree too. Collective; blocks."""
         if self._order is None:
             return self.backend.allreduce(values, name="loss")
         return sum_order_of(self.backend.size, self.backend.size).total(

@@ -132,7 +132,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
         return read_file
     if dataset not in IMAGES:
         raise UserError(
-            f"--dataset {dataset} generates its inputs: predict reads images for imagefolder, {', '.join(IMAGES)}"
+            f"the run's --dataset {dataset} generates its inputs: name a run with one of imagefolder, {', '.join(IMAGES)}"
         )
     mode, side = IMAGES[dataset]
     _, evaluation, _ = transforms_of(dataset, len(mode), side, options)
@@ -172,7 +172,7 @@ def _expanded(paths: Sequence[str]) -> list[str]:
             reason = error.strerror or error
             raise UserError(f"the folder {path!r} cannot be read ({reason}): give a folder that you may read") from error
         if not found:
-            raise UserError(f"the folder {path!r} holds no images, which end in {', '.join(EXTENSIONS)}: name another")
+            raise UserError(f"the folder {path!r} holds no image files ({', '.join(EXTENSIONS)}): name another folder")
         files += found
     return files
 

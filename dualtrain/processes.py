@@ -24,7 +24,8 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"  # a key of multiprocessing's process configuration, which children inherit
-#: Ids of the processes that have started a fork server. A forked process inherits this set, but the server is its parent's.
+#: Ids of the processes that have started a fork server. A forked process inherits this set, but must not kill the server
+#: that its parent has started.
 _starters: set[int] = set()
 
 

@@ -32,7 +32,8 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and a rank cannot detect its parent's end before these imports end.
+# Don't import torch: the parent does not need it, and until this module is imported, a rank cannot detect that its parent
+# has died.
 
 Body = Callable[[list[str]], int]
 
@@ -44,7 +45,9 @@ REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail
 #: The wait before the first restart after ``TRY_AGAIN``, and the longest wait before a later restart. An attempt that lasts
 #: longer than the longest wait is assumed to have made progress.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
-REPEAT_SECONDS = 2.0  # a second stop signal within this time is ignored: a sender may signal the process and its group
+#: A second stop signal within this time is ignored: a sender that signals the process and then its process group reaches
+#: the process twice.
+REPEAT_SECONDS = 2.0
 RANKS_PER_CORE = 16
 
 log = logging.getLogger("dualtrain")
@@ -53,24 +56,24 @@ log = logging.getLogger("dualtrain")
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until the processes have exited: without a limit while all run, but at most a few seconds after a process has
-    failed, or after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main
-    thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since
-    every rank imports the program again.
+    Blocks until the processes have exited. While all of them run, there is no time limit. After a process has failed, or
+    after a second SIGTERM or SIGINT, the call blocks for a few seconds at most. Each process is a rank of the launcher
+    ``"spawn"``. Call this in the main thread. A program other than dualtrain's own command line needs
+    ``if __name__ == "__main__":`` around the call, since every rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` after an error
             that a restart may avoid, such as a full disk (without a restart, the job's status is then 2).
         arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: the largest number of restarts of all ranks after a rank has failed; there is no restart after a rank's
-            status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. The waits before restarts after
-            ``TRY_AGAIN`` are 1 s, 2 s, 4 s and so on, at most 30 s. They begin at 1 s again after an attempt that has
-            lasted longer than 30 s or has ended with a different status.
+        restarts: how often the job may be restarted after a rank has failed. A restart starts all ranks again. There is no
+            restart after a rank's status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. Before a
+            restart after ``TRY_AGAIN``, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The waits
+            begin at 1 s again after an attempt that has lasted longer than 30 s or has ended with a different status.
 
     Returns:
-        0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
-        143 or 130 if this process received SIGTERM or SIGINT before that.
+        0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
+        If this process received SIGTERM or SIGINT before a rank failed, or while it waited before a restart: 143 or 130.
 
     Raises:
         UserError: ``nproc`` is too large for this host's cores, or the system refuses to start so many processes.
@@ -134,7 +137,7 @@ class _Job:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's exit status, after a rank has failed
-        self._save = save  # whether a checkpoint was requested before the last rank was started
+        self._save = save  # whether SIGUSR1 requested a checkpoint before all ranks were started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
         self._unsent = [signal.SIGTERM, signal.SIGKILL]  # the signals that end the ranks and were not sent yet, in order
         self._deadline: float | None = None  # when the next signal is sent
@@ -156,7 +159,7 @@ class _Job:
                     if self._stopped[0] == signal.SIGINT and not self._processes:
                         print_error("interrupted")  # otherwise rank 0 prints it
                 if self._status is not None:
-                    break  # ranks that were started get the signal, or exit since a rank has failed
+                    break  # the ranks that run have received the signal, or exit because a rank has failed
                 given = (body, list(arguments), os.getpid(), sys.orig_argv)
                 process = context.Process(target=_rank, args=given, name=f"rank {rank}")
                 with variables(environment):
@@ -311,4 +314,4 @@ def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> 
     sys.stderr.flush()
     if status:
         release()
-        os._exit(status)  # as main does: exit handlers would wait for ranks that have exited
+        os._exit(status)  # skips the exit handlers, which would wait for ranks that have exited

@@ -29,8 +29,8 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
         root: the rank whose values are copied.
 
     Raises:
-        ValueError: ``root`` is no rank; ``params`` has containers of tensors, or has entries of which none is a tensor;
-            or a tensor cannot be written since its elements share memory (``expand``).
+        ValueError: ``root`` is no rank; ``params`` has a container of tensors as an entry; ``params`` has entries, but no
+            tensor; or a tensor's elements share memory (``expand``), so that it cannot be written.
         BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
             timed out.
     """
@@ -55,8 +55,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
     """Copy rank ``root``'s optimizer state and options (learning rates and so on) to every rank. Collective; blocks.
 
     Creates the state that a rank does not have, and copies the options even if there is no state. Never runs a step.
-    (Horovod's function of this name skips the options of stateless optimizers, and runs a step of a fresh optimizer with
-    zero gradients, in which weight decay changes the weights; Adam then continues with step 2.)
+    Horovod's function of this name differs. It does not copy the options of an optimizer without state. To create missing
+    state, it runs a step with zero gradients: weight decay changes the weights, and Adam then continues with step 2.
 
     Raises:
         TypeError: on the root, if an option is neither a plain value nor a tensor; the other ranks raise BackendError.
@@ -71,8 +71,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
-    parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler that belongs to another
-    optimizer with the same groups would then set learning rates in the old dicts, without an effect.
+    parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler of another optimizer
+    object that shares these groups would then set learning rates in the old dicts, without an effect.
     """
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)

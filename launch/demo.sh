@@ -20,7 +20,7 @@ echo; echo "== horovodrun, Horovod =="
 horovodrun --gloo -np 2 python -m dualtrain.main --backend horovod --run-dir "$runs/horovod" "$@"
 
 echo; echo "== torchrun, torch.distributed =="
-# torchrun would set this and print five lines about it; dualtrain sets the number of threads itself.
+# Without OMP_NUM_THREADS, torchrun sets it and prints five lines about it. dualtrain sets the number of threads itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 torchrun --standalone --nproc_per_node=2 -m dualtrain.main --backend torch --run-dir "$runs/torch" "$@"
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Creates the environment that dualtrain runs in: torch, torchvision, Open MPI, mpi4py and Horovod built
-# against them, all below one folder, without root. You can call this script again: a finished set-up is left
-# unchanged, a call during another set-up waits for its end, and an interrupted set-up is repeated (downloads and built
-# wheels are kept).
+# Creates the environment that dualtrain runs in: torch, torchvision, Open MPI and mpi4py, and Horovod compiled for
+# this torch and this Open MPI. Everything is installed below one folder, without root. You can call this script
+# again: a finished set-up is left unchanged, a call during another set-up waits for its end, and an interrupted
+# set-up is repeated (downloads and built wheels are kept).
 #
 #   bash launch/setup.sh && source .venv/bin/activate
 #
 # DUALTRAIN_VENV   folder of the environment         (default: .venv beside setup.cfg)
 # DUALTRAIN_CACHE  folder of built wheels            (default: ~/.cache/dualtrain)
-# DUALTRAIN_WITH   how to install dualtrain          (default: dev). tree: this source tree, in editable mode; dev: tree,
-#                  and the tools for its tests; integrations: dev, pyspark and Ray (Spark also needs a Java runtime:
-#                  tests/extras.sh java); run: a copy of this tree; none: not at all
+# DUALTRAIN_WITH   how to install dualtrain          (default: dev). tree: this source tree, in editable mode;
+#                  dev: like tree, plus the tools for its tests; integrations: like dev, plus pyspark and Ray (Spark
+#                  also needs a Java runtime: tests/extras.sh java); run: a copy of this tree; none: not at all
 # DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without NCCL (default: nccl if there is a GPU).
-#                  The build for nccl needs no GPU, and with a torch for CUDA 13 no CUDA toolkit;
-#                  launch/cuda_from_wheels.sh lists its variables
+#                  The build with NCCL needs no GPU. It needs no CUDA toolkit either if torch is built for CUDA 13.
+#                  launch/cuda_from_wheels.sh lists the variables of this build
 # DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
@@ -76,7 +76,8 @@ reason_in() {
   return 1
 }
 
-# report_failure WHAT CURE OUTPUT: prints one line if the reason is known, else the output's last lines and the cure, and exits.
+# report_failure WHAT CURE OUTPUT: prints one line if the reason is known, otherwise the output's last lines and the cure; then
+# exits.
 report_failure() {
   local reason
   if disk_is_full "$3"; then
@@ -133,8 +134,8 @@ check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
   command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
-    refuse "no C++ compiler found, and Horovod is built from source; install one (Debian: apt install g++), or for torch alone: pip install ."
-  command -v make >/dev/null || refuse "no make found, and Horovod is built with it; install it (Debian: apt install make), or for torch alone: pip install ."
+    refuse "no C++ compiler found, and Horovod is built from source; install one (Debian: apt install g++), or install dualtrain without Horovod: pip install ."
+  command -v make >/dev/null || refuse "no make found, and Horovod is built with it; install it (Debian: apt install make), or install dualtrain without Horovod: pip install ."
 }
 
 # check_folder: refuses a folder with files that this script has not made, because the script deletes an unfinished environment.
@@ -218,9 +219,10 @@ make_environment() {
   echo "torch==$torch" >>"$constraints"
 }
 
-# install_torch NAME: installs the wheel of torch or torchvision. In mode cpu, it looks for a CPU build in the index of pip's own
-# settings, then in PyTorch's index. If there is none, or in mode nccl, it installs the build of pip's index, which on PyPI is a CUDA
-# build. A CPU build of torchvision needs a CPU build of torch.
+# install_torch NAME: installs the wheel of torch or torchvision. In mode cpu, it looks for a CPU build in the index of
+# pip's own settings, then in PyTorch's index. If there is none, or in mode nccl, it installs the default build of pip's
+# index; on PyPI, this is a CUDA build. If torch is a CUDA build, it does not look for a CPU build of torchvision, which
+# would not fit.
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
@@ -254,7 +256,7 @@ install_dualtrain() {
   esac
 }
 
-network="is the package index reachable? A proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
+network="set HTTPS_PROXY if this machine needs a proxy, or choose another index in pip's own settings (pip config)"
 dependencies="the packages that torch depends on"
 
 exit_if_finished() {
@@ -271,7 +273,7 @@ check_folder
 take_lock
 exit_if_finished
 
-say "into $venv, full log in $log"
+say "setting up $venv (full log: $log)"
 trap end_build EXIT
 if [ -e "$log" ] && [ ! -e "$stamp" ]; then
   say "an earlier set-up did not end: removing its files"
@@ -306,7 +308,7 @@ if [ -n "$build" ]; then
   wait "$build" || status=$?
   build='' build_began=$began_in_background
   step "Horovod's build" \
-    "look for the first 'error:' in $log; for torch alone: pip install ." \
+    "look for the first 'error:' in $log, or install dualtrain without Horovod: pip install ." \
     show_build "$status"
   build_began=''
 fi

@@ -1,4 +1,4 @@
-"""Fixtures of worlds: ``spmd`` runs a test body on all ranks of a world."""
+"""Hooks of pytest, and fixtures such as ``spmd``, which run a test body on all ranks of a world."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Spmd:
     def each(self, fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]], on_horovod: Cases | None = None) -> None:
         """Run ``fn(backend, *case)`` on all ranks for each case; a world of processes runs all cases in one call.
 
-        ``on_horovod``: the cases in Horovod's worlds, where an operation takes ten times as long; by default all.
+        ``on_horovod``, if given, replaces ``cases`` on Horovod, where an operation takes ten times as long as on torch.
         """
         chosen = on_horovod if on_horovod is not None and self.name == "horovod" else list(cases)
         if self._pool is not None:
@@ -145,13 +145,13 @@ def _worlds(worlds: list[tuple[str, int]]) -> dict[str, Any]:
 
 @pytest.fixture(**_worlds(SPREAD))
 def spmd(request: pytest.FixtureRequest) -> Spmd:
-    """A world of each kind."""
+    """A world of each kind, with the sizes of ``SPREAD``."""
     return _spmd(request)
 
 
 @pytest.fixture(**_worlds(TYPICAL))
 def typical(request: pytest.FixtureRequest) -> Spmd:
-    """A world of each kind, for tests with many cases."""
+    """A world of each kind, with the sizes of ``TYPICAL``; for tests with many cases."""
     return _spmd(request)
 
 
@@ -180,7 +180,10 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 
 
 def _world_index(item: pytest.Item) -> int:
-    """Return the index in ``WORLDS`` of a test's world, -1 without a world. A test with ``pool`` counts as ``REAL[0]``."""
+    """Return the index of a test's world in ``WORLDS``, or -1 if it has none.
+
+    A test that uses only ``pool`` has the index of ``REAL[0]``.
+    """
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:

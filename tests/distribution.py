@@ -1,4 +1,4 @@
-"""Distribution of the tests over the processes of pytest-xdist: whole files, and few messages."""
+"""Distribution of the tests over pytest-xdist's processes, in whole files, and with few messages between the processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xdist.scheduler import LoadGroupScheduling
 
 
 class ByFile(LoadGroupScheduling):
-    """``--dist loadgroup`` with units of whole files, except for tests with the mark ``xdist_group``.
+    """Scheduler for ``--dist loadgroup`` whose work units are files, or groups for tests with the mark ``xdist_group``.
 
-    The fixtures of a module are then set up in one process only. With single tests as units, the time that xdist takes
-    would grow with the square of their number. Units are started in the order of the tests. xdist's default is to start
+    The fixtures of a module are then set up in one process only. With one unit per test, the time that xdist takes would
+    grow with the square of the number of tests. Units are started in the order of the tests. xdist's default is to start
     units with few tests last, but a file of tests/launch has few tests and takes long.
     """
 
@@ -25,7 +25,10 @@ class ByFile(LoadGroupScheduling):
 
 
 def send_fewer_messages(config: pytest.Config) -> None:
-    """Don't send messages that change no output: starts of tests, and short set-ups and teardowns that passed."""
+    """Suppress messages that do not affect the output: test starts, and short set-ups and teardowns that passed.
+
+    With ``-v``, all messages are sent.
+    """
     (worker,) = (each for each in config.pluginmanager.get_plugins() if type(each).__name__ == "WorkerInteractor")
     send = worker.sendevent
 
@@ -38,6 +41,6 @@ def send_fewer_messages(config: pytest.Config) -> None:
 
 
 def _is_routine(report: dict[str, Any]) -> bool:
-    # Durations below 5 ms are not listed by --durations either.
+    # The limit is 5 ms because pytest's --durations lists no shorter ones by default.
     passed = report["outcome"] == "passed" and report["when"] != "call" and not report["sections"]
     return passed and report["duration"] < 0.005

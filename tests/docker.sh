@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. This takes 15 minutes.
-# The first build takes another 15 minutes. The script does not remove the images that it builds: dualtrain and dualtrain:test,
-# or with GPU=1 dualtrain:gpu.
+# Builds the images of docker/Dockerfile, runs all services of compose.yaml that need no GPU, and checks the results. This
+# takes 15 minutes, and 15 minutes more if the images were never built on this machine. The script does not remove the
+# images that it builds. These are dualtrain and dualtrain:test; with GPU=1, only dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
@@ -11,7 +11,7 @@
 #                    them make the build faster
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
-# TESTS              arguments of launch/test.sh in the tests' image (default: three quick files; empty: the tests that it runs by default)
+# TESTS              arguments of launch/test.sh in the tests' image (default: three quick test files; empty: no arguments)
 # WEIGHTS            the first 16 digits of the hash that the weights must have after a run with two ranks; the hash depends on the CPU
 #                    (default: the hashes of the two backends are only compared with each other)
 set -euo pipefail
@@ -50,7 +50,7 @@ clean_up() {
 }
 trap clean_up EXIT
 
-# check WHAT COMMAND…: runs the command with its output in the file $out.
+# check TITLE COMMAND…: prints TITLE, and runs COMMAND with its output in the file $out. Ends the script if COMMAND fails.
 check() {
   local what=$1 began=$SECONDS status=0
   shift
@@ -65,12 +65,15 @@ inside() { docker run --rm "$@"; }
 in_container() { docker exec "$container" "$@"; }
 service() { compose run --rm -T "$@"; }
 
-# trained RANKS: checks that both runs in $out have RANKS ranks, an accuracy of 0.97 or more and equal weights. Prints a row for each.
+# trained RANKS: checks that $out has one run of each backend, and that these two runs have RANKS ranks, an accuracy of 0.97
+# or more and equal weights. Prints one row per run.
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
-  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "not exactly one row per backend in ${out##*/}"
-  awk -v ranks="$1" '$2 != ranks || $3 < 0.97 {exit 1}' <<<"$table" || fail "not $1 ranks with accuracy 0.97: $(paste -sd, <<<"$table")"
+  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] ||
+    fail "${out##*/} does not have exactly one row per backend"
+  awk -v ranks="$1" '$2 != ranks || $3 < 0.97 {exit 1}' <<<"$table" ||
+    fail "$1 ranks and an accuracy of 0.97 expected: $(paste -sd, <<<"$table")"
   [ "$(cut -d' ' -f4 <<<"$table" | sort -u | wc -l)" = 1 ] || fail "the backends have different weights: $(paste -sd, <<<"$table")"
   if [ "$1" = 2 ] && [ -n "${WEIGHTS:-}" ]; then
     [ "$(cut -d' ' -f4 <<<"$table" | sort -u)" = "$WEIGHTS" ] || fail "the weights are not $WEIGHTS: $(paste -sd, <<<"$table")"
@@ -78,11 +81,11 @@ trained() {
   sed 's/^/  /' <<<"$table"
 }
 
-# learned: checks that the run in $out has an accuracy of 0.97 or more. Sets weights to the hash of its weights.
+# learned: checks that the run in $out has an accuracy of 0.97 or more. Sets $weights to the hash of the run's weights.
 learned() {
   local line
   line=$(tr -d '\r' <"$out" | grep -oE 'done: val accuracy [0-9.]+.*weights [0-9a-f]{16}' | tail -n 1)
-  awk '{exit !($4 + 0 >= 0.97)}' <<<"$line" || fail "no accuracy of 0.97 in ${out##*/}: $line"
+  awk '{exit !($4 + 0 >= 0.97)}' <<<"$line" || fail "the accuracy in ${out##*/} is missing or below 0.97: $line"
   weights=${line##* }
   echo "  ${line#done: }"
 }
@@ -117,7 +120,7 @@ healthy() {
   [ "$state" = healthy ]
 }
 
-# check_contents IMAGE: checks which files and programs the image contains.
+# check_contents IMAGE: checks the image's user, files, programs, versions and health check.
 check_contents() {
   local label
   echo "  $1: $(($(docker image inspect -f '{{.Size}}' "$1") / 1000000)) MB"
@@ -136,7 +139,7 @@ check_contents() {
     done'
   check "version" in_container python -c 'import dualtrain; print(dualtrain.__version__)'
   label=$(docker image inspect -f '{{index .Config.Labels "org.opencontainers.image.version"}}' "$1")
-  [ "$label" = "$(cat "$out")" ] || fail "the label of $1 says version $label, the program in it $(cat "$out")"
+  [ "$label" = "$(cat "$out")" ] || fail "the label of $1 says version $label, but its dualtrain says $(cat "$out")"
   check "health" healthy
   docker rm -f "$container" >/dev/null
 }
@@ -146,7 +149,7 @@ finish() {
   trap - EXIT
   [ -z "$(leftovers)" ] || fail "left behind: $(leftovers | xargs)"
   rm -rf "$logs"
-  echo "docker.sh: all checks passed; kept: $*"
+  echo "docker.sh: all checks passed; images that were not removed: $*"
   exit 0
 }
 
@@ -165,7 +168,7 @@ check_contents "$IMAGE"
 check "image for tests" build test "$IMAGE:test"
 numeric_user "$IMAGE:test"
 [ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'tini -s -- bash launch/test.sh' ] ||
-  fail "$IMAGE:test does not start the README's bash launch/test.sh"
+  fail "the entrypoint of $IMAGE:test is not bash launch/test.sh under tini"
 
 check "horovod" service horovod
 learned
@@ -175,7 +178,7 @@ learned
 [ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
 check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
 learned
-# Restricted like a pod: without capabilities, and with only /tmp and the folder of the runs writable.
+# Run under the restrictions of a Kubernetes pod: no capabilities, and only /tmp and the folder of the runs are writable.
 check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
   --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned

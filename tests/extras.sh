@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs programs that launch/setup.sh does not install. Some tests need them, and are skipped without them.
-# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. The script can be run again: installed packages are not changed.
+# Needs root and apt-get (Debian, Ubuntu), unless all packages are installed. The part k8s needs the environment of
+# launch/setup.sh. The script can be run again: installed packages are not changed.
 # The script starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #
 #   bash tests/extras.sh [PART…]     (default: all parts)

@@ -1,6 +1,6 @@
 """Processes forked from a server that has imported torch, so that they start in milliseconds instead of seconds.
 
-Use them in tests of ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python
+Use them in tests that start ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python
 programs; :class:`Forked` is a running process.
 """
 
@@ -35,8 +35,8 @@ PRELOADED = ["tests.warm"]
 @cache
 def server() -> ForkServerContext:
     """Return multiprocessing's context for processes that are forked from the server. The first call starts the server."""
-    # A process can have only one fork server. Tests that train in this process use it for data workers, so start it as
-    # training does: it must survive the signals of a job.
+    # A process can have only one fork server, and training in a test's own process forks its data workers from that server.
+    # So start the server as training does: with the job's signals blocked.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 

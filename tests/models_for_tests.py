@@ -81,7 +81,7 @@ def sgd(model: nn.Module, backend, momentum: float = 0.9, weight_decay: float = 
 
 
 def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor] | None]) -> list[torch.Tensor]:
-    """Compute the expected gradients: the dense average of the gradients of each rank's loss on a copy of ``model``.
+    """Return the expected gradients: compute each rank's on a copy of ``model``, and average them as dense tensors.
 
     A rank whose loss is ``None`` has no backward pass. Its gradients are zero, like those of unused parameters.
     """

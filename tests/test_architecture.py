@@ -171,7 +171,7 @@ def imports(path):
 
 
 def top_level(name):
-    """Return PART of the name ``dualtrain.PART.…``; ``None`` for ``dualtrain`` itself and for other distributions."""
+    """Return PART of the name ``dualtrain.PART.…`` if PART is in ``TOP_LEVEL``, else ``None``."""
     parts = name.split(".")
     return parts[1] if parts[0] == "dualtrain" and len(parts) > 1 and parts[1] in TOP_LEVEL else None
 

@@ -75,7 +75,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills. It accepts bad files of the kinds in ``fine``."""
+    """A function that reads ``file`` in a folder that ``make`` fills. It may accept bad files of the kinds in ``fine``."""
 
     make: Callable[[Path], Any]
     file: str
@@ -148,7 +148,10 @@ def load_script_of(folder: Path) -> None:
 
 
 def refuse_none(step: int | None) -> None:
-    """If a reader has returned ``None``, as two readers do for a bad file, raise a UserError that names both files."""
+    """Raise a UserError if ``step`` is ``None``, the result of ``step_in`` and ``step_of`` for a bad file.
+
+    These functions do not raise, so the message has the names of the files that the two readers read.
+    """
     if step is None:
         raise UserError("step-00000001 or model cannot be read")
 
@@ -424,7 +427,7 @@ def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path
     sample = [(str(tmp_path / "thin.png"), 0)]
     refusal = ImageFiles(sample, Geometry(224, 256)).__getitems__(([0], 0))
     assert isinstance(refusal, UserError)
-    assert "1 × 20000 pixels, which become 1310720000 when scaled to 256" in str(refusal)
+    assert "1 × 20000 pixels, which become 1310720000 pixels if the shorter side is scaled to 256" in str(refusal)
     assert not isinstance(ImageFiles(sample, Geometry(224, 256, "imagenet")).__getitems__(([0], 0)), UserError)
     assert not isinstance(ImageFiles(sample, Geometry(8, 8)).__getitems__(([0], 0)), UserError)
 

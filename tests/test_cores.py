@@ -16,7 +16,10 @@ ROOT_DISK = "23 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw"
 
 
 def tree(root: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
-    """Write /proc/self/cgroup, mountinfo and the quota of each folder: "quota period" (v2) or "quota/period" (v1)."""
+    """Write proc/self/cgroup, proc/self/mountinfo, and the files with the quota of each folder in ``quotas``.
+
+    The values of ``quotas`` are "quota period" for cgroup v2, and "quota/period" for v1.
+    """
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup + "\n")
     (root / "proc/self/mountinfo").write_text(f"{ROOT_DISK}\n{mounts}\n")

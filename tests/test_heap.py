@@ -1,4 +1,4 @@
-"""Reuse of freed memory without page faults after ``keep_freed_memory``, unless the user has tuned glibc; huge pages."""
+"""``keep_freed_memory`` makes glibc reuse freed memory, and ``use_huge_pages``; both keep the user's own settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dualtrain.heap import use_huge_pages
 from tests.pool import ROOT
 
 #: Program that prints two numbers. Each of its four steps allocates and frees 64 MB. Then it allocates and frees
-#: five larger blocks (96 to 100 MB). Before it frees a block, it allocates memory behind this block. The first number is
-#: the page faults of the third and fourth step, the second the growth of resident memory in MB.
+#: five larger blocks (96 to 100 MB), one after another. Before it frees a block, it allocates memory at a higher address.
+#: The first number is the number of page faults in the third and fourth step. The second number is the growth of the
+#: largest resident memory, in MB.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}
@@ -37,7 +38,7 @@ for number in range(4):
     step()
 faults = usage().ru_minflt - started
 for number in range(5):
-    block = heap.malloc((96 + number) << 20)  # does not fit into the memory of the block before
+    block = heap.malloc((96 + number) << 20)  # does not fit into the memory of the previous block
     ctypes.memset(block, 1, 96 << 20)
     kept.append(heap.malloc(110 << 20))  # at a higher address; never written, so not resident
     heap.free(block)

@@ -1,4 +1,4 @@
-"""No identifier, docstring, comment or page uses a replaced word, and no docstring starts with a word like "How"."""
+"""No identifier, docstring, comment or page uses a banned word, and no docstring starts with a word like "How"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from dualtrain.version import __version__
 from tests.pool import ROOT
 
-#: Files and folders in which replaced words still occur.
+#: Files and folders in which banned words are still allowed.
 UNFINISHED: tuple[str, ...] = ()
 
 #: Deprecated names that still work: the version that removes each, and the files that define or test it.
@@ -36,7 +36,7 @@ IN_PROSE = re.compile(
 #: A docstring starts with a verb or a noun phrase.
 NO_START = re.compile(r"\A(Whether|How|Where|When|What|Who|Has)\b")
 NO_START_IN_TEXT = re.compile(NO_START.pattern.replace(r"\A", r'"""\s*'))
-#: Methods of Python's own objects: ``file.tell()``.
+#: Banned words that may follow a dot, because they are methods of Python's own objects: ``file.tell()``.
 FOREIGN = {"tell"}
 
 
@@ -70,7 +70,7 @@ def findings(path: str, text: str) -> list[str]:
     shown = re.sub(r"\\[a-z]", " ", text)  # in "\n", n is no part of a word
     words = any(map(banned, set(re.findall(r"\w+", text))))
     if not (words or IN_PROSE.search(shown) or NO_START_IN_TEXT.search(text)):
-        return found  # no word is in the text, so none is in a comment, docstring or name
+        return found  # nothing in the whole text matches, so nothing in a name, comment or docstring does
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         where = f"{path}:{token.start[0]}"

@@ -20,7 +20,8 @@ import pytest
 
 from tests.pool import ROOT
 
-pytestmark = pytest.mark.xdist_group("package")  # so that one process builds the package once
+# One build at a time: tests/launch/test_examples_types.py builds the package too.
+pytestmark = pytest.mark.xdist_group("package")
 
 REQUIRED = {"numpy", "safetensors", "torch", "torchvision", "tqdm"}
 #: Distributions and modules that an installation without extras must not need.

@@ -29,7 +29,7 @@ def work(ready):
     time.sleep(600)
 
 if __name__ == "__main__":
-    if "ABOVE" in os.environ:  # as in a process started by multiprocessing
+    if "ABOVE" in os.environ:  # as in a child of multiprocessing, which uses its parent's temporary folder
         multiprocessing.current_process()._config["tempdir"] = os.environ["ABOVE"]
     start_forkserver([])
     helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
@@ -95,8 +95,8 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         assert gone(helpers, folder)
 
 
-# Program that is interrupted while it starts a worker process. The start blocks, because it sends more bytes than a pipe
-# holds, and the worker, which reads them, is forked only after the fork server has imported a slow module.
+# Program that is interrupted while it starts a worker process. The start sends more bytes than a pipe holds, so it blocks
+# until the worker reads them. The fork server imports a slow module before it forks the worker.
 STARTING = """
 import multiprocessing, signal, sys
 from dualtrain.console import leave

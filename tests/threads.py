@@ -1,8 +1,8 @@
 """A world whose ranks are threads of one process: fast, easy to debug, and the strictest of the backends.
 
-Every primitive asserts that all ranks make the same call with tensors of the same form, and that tensors meet the
-contract of ``dualtrain.backends.base``. Results appear when the last rank has made the call, as with an asynchronous
-library.
+Every primitive asserts that all ranks make the same call, with tensors of the same shape (except for an all-to-all), and
+that tensors meet the contract of ``dualtrain.backends.base``. Results appear when the last rank has made the call, as with
+an asynchronous library.
 
 Threads share the process's state, so a function that runs on the ranks must use its own ``torch.Generator``, not
 ``torch.manual_seed``.

@@ -2,7 +2,7 @@
 
 ``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests. The
 exit status is 1 if a version failed. For each version, FOLDER has ``facts-VERSION`` (versions of installed packages),
-``results-VERSION.xml`` (pytest's results, in JUnit's format) and ``run-VERSION/summary.json`` (the job's summary).
+``results-VERSION.xml`` (pytest's results, in JUnit's format) and ``run-VERSION/summary.json`` (of the training job).
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    folder of the environments and logs (default: versions/ in DUALTRAIN_CACHE, or in ~/.cache/dualtrain if that
-#                  variable is not set). The script leaves no other files. The folder can be deleted between runs
+# --into FOLDER    folder of the environments and logs (default: versions/ in DUALTRAIN_CACHE; if that variable is not set, in
+#                  ${XDG_CACHE_HOME:-~/.cache}/dualtrain). The script leaves no other files. The folder can be deleted
+#                  between runs
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
 # The tests run on a copy of this tree. Exit status: 0 if all versions passed; 1 if one failed; 2 for an error that the user can
@@ -72,8 +73,8 @@ check_versions() {
   done
 }
 
-# open_folders: allows one run at a time in a folder. The steps close the lock file, so that processes of a killed run do not
-# keep the lock.
+# open_folders: allows one run at a time in a folder. Commands start without the lock's descriptor, so that those that outlive
+# a killed script do not hold the lock.
 open_folders() {
   local reason
   reason=$({ mkdir -p "$into" && : >>"$into/lock"; } 2>&1) ||
@@ -98,7 +99,8 @@ clean_up() {
   if [ -n "$work" ]; then rm -rf "$work"; fi
 }
 
-# bounded MINUTES LOG COMMAND…: runs the command with its output in the log; returns its exit status, 124 after a timeout.
+# bounded MINUTES LOG COMMAND…: runs the command with its output in the log; returns its exit status, or after a timeout
+# 124 (137 if only SIGKILL ended the command).
 bounded() {
   local status=0
   timeout --kill-after=20 "$1m" "${@:3}" >>"$2" 2>&1 </dev/null {lock}>&- &

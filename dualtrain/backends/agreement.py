@@ -80,7 +80,7 @@ def fingerprint(text: str) -> int:
 def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    The backend may send short ``data`` in the same messages. If the data of all ranks is sent, ``data.result`` is set.
+    The backend may send short ``data`` with the comparison. If the data of all ranks is sent, ``data.result`` is set.
     This function also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any flag is set.
 
     Raises:

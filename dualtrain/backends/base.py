@@ -272,7 +272,7 @@ class Primitives(ABC):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         """Gather each rank's short ``vector`` (CPU, int64, (n,), the same n on every rank) into (size, n). Blocks.
 
-        Uses a separate process group or name, so that the library cannot match it with another rank's sum of gradients.
+        Uses connections or a name of its own, so that no library matches it with another rank's sum of gradients.
         """
 
     @property
@@ -300,8 +300,9 @@ class Primitives(ABC):
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
         """Gather two numbers from every rank as :meth:`exchange_short` does, to compare the ranks' calls. Blocks.
 
-        A backend may send short ``data`` in the same messages. It then sets ``data.result``, either on every rank or on no
-        rank. It sets no result if the ranks' first numbers differ; a number and its complement count as equal.
+        A backend may send short ``data`` in the same messages as the numbers. It then sets ``data.result``, either on every
+        rank or on no rank. It sets no result if the ranks' first numbers differ; a number and its bitwise complement count
+        as equal.
         """
         return self.exchange_short(numbers)
 

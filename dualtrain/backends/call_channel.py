@@ -65,7 +65,7 @@ class CallChannel:
         Fails if a connection ends, a frame is longer than its buffer, or an earlier exchange failed or was interrupted.
 
         Args:
-            message: this rank's frame; rank 0 has none.
+            message: this rank's frame; not used on rank 0.
             rows: on rank 0, a buffer for the frame of each other rank, in rank order.
             reply: on other ranks, a buffer for the answer.
             answer: called on rank 0 when ``rows`` have arrived; returns the frame to send to the other ranks.

@@ -59,7 +59,7 @@ def rows_to_send(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | No
 
 
 class Backend(Primitives):
-    """A rank's place in a world of processes, and the collective operations over it.
+    """A rank's place in a world of processes, and the collective operations over this world.
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
@@ -349,7 +349,7 @@ class Backend(Primitives):
         Args:
             tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
             others: a list of tensors like ``tensor``; ``order.buffers`` is the length of the list. This rank's earlier
-                partial sums are in the first tensors of the list. The content of all tensors is undefined afterwards.
+                partial sums are in the first tensors of the list. The list's tensors have undefined content afterwards.
             order: an order for as many ranks as this backend has.
             name: shown in errors and reports.
             factor: factor on the sum.
@@ -386,7 +386,8 @@ class Backend(Primitives):
         peer_failed = self.watch is not None and self.watch.peer_failed
         if self.watch is not None and not self.is_group:
             self.watch.leave()
-        # After a failure, skip the library's shutdown, which would wait for the failed rank. Exit frees the resources.
+        # After a failure, skip the library's shutdown, which would wait for the failed rank. The resources are
+        # freed when the process exits.
         if not peer_failed:
             self.disconnect()
 
@@ -466,7 +467,10 @@ class Backend(Primitives):
             tensor.copy_(reduction.result)
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        """:meth:`start_allreduce` for a call that every rank is known to make next; may block for a short tensor."""
+        """Do the same as :meth:`start_allreduce`, for a call that the caller has matched between the ranks.
+
+        May block if ``tensor`` is short.
+        """
         return self.start_allreduce(tensor, op, name)
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:

@@ -92,9 +92,9 @@ def connect(
         world: this process's rank and size, needed if no launcher's variables give them.
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
-        groups: whether ``group`` will be called. If True, Horovod synchronizes its process sets in every cycle, and holds a
-            lock that every call needs. If False, Horovod is faster, and over MPI a failed rank cannot make the other ranks
-            wait for that lock.
+        groups: whether ``group`` will be called; only Horovod uses this. If True, Horovod synchronizes its process sets
+            in every cycle, and holds a lock that every call needs. If False, Horovod is faster, and over MPI a failed rank
+            cannot make the other ranks wait for that lock.
         transport: how CPU tensors are reduced. ``"native"`` uses the library. ``"shm"`` uses memory that the ranks of a
             host share, and the library between hosts; if ranks cannot share memory, it logs a warning and uses the
             library. ``"auto"`` is ``"shm"`` for the torch backend with all ranks on one host, else ``"native"``.

@@ -187,7 +187,7 @@ class HorovodBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         groups: whether process sets can be made later.
-        meet: makes the job's store, unless Horovod's own launcher has set where its processes meet.
+        meet: makes the job's store, unless Horovod's own launcher or MPI has started this process.
 
     Attributes:
         failed: the error of the first operation that failed; all later operations fail too.
@@ -318,7 +318,7 @@ class HorovodBackend(Backend):
 def _initialise(
     start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
 ) -> tuple[KeyValueStore | None, str | None]:
-    """Start Horovod in the world of its own launcher, or in a world whose ranks meet through the job's store.
+    """Start Horovod in the world of its own launcher or of MPI, or in a world whose ranks meet through the job's store.
 
     Args:
         start: Horovod's ``init``.
@@ -354,8 +354,8 @@ def _scope(address: str | None) -> str:
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
     the table of process sets after it has checked for the shutdown). The old operation then takes part in the process's
     next world, where a new operation of the same name would get its data. If the world has a store, the prefix is a hash of
-    its random ``address``. Otherwise there is one process, or Horovod's launcher started the processes: all of them have
-    been in equally many worlds, and the prefix is this number of worlds.
+    its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. It is equal on all ranks:
+    the world has one process, or horovodrun or MPI started all processes, which have joined equally many worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
 

@@ -121,7 +121,7 @@ class CallBuffers:
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _agreed(self) -> bool:
-        """Return whether all ranks sent the same fingerprint; a rank whose flag is set sent its complement."""
+        """Return whether all ranks sent the same fingerprint; a rank whose flag is set sent ``~fingerprint``."""
         return len({max(number, ~number) for number in self._answer[1 : self._end : _NUMBERS]}) == 1
 
     def _reduce(self, reduction: Reduction, lengths: Sequence[int]) -> int:
@@ -133,7 +133,7 @@ class CallBuffers:
         return reduction.tensor.nbytes
 
     def _concatenate(self, lengths: Mapping[int, int]) -> int:
-        """Write the data of each rank in ``lengths``, which gives its number of bytes; return the total number."""
+        """Write the data of the ranks in ``lengths`` (number of bytes by rank) to the reply; return the total length."""
         end = 0
         for rank, length in lengths.items():
             self._result_bytes[end : end + length] = self._data_bytes[rank, :length]

@@ -25,7 +25,7 @@ class Node(NamedTuple):
     length: int
 
     def children(self) -> tuple[Node, Node]:
-        """Return the two children of this subtree, which must have two or more shards.
+        """Return the two children of this subtree. The subtree must have two or more shards.
 
         The sum of this subtree is the sum of its left child plus that of its right child.
         """

@@ -166,12 +166,14 @@ def _starts(prefix: Sequence[str], starter: str) -> bool:
 def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:
     """Return facts about the machine and the measurement. ``began`` has the time and the load at the start."""
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
-    shared = "the ranks of dualtrain.main" if spec.prefix else "the ranks of dualtrain.main and of the tutorial script"
+    divided = "dualtrain.main" if spec.prefix else "dualtrain.main and the tutorial script"
     return {
         "measured": f"{began[0]} to {now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
         "ranks": f"{ranks}, {f'started by {shlex.join(spec.prefix)}' if spec.prefix else 'on this host'}",
         **host_facts(
-            spec.device, began[1], f"one intra-op thread per rank; {shared} divide the cores by the number of ranks"
+            spec.device,
+            began[1],
+            f"one intra-op thread per rank; in {divided}, the host's cores divided by its ranks",
         ),
     }
 

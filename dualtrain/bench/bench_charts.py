@@ -12,17 +12,17 @@ from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.report.document import asset, text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
-REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first of these that was measured is 1 on the axis
+REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the reference is the first of these that was measured
 LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
 SKIPPED = ("empty",)  # the empty model is not a realistic workload
 TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios on the axis, the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
-ROW, HEAD, AXIS = 20, 30, 26  # heights of a line, of a workload's heading, and of the axis
+ROW, HEAD, AXIS = 20, 30, 26  # heights of a row, of a workload's heading, and of the axis
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One line of the chart.
+    """One row of the chart: one contender on one workload.
 
     Attributes:
         label: name of the contender.
@@ -41,7 +41,7 @@ Groups = dict[str, list[Mark]]  # by workload
 
 
 def chart_groups(results: Results) -> tuple[str, Groups]:
-    """Return the reference's name, and the lines of the chart by workload; ``("", {})`` if there are no lines."""
+    """Return the reference's title, and the rows of the chart by workload; ``("", {})`` if there are no rows."""
     reference = next((name for name in REFERENCES if results.count(name)), "")
     groups: Groups = {}
     for job in (job for job in LENGTHS if job not in SKIPPED and reference):
@@ -93,7 +93,7 @@ def chart(reference: str, groups: Groups, width: int) -> str:
 
 
 def picture(reference: str, groups: Groups) -> str:
-    """Return the chart as an SVG file, with its own style sheet."""
+    """Return the content of an SVG file: the chart with a style sheet."""
     head, _, rest = chart(reference, groups, WIDE).partition("\n")
     head = head.replace('class="bars"', f'class="bars" width="{WIDE}"')
     return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
@@ -101,7 +101,7 @@ def picture(reference: str, groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Logarithmic axis of ratios, in pixels from ``left`` to ``right``."""
+    """Logarithmic axis: the ratios from ``low`` to ``high`` are at the pixels from ``left`` to ``right``."""
 
     low: float
     high: float

@@ -18,7 +18,7 @@ def page(results: Results, rows: Sequence[Row], machine: Mapping[str, str], *, t
 
     Args:
         results: all samples.
-        rows: the table.
+        rows: the rows of the table.
         machine: facts about the machine and the measurement, by name.
         targets: whether to show the developers' targets.
     """

@@ -1,4 +1,4 @@
-"""Start of a contender's ranks by forks of a process that has imported torch and the contenders' libraries.
+"""Fork a contender's ranks from a process that has imported torch and the contenders' libraries.
 
 A new interpreter needs some CPU seconds to import torch. With many ranks on few cores, this would take most of the time of
 ``bench --scale``. So the ranks are forked after the imports. The libraries join their world after the fork.

@@ -172,7 +172,10 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
 
 
 def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
-    """Merge the results of all ranks: times of the slowest rank; start, weights and accuracy of rank 0."""
+    """Merge the results of all ranks.
+
+    Job times are the slowest rank's. The time from launch to first step, the weights and the accuracy are rank 0's.
+    """
     seconds: dict[str, float] = {}
     for one in found:
         key, value = _keyed(one)

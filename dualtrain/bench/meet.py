@@ -16,10 +16,10 @@ TIMEOUT_SECONDS = 60.0
 def meet(path: Path) -> None:
     """Set the environment variables that torchrun sets, from those of this process's launcher.
 
-    Unless the launcher provides a rendezvous, blocks until rank 0 has written the file.
+    If the launcher provides no rendezvous, rank 0 writes its address to ``path``. All ranks block until this file exists.
 
     Raises:
-        UserError: the file does not appear, for example because the folder is not shared.
+        UserError: the file does not appear in time, for example because its folder is not shared.
     """
     world = detect_world()
     os.environ.update({"RANK": str(world.rank), "WORLD_SIZE": str(world.size)})
@@ -38,6 +38,6 @@ def meet(path: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
-            raise UserError(f"rank 0 did not write {str(path)!r}: give an --out that all hosts share")
+            raise UserError(f"rank 0 did not write {str(path)!r}: give --out a folder that all hosts share")
         time.sleep(0.05)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text().split()

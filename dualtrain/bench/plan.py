@@ -92,8 +92,8 @@ class Entry:
         title: its name in tables.
         module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
         option: argument of the module's ``start``; for ``MAIN``, more flags.
-        starter: "ranks" for ranks with torchrun's variables, or the Horovod command that ``start_contender.py`` runs or
-            imitates.
+        starter: "ranks" for ranks with torchrun's variables, or a Horovod command. ``start_contender.py`` runs this command
+            or starts the ranks with the variables that it would set.
         jobs: jobs that the contender measures after the workloads in ``steps``.
         needs: package that the contender imports; if it is missing, the contender is left out.
         quick: whether the contender runs with --quick.
@@ -257,10 +257,13 @@ COSTS = (
 
 
 def steps_of(job: str, step_fraction: float) -> int:
-    """Return the number of timed steps of a workload in a round that runs this fraction of them; at least two."""
+    """Return the number of timed steps in a round: ``step_fraction`` of those in ``LENGTHS``, but at least two."""
     return max(2, round(LENGTHS[job][1] * step_fraction))
 
 
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
-    """Return a contender's jobs, in order. The first job also measures the time from launch to first step."""
+    """Return the contender's jobs that are in ``chosen``, in order.
+
+    The first job also measures the time from launch to first step.
+    """
     return tuple(job for job in entry.steps + entry.jobs if job in chosen)

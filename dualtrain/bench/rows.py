@@ -13,7 +13,7 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
-#: Raw scripts. If neither contender of a row is one, the weights of the first raw script that ran are compared too.
+#: Raw scripts. If a row compares no raw script, the weights of the first raw script that ran are compared too.
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
@@ -65,7 +65,7 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def _compared(comparison: Comparison, job: str) -> bool:
-    """Return whether a job gets a ratio. Costs have separate rows; sizes without a target are in the allreduce table."""
+    """Return whether a job gets a ratio. Costs have separate rows; allreduces without a target have a separate table."""
     return job not in ("start", "stall", "trainer") and (not job.startswith("sweep") or job in comparison.targets)
 
 
@@ -103,10 +103,10 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 
 
 def _weights(job: str, one: str, other: str, results: Results) -> str:
-    """Compare the final weights of both contenders in each round; NONE if weights are missing.
+    """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
-    If neither is a raw script, the weights of one raw script are compared too. Only one, because with 3 or more ranks, raw
-    scripts may differ from each other: the libraries sum in different orders.
+    If neither is a raw script, the weights of one raw script are compared too. The weights of a second raw script may
+    differ with 3 or more ranks, because the libraries sum in different orders.
     """
     pair = {one, other} - {"alone"}
     rounds = []

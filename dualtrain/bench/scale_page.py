@@ -16,11 +16,11 @@ from dualtrain.report.document import text as escaped
 WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # the chart's width, panels per row, height of a panel; in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
 EXPLANATION = (
-    "times are medians over the rounds, of the slowest rank; all ranks are forked from a process that has imported the "
-    "libraries. A ratio is the first contender's time divided by the second's: below 1, the first is faster. Behind a "
-    "ratio is its interval; if the interval contains 1 and is wide, the ratio is not shown. With more ranks than cores, "
-    "times are an upper bound. 2 × 4 ranks are 4 ranks on each of 2 virtual nodes: network namespaces of this machine, "
-    "joined by a bridge"
+    "a time is the slowest rank's, and its median over the rounds is shown; all ranks are forked from a process that has "
+    "imported the libraries. A ratio is the first contender's time divided by the second's: below 1, the first is faster. "
+    "The interval of a ratio follows the ratio; if the interval contains 1 and is wide, the ratio is not shown. If there "
+    "are more ranks than cores, times are an upper bound of those on a host with enough cores. 2 × 4 ranks are 4 ranks on "
+    "each of 2 virtual nodes. Virtual nodes are network namespaces of this machine, joined by a bridge"
 )
 
 Rows = list[list[str]]  # the first row is the heading; a row of one cell is the heading of the rows below it
@@ -51,7 +51,7 @@ def _ratio(ratio: Estimate | None) -> str:
 
 
 def plain_ratios(growth: Growth) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
-    """Return the ratios by measure, compared contenders and layout, each with its interval."""
+    """Return each ratio and its interval, by measure, then by pair of contenders, then by layout."""
     found: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
     for measure in MEASURES:
         for one, other in COMPARED:
@@ -114,7 +114,7 @@ def page(growth: Growth, machine: Mapping[str, str]) -> str:
 
 
 def picture(growth: Growth) -> str:
-    """Return the chart as an SVG file, with its own style sheet."""
+    """Return the content of an SVG file: the chart with a style sheet."""
     head, _, rest = chart(growth).partition("\n")
     return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
 
@@ -200,7 +200,7 @@ def _line(name: str, points: Sequence[tuple[float, float, str]]) -> Iterator[str
 
 
 class _Axis:
-    """Logarithmic axis: maps values between ``low`` and ``high`` (or ``2 * low``, if that is more) to pixels."""
+    """Logarithmic axis: maps values from ``low`` to the larger of ``high`` and ``2 * low`` to pixels."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
         self._low, self._high, self._begin, self._end = low, max(high, 2 * low), begin, end

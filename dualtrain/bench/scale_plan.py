@@ -39,11 +39,11 @@ SHORT_BYTES = 4096
 JOBS = ("scale", "layers20")
 #: Description of each measure, by the name that ``worker.py`` uses.
 MEASURES = {
-    "start": "start to connected, without imports",
+    "start": "time to connect, without imports",
     "barrier": "barrier",
     "allreduce": "all-reduce of 4 KB",
     "layers20": "step of 20 small layers",
-    "metric": "average of a named metric",
+    "metric": "average of a metric over the ranks",
 }
 RAW, HOROVOD = "torch", "horovod"
 CONTENDERS = {

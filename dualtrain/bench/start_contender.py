@@ -51,7 +51,7 @@ class LaunchSpec:
         prefix: the user's launch command; empty if the bench starts the ranks itself.
         threads: intra-op threads per rank.
         timeout: seconds after which the contender is stopped.
-        nodes: virtual nodes, each of which runs the same number of the ranks; empty for ranks on this host itself.
+        nodes: virtual nodes, each of which runs an equal number of ranks; empty if all ranks run on this host itself.
     """
 
     ranks: int
@@ -79,6 +79,8 @@ def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction
 def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bool = False) -> str:
     """Run ``program`` on all ranks and return their output. Blocks until the processes have ended.
 
+    If ``meet`` is true and the user's command starts the ranks, ``program`` gets ``--meet`` (see ``worker.py``).
+
     Raises:
         LaunchError: a process failed, or the timeout expired.
     """
@@ -96,7 +98,7 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
 
 @contextmanager
 def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str, str]]]:
-    """Yield each rank's environment variables, as torchrun sets them (as horovodrun does, if ``starter`` is ``GLOO``).
+    """Yield each rank's environment variables: horovodrun's if ``starter`` is ``GLOO``, else torchrun's.
 
     Start the ranks inside of the ``with`` block, which serves Horovod's rendezvous.
     """

@@ -23,7 +23,7 @@ class Estimate:
         value: the median.
         low: the lower end of the interval.
         high: the upper end of the interval.
-        pairs: number of values, one for each round in which both contenders ran.
+        pairs: number of values: one per round in which the contender, or both compared contenders, ran.
         level: probability that such an interval contains the true median, whatever the distribution of the values.
     """
 
@@ -48,7 +48,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 def level_of(count: int, rank: int) -> float:
     """Return the probability that an interval of order statistics contains the true median.
 
-    The interval is from the ``rank``-th smallest to the ``rank``-th largest of ``count`` values. The median is outside if
-    fewer than ``rank`` values are on one side of it. Each value is on either side with probability 1/2.
+    The interval is from the ``rank``-th smallest to the ``rank``-th largest of ``count`` values. The true median is
+    outside the interval if fewer than ``rank`` values are below it, or fewer than ``rank`` above. Each value is below or
+    above the true median with probability 1/2.
     """
     return 1 - 2 * sum(math.comb(count, below) for below in range(rank)) / (1 << count)

@@ -106,7 +106,7 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
 
 
 def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    yield "a target is met if the whole interval reaches it, not met if no part of it does, and else 'not shown'"
+    yield "a target is 'met' if the whole interval reaches it, 'not met' if no part of the interval does, else 'not shown'"
     for verdict in (NOT_MET, NOT_SHOWN):
         named = [f"{row.group}: {row.job}" for row in rows if row.verdict == verdict]
         if named:

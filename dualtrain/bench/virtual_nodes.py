@@ -22,7 +22,7 @@ from typing import TypeVar
 
 INTERFACE = "eth0"
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_SECONDS = 20.0  # for one command
+_SECONDS = 20.0  # time limit of one command
 _UNTIL_END = "echo up; read -r _"  # standard input is a pipe of the bench: ``read`` returns when the bench has ended
 
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ class Node:
     def listen(self, make: Callable[[], Result]) -> Result:
         """Call ``make`` in a thread on the node's network, and return its result.
 
-        A socket keeps the network in which it was made, and a thread that ``make`` starts is on the node's network too.
+        A socket stays on the network on which it was made. A thread that ``make`` starts is on the node's network too.
         """
         results: list[Result] = []
         errors: list[BaseException] = []

@@ -54,13 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     contender.close()
     if "mpi4py" not in sys.modules:
         # Skip the interpreter's shutdown: it takes a second, and torch's Gloo may abort the process during the shutdown
-        # ("terminate called without an active exception", torch 2.13, after large allreduces). Horovod has already
-        # finalized its MPI; MPI that mpi4py has initialized is finalized in the ordinary shutdown.
+        # ("terminate called without an active exception", torch 2.13, after large allreduces). With mpi4py, the shutdown
+        # is needed, because it finalizes the MPI that mpi4py has initialized. Horovod has already finalized its own MPI.
         os._exit(0)
 
 
 def _loaded(given: Any) -> Contender:
-    """Start the contender, which joins the world, and import a module that its first step needs."""
+    """Start the contender, which joins the world, and import a module that its first step needs.
+
+    Sets ``given.start`` to the seconds from the launch until the contender has joined.
+    """
     with loading():
         module, device = import_module(f"dualtrain.bench.contenders.{given.module}"), _device(given.device)
         contender: Contender = module.start(given.option, device)

@@ -1,6 +1,6 @@
 """The settings of a run, by subject, from the command line and the recipes.
 
-Nothing here imports torch: a mistyped flag is reported before torch is loaded.
+No module of this package imports torch, so that a mistyped flag is reported before the slow import of torch.
 """
 
 from dualtrain.config.commandline import parse

@@ -65,7 +65,7 @@ def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[s
 
 
 def _check_run(run: RunSection, model: ModelSection) -> None:
-    """Refuse contradictions between the flags of nn.DataParallel, --backend, --nproc and --compile."""
+    """Raise UserError if a flag contradicts --data-parallel or --nproc, or needs --data-parallel, which is missing."""
     for name in ("parallel_loss", "output_device"):
         if getattr(run, name) not in (None, False) and not run.data_parallel:
             raise UserError(f"{SETTINGS[name].flag} is a part of --data-parallel: give both, or neither")
@@ -75,7 +75,7 @@ def _check_run(run: RunSection, model: ModelSection) -> None:
         raise UserError("--data-parallel is one process on all GPUs, and --nproc starts several processes: give one flag")
     if run.data_parallel and model.compile:
         raise UserError(
-            "--data-parallel copies the model to each GPU in every step, and torch.compile cannot do this: give one flag"
+            "--data-parallel copies the model to each GPU in every step; torch.compile does not support this: give one flag"
         )
     if run.nproc is not None and run.backend == "local":
         raise UserError(
@@ -97,7 +97,7 @@ def _check_step(config: Config) -> None:
     if step.batch_size is None and step.global_batch_size is None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")
     if output.resume == "" and output.run_dir is None:
-        raise UserError("--resume needs a run to resume: add --run-dir, or name a checkpoint's file after --resume")
+        raise UserError("--resume needs a run to resume: add --run-dir, or give a checkpoint file: --resume FILE")
     if output.resume == AUTO and output.run_dir is None:
         raise UserError("--resume auto needs the folder of the run: add --run-dir (for a file named auto, give ./auto)")
     if schedule.lr_scale != "none" and schedule.lr_batch is None and step.batch_size is None:
@@ -115,7 +115,7 @@ def _parser() -> _Parser:
         prog=program("dualtrain.main"),
         description="Trains a model on one process or many, over torch.distributed or Horovod.",
         epilog="Start it without a launcher, or with torchrun, horovodrun, mpirun or srun. By default it trains on the "
-        "embedded digits.",
+        "handwritten digits that are part of the package.",
     )
     groups = {section: parser.add_argument_group(heading) for section, (_, heading) in SECTIONS.items()}
     for setting in SETTINGS.values():

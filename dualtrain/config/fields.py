@@ -46,16 +46,16 @@ def setting(
     fixed: bool = False,
     resumed: bool = False,
 ) -> Any:
-    """Declare a field of a section. Each field is also a flag.
+    """Declare a field of a section, a dataclass of ``sections.py``. Each field is also a flag.
 
     Args:
-        default: the value without a flag and without a recipe.
+        default: the value if neither a flag nor the recipe sets one.
         help: the text for ``--help``.
-        bounds: the values that are accepted; any of the field's type by default.
+        bounds: the values that are accepted; by default, any value of the field's type.
         flag: the flag's name, with underscores, if it differs from the field's name.
         fixed: a resumed run must have the value with which the run was started.
-        resumed: a resumed run takes the checkpoint's value if none is given, and refuses a different value. If the
-            checkpoint has no value, any value may be given, unless the setting is ``fixed`` too.
+        resumed: a resumed run takes the checkpoint's value if no value is given, and refuses a different value. If the
+            checkpoint has no value, and the setting is not ``fixed`` too, any value may be given.
     """
     metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}
     return dataclasses.field(default=default, metadata=metadata)

@@ -44,9 +44,9 @@ def recipe_list() -> str:
 
 
 def run_name(recipe: str, dataset: str, model: str) -> str:
-    """Return a run's name: its recipe, or its dataset and model if they are not the recipe's.
+    """Return a run's name: its recipe if dataset and model are the recipe's, else its dataset and model.
 
-    A module that provides both appears once in the name: ``mine:data`` and ``mine:model`` give ``mine``.
+    A module that provides dataset and model appears once in the name: ``mine:data`` and ``mine:model`` give ``mine``.
     """
     values = load_recipe(recipe)
     if (values["dataset"], values["model"]) == (dataset, model):
@@ -56,7 +56,7 @@ def run_name(recipe: str, dataset: str, model: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Return what a dataset or model adds to a run's name: ``mod``, ``small`` for ``pkg.mod:small``."""
+    """Return what a dataset or model adds to a run's name: ``pkg.mod:small`` adds ``mod`` and ``small``."""
     module, _, function = name.partition(":")
     return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
 

@@ -1,4 +1,4 @@
-"""Every setting of a run, by subject. The command line, the recipes and the checkpoints are made from these classes."""
+"""Every setting of a run, by subject. These classes define the flags, and the keys of recipes and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,15 +37,19 @@ class RunSection:
     )  # fmt: skip
     nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
     max_restarts: int = setting(0, "how often --nproc starts all ranks again when one has failed", at_least(0))
-    data_parallel: bool = setting(False, "one process, all visible GPUs: torch's nn.DataParallel (with --backend local)")
+    data_parallel: bool = setting(
+        False, "train on all visible GPUs in one process, with torch's nn.DataParallel (--backend local or auto)"
+    )
     output_device: int | None = setting(None, "the GPU that nn.DataParallel gathers the outputs on", at_least(0))
     parallel_loss: bool = setting(
         False, "with --data-parallel: the loss is computed on each GPU, and only sums are gathered"
     )
-    recipe: str = setting("digits-convnet", "a named set of settings, which other flags override; list shows all recipes")
+    recipe: str = setting(
+        "digits-convnet", "a named set of settings, which other flags override; --recipe list prints all recipes"
+    )
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     timeout: float = setting(300.0, "the longest wait for another rank or a data worker, in seconds", between(0.1, 1e6))
-    deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
+    deterministic: bool = setting(False, "use only operations whose results repeat bit for bit, on GPUs too")
     threads: int | None = setting(
         None, "intra-op threads of a rank (default: the host's cores divided by its ranks, or 1 with virtual ranks; "
         "for a resumed run, the checkpoint's number)",
@@ -65,7 +69,9 @@ class DataSection:
     download: bool = setting(False, "fetch files that are missing, on one rank of each host")
     workers: int = setting(2, "processes that read files, for each rank; 0: the rank reads them", at_least(0))
     augment: str | None = fixed_setting(
-        None, "none, crop-flip, imagenet, or weights (as published with the model's weights)", one_of(*AUGMENTATIONS)
+        None,
+        "none, crop-flip, imagenet, or weights (the transforms published with the model's weights)",
+        one_of(*AUGMENTATIONS),
     )
     image_size: int | None = fixed_setting(None, "side of the images that the model gets, in pixels", at_least(1))
     resize: int | None = fixed_setting(None, "length of the shorter side before cropping, in pixels", at_least(1))
@@ -74,8 +80,10 @@ class DataSection:
         None, "none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2"
     )
     classes: int | None = fixed_setting(None, "number of classes of synthetic data or of your own dataset", at_least(1))
-    shape: str | None = fixed_setting(None, "the shape of a synthetic sample: 3,224,224")
-    samples: int = fixed_setting(1280, "number of synthetic samples; evaluation has a fifth of this number", at_least(1))
+    shape: str | None = fixed_setting(None, "the shape of a synthetic sample, as in 3,224,224")
+    samples: int = fixed_setting(
+        1280, "number of synthetic training samples; evaluation has a fifth of this number", at_least(1)
+    )
     text_file: str | None = fixed_setting(None, "the file of training text, UTF-8 (default: Python's own documentation)")
     sequence_length: int = fixed_setting(64, "number of tokens in a text sample", at_least(2))
     vocabulary: int = fixed_setting(4096, "number of different tokens", at_least(5))
@@ -90,7 +98,9 @@ class ModelSection:
         "convnet, mnist-net, mnist-convnet, bert-small, a classification model of torchvision, or pkg.mod:build",
         flag="model",
     )
-    pretrained: bool = fixed_setting(False, "start from torchvision's weights, except in a last layer of another size")
+    pretrained: bool = fixed_setting(
+        False, "start from torchvision's weights, except in the last layer if its size differs"
+    )
     freeze_backbone: bool = fixed_setting(False, "train the last layer only")
     weights: str | None = setting(None, "start from this file of weights: safetensors or a state dict")
     channels_last: bool = fixed_setting(False, "use the memory format channels_last for images")
@@ -105,7 +115,7 @@ class StepSection:
     batch_size: int | None = setting(None, "samples per step on each rank", at_least(1))
     global_batch_size: int | None = setting(None, "samples per step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
-        None, "train as this many ranks would, on any number of ranks: the same bits everywhere (default: off; "
+        None, "train as this many ranks would, with the same bits on any number of ranks (default: off; "
         "for a resumed run, the checkpoint's number)",
         between(1, 4096), resumed=True,
     )  # fmt: skip
@@ -131,7 +141,7 @@ class StepSection:
         return self.virtual_ranks or size
 
     def global_batch(self, size: int) -> int:
-        """Return the number of samples of a step on all of ``size`` ranks, real or virtual."""
+        """Return the number of samples per step on ``size`` ranks together, real or virtual."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         assert self.batch_size is not None
@@ -146,17 +156,21 @@ class ScheduleSection:
     lr_scale: str = fixed_setting(
         "none", "multiply --lr by k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
     )
-    lr_batch: int | None = fixed_setting(None, "the batch that --lr was chosen for (default: --batch-size)", at_least(1))
+    lr_batch: int | None = fixed_setting(
+        None, "the batch size that --lr was chosen for (default: --batch-size)", at_least(1)
+    )
     name: str = fixed_setting(
         "constant", "constant, cosine, step, multistep, one-cycle or polynomial; all count optimizer steps",
         one_of("constant", "cosine", "step", "multistep", "one-cycle", "polynomial"), flag="schedule",
     )  # fmt: skip
-    warmup_steps: int = fixed_setting(0, "steps in which the learning rate rises linearly to its value", at_least(0))
-    lr_step: int | None = fixed_setting(None, "schedule step: optimizer steps between drops", at_least(1))
-    lr_milestones: str | None = fixed_setting(None, "schedule multistep: the steps of the drops, as in 1000,2000")
-    lr_gamma: float = fixed_setting(0.1, "schedules step and multistep: the factor of a drop", ABOVE_ZERO)
-    lr_power: float = fixed_setting(1.0, "schedule polynomial: the exponent", ABOVE_ZERO)
-    lr_min: float = fixed_setting(0.0, "schedules cosine and polynomial: the last learning rate", at_least(0))
+    warmup_steps: int = fixed_setting(
+        0, "first steps, in which the learning rate rises linearly to --lr, scaled by --lr-scale", at_least(0)
+    )
+    lr_step: int | None = fixed_setting(None, "with --schedule step: optimizer steps between drops", at_least(1))
+    lr_milestones: str | None = fixed_setting(None, "with --schedule multistep: the steps of the drops, as in 1000,2000")
+    lr_gamma: float = fixed_setting(0.1, "with --schedule step or multistep: the factor of a drop", ABOVE_ZERO)
+    lr_power: float = fixed_setting(1.0, "with --schedule polynomial: the exponent", ABOVE_ZERO)
+    lr_min: float = fixed_setting(0.0, "with --schedule cosine or polynomial: the last learning rate", at_least(0))
 
 
 @dataclass(frozen=True)
@@ -165,7 +179,9 @@ class LengthSection:
 
     epochs: int = setting(1, "passes over the training samples", at_least(1))
     max_steps: int | None = setting(None, "stop after this many optimizer steps", at_least(1))
-    early_stop: int | None = setting(None, "stop after this many epochs without a better value of --best", at_least(1))
+    early_stop: int | None = setting(
+        None, "stop after this many epochs without a better value of the metric that --best names", at_least(1)
+    )
 
 
 @dataclass(frozen=True)
@@ -174,8 +190,8 @@ class OutputSection:
 
     run_dir: str | None = setting(None, "the run's folder (default: a new one below runs/)")
     resume: str | None = setting(
-        None, "resume from --run-dir's newest good checkpoint, or from this file; auto: from that checkpoint if there "
-        "is one, else start anew"
+        None, "resume from this checkpoint file or, without a value, from the newest good checkpoint in --run-dir; auto: "
+        "resume from --run-dir if it has a good checkpoint, else start anew"
     )  # fmt: skip
     checkpoint_every: int | None = setting(
         None, "optimizer steps between checkpoints; the checkpoints of epochs are written too", at_least(1)
@@ -239,7 +255,7 @@ SECTIONS: dict[str, tuple[Any, str]] = {
     "model": (ModelSection, "the model"),
     "step": (StepSection, "a step"),
     "schedule": (ScheduleSection, "the learning rate"),
-    "length": (LengthSection, "how long"),
+    "length": (LengthSection, "the length of the run"),
     "output": (OutputSection, "what is kept and shown"),
 }
 #: Every setting by its flag's name, with underscores.

@@ -24,7 +24,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
     (
         (*_IMAGES, "augment"),
         lambda s: s["dataset"] in (*_IN_MEMORY, "imagefolder"),
-        "--dataset {dataset} makes its inputs itself",
+        "image transforms are not applied to --dataset {dataset}",
     ),
     (("pad",), lambda s: s["augment"] in ("crop-flip", "weights"), "only --augment crop-flip pads images"),
     (("shape", "samples"), lambda s: s["dataset"] == "synthetic", "it is for --dataset synthetic"),
@@ -99,7 +99,7 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
     found = [f"{SETTINGS[name].flag}{flags[name]} has no effect: {why}" for name, why in lines.items() if name in given]
     if settings["warmup_steps"] >= facts.steps:
         end = f"--warmup-steps {settings['warmup_steps']} does not end within the run, which ends after step {facts.steps}"
-        found.append(f"{end}: the learning rate does not reach its value")
+        found.append(f"{end}: the learning rate does not reach its full value")
     drops = _milestones(settings)
     late = [part for part in drops if int(part) + settings["warmup_steps"] >= facts.steps]
     if settings["schedule"] == "multistep" and 0 < len(late) < len(drops):

@@ -22,7 +22,9 @@ STATISTICS: dict[str, Statistics] = {
 
 
 def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
-    """Load the dataset ``name`` from ``folder``. Data sets that need no files, such as the digits, ignore ``folder``.
+    """Load the dataset ``name`` from ``folder``.
+
+    Datasets that need no files, such as the digits, read nothing from ``folder``, but a given ``folder`` must be readable.
 
     Args:
         name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called

@@ -12,7 +12,8 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: a file is missing, and one of ``files`` or of the ``archives`` to download is not a regular file.
+        UserError: a file is missing, and the download would write to something that is not a regular file: one of
+            ``files``, or one of the ``archives`` that it fetches.
     """
     if all(path.is_file() for path in files):
         return False

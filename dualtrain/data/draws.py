@@ -20,7 +20,7 @@ def derived(*parts: object) -> int:
 
 
 def bits(seed: int, numbers: torch.Tensor, draws: int) -> torch.Tensor:
-    """Draw 64 random bits for each of ``numbers`` (int64, (n,)) and each draw: int64, (n, draws), on the same device."""
+    """Return random bits, int64 (n, draws), for the sample indices ``numbers``, int64 (n,), on the same device."""
     key = _mix(numbers * GOLDEN + _scramble(seed))
     return _mix(key[:, None] + torch.arange(1, draws + 1, device=numbers.device) * GOLDEN)
 

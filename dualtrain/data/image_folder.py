@@ -14,9 +14,8 @@ from dualtrain.errors import UserError
 from dualtrain.models.weights import published
 
 SIZE = 224
-MARGIN = (
-    256 / 224
-)  # shorter side of the resized image, divided by the side of the crop (evaluation, and training with crop-flip)
+# Shorter side of the resized image, divided by the side of the crop. Applies to evaluation and to training with crop-flip.
+MARGIN = 256 / 224
 
 
 def load_image_folder(folder: str | None, options: Options) -> Task:

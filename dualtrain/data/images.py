@@ -45,10 +45,11 @@ class Geometry:
 
         short, long = sorted(image.size)
         pixels = self.resize * self.resize * long // max(short, 1)
-        limit = 2 * (Image.MAX_IMAGE_PIXELS or pixels)  # PIL refuses to open larger images
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or pixels)  # PIL refuses to open images with more pixels than this
         if self.augment != "imagenet" and pixels > limit:
             raise ValueError(
-                f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} when scaled to {self.resize}"
+                f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} pixels if the shorter side is scaled to "
+                f"{self.resize}"
             )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:

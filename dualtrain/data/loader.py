@@ -22,7 +22,7 @@ from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, is_stopped, start_forkserver
 
 T = TypeVar("T")
-#: Sample indices and seed of a batch. The indices are no tensor, since each tensor that is sent takes a file descriptor.
+#: Sample indices and seed of a batch. The indices are a list, because a tensor sent to a worker takes a file descriptor.
 Wanted = tuple[list[int], int]
 
 

@@ -24,7 +24,7 @@ CLASSES = 10
 
 
 def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
-    """Read the 60,000 training and 10,000 test images, uint8 (N, 1, 28, 28), and their classes, int64 (N,).
+    """Read the training and the test part: images uint8 (N, 1, 28, 28) and classes int64 (N,).
 
     Raises:
         UserError: ``folder`` is ``None`` or does not hold the files, or the download fails.

@@ -64,8 +64,8 @@ class Source(ABC):
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the samples ``numbers``, so that ranks can compare them: tensors, bytes or plain values.
 
-        Samples should not be augmented. Only this default implementation, a stream with seed 0, may augment them; it does
-        so in the same way on every rank.
+        An override should not augment the samples. This default implementation reads a stream with seed 0, which may
+        augment them, but does so in the same way on every rank.
         """
         return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 

@@ -113,7 +113,7 @@ def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
     """Assign ids to the most frequent words, after the special tokens; equally frequent words in alphabetical order."""
     room = size - len(SPECIAL)
     if room < 1:
-        raise UserError(f"--vocabulary must be above {len(SPECIAL)}, the special tokens, not {size}")
+        raise UserError(f"--vocabulary must be above {len(SPECIAL)}, the number of special tokens, not {size}")
     counts = Counter(word for sequence in sequences for word in sequence)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     return {word: number for number, word in enumerate(ranked[:room], start=len(SPECIAL))}

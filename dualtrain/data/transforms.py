@@ -30,7 +30,7 @@ class ImageTransform:
     """A :data:`Transform` that resizes, crops and normalizes. Values become float32, integers scaled to [0, 1].
 
     Args:
-        size: side of the crop in pixels; ``None``: with ``augment``, the images' width; otherwise no crop.
+        size: side of the crop in pixels. ``None``: the images' width with ``augment``, no crop without ``augment``.
         resize: length of the shorter side in pixels before the crop; ``None`` for no resizing.
         augment: take the crop at a random position and flip it with probability 0.5; otherwise take a centre crop.
         pad: pixels of zeros on each side before a random crop.

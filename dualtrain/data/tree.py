@@ -33,7 +33,7 @@ def read_tree(folder: str) -> Tree:
     for number, name in enumerate(classes):
         images = images_below(os.path.join(folder, name))
         if not images:
-            raise FileNotFoundError(f"no images of class {name!r}; they end in {', '.join(EXTENSIONS)}")
+            raise FileNotFoundError(f"class {name!r} has no files that end in {', '.join(EXTENSIONS)}")
         samples += [(path, number) for path in images]
     return Tree(classes, samples)
 

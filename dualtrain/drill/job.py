@@ -27,7 +27,7 @@ END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 class Job:
     """A training job of ``nproc`` ranks, started again until it has finished.
 
-    torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher has ended, the drill starts it
+    torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher fails, :meth:`has_finished` starts it
     again.
 
     Args:
@@ -50,7 +50,7 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        # The number of bytes read from the output, and the first step of each start that the output reports.
+        # The number of bytes read from the output, and the result of ``starts``.
         self._read, self._starts = 0, list[int]()
 
     # -- processes --------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Job:
     def end(self) -> list[int]:
         """End all processes of the job; return the ids of those that SIGTERM did not end.
 
-        Blocks for ``END_SECONDS`` at most; for twice as long if the launcher has to be killed.
+        Blocks for at most twice ``END_SECONDS``.
         """
         deadline = time.monotonic() + END_SECONDS
         for process, _ in self._processes():
@@ -182,7 +182,7 @@ class Job:
             return False
 
     def failed_writes(self) -> int:
-        """Return how many writes of files the runs have reported as failed."""
+        """Return how many failed writes of files the job's output reports."""
         return self.log.read_bytes().count(b"could not be written") if self.log.exists() else 0
 
     def last_error(self) -> str:

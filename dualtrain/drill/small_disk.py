@@ -57,7 +57,7 @@ class SmallDisk:
 
 
 def fill(folder: Path) -> Path:
-    """Fill the file system of ``folder`` to the last byte; return the file to remove."""
+    """Fill the file system of ``folder`` to the last byte; return the file that fills it, which the caller removes."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         size = 1 << 20

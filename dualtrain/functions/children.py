@@ -26,7 +26,8 @@ from dualtrain.functions.payload import loads
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # for a new Python interpreter to start and read its function
-#: Limit on the wait for the rank that caused a failed collective operation: its message is better than its peers'.
+#: Longest wait, after a rank reports a failed collective operation, for the error of the rank that caused the failure.
+#: That error says more than its peers' errors.
 GRACE_SECONDS = 6.0
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to the end of the wait
 EXIT_SECONDS = 60.0  # for the exit handlers of all ranks, after all functions have returned

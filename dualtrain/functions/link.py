@@ -57,6 +57,6 @@ class Link:
 
 
 def inherited(descriptor: int) -> Link:
-    """Return the end of a socket pair that this process has inherited. Its own child processes do not inherit it."""
+    """Return the inherited end of a socket pair. From now on, child processes of this process do not inherit it."""
     os.set_inheritable(descriptor, False)
     return Link(socket.socket(fileno=descriptor))

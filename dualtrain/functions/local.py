@@ -46,7 +46,7 @@ def run_with(
     variables: Mapping[str, str],
     executable: str | None,
 ) -> list[Any]:
-    """Do the same as :func:`run`, with more environment ``variables`` for the ranks, and the interpreter ``executable``."""
+    """Do the same as :func:`run`, but add ``variables`` to the ranks' environment, and use the Python ``executable``."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
     secret, job = secrets.token_hex(32), new_job()
@@ -64,7 +64,7 @@ def run_with(
 
 
 def rank_environment(local_size: int) -> dict[str, str]:
-    """Return the environment of ranks that this process starts: its own, without the variables of launchers.
+    """Return the environment for ranks that this process starts: this process's, without the variables of launchers.
 
     If OMP_NUM_THREADS is not set, it becomes the number of usable cores divided by ``local_size``, at least 1.
     """

@@ -1,6 +1,6 @@
 """Pickling of functions, arguments and results for processes that this program has started itself.
 
-Python's own pickle stores a function as the names of its module and of the function. Another process cannot import a
+Python's own pickle stores only the name of a function and the name of its module. Another process cannot import a
 function of a notebook's cell, a lambda or an inner function by name; cloudpickle stores the code of these functions.
 """
 

@@ -71,7 +71,7 @@ class Bucket:
         if in_place and _averages_first(backend, transfer):
             self.factor = torch.tensor(self._before * self._after, dtype=real, device="cpu")
             self._before = self._after = 1.0
-        #: Whether a shard is added as one copy of ``wire``, because gradients are converted or scaled before the sum.
+        #: Whether ``add_shard`` adds one copy of ``wire``, because gradients are converted or scaled before the sum.
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
@@ -85,7 +85,7 @@ class Bucket:
         self._shapes = [slot.shape for slot in self.slots]
         self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
         start = self.values.data_ptr()
-        #: For each bucket of the layout, the first address of its gradients and the address past the last.
+        #: First address of the gradients, and the address past the last. ``make_buckets`` adds the other buckets'.
         self.ranges = [(start, start + self.values.nbytes)]
         #: Slots whose gradients were copied to the bucket, or will be created there by ``unpack``.
         self._copied: list[Slot] = []
@@ -105,7 +105,7 @@ class Bucket:
         #: The first slot whose gradient is sparse although only dense ones can be summed, found by ``pack``.
         self.sparse: Slot | None = None
         self._dense_only = order is not None and not transfer.sparse_as_dense
-        #: The first slot whose gradient or parameter has a new shape, found by ``pack``, which sends zeros instead.
+        #: The first slot whose gradient or parameter has a new shape, found by ``pack``, which sends zeros for it.
         self.reshaped: Slot | None = None
 
     def covers(self, address: int) -> bool:
@@ -175,7 +175,7 @@ class Bucket:
                 if p.requires_grad and p.shape != slot.shape:
                     self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
-                # A parameter that was frozen after the layout takes part as zeros and gets no gradient.
+                # A parameter that was frozen after the layout was made takes part as zeros and gets no gradient.
                 (self._copied if p.requires_grad else self._frozen).append(slot)
                 continue
             try:

@@ -1,8 +1,8 @@
 """Send the buckets of one reducer, and wait for them. Every kind of reducer uses this module, and decides when to send.
 
-An exchange has the layout's buckets, the schedule, the sparse gradients, and the numbers that are sent behind the gradients
-of the last bucket: the caller's scalars, a flag by which a rank refuses to continue (``refusals.py``), and with
-``unused="none"`` one number for each parameter, 1 if this rank used the parameter.
+An exchange has the layout's buckets, the schedule and the sparse gradients. It also has the numbers that are sent behind
+the gradients of the last bucket: the caller's scalars, then a flag by which a rank refuses to continue (``refusals.py``).
+With ``unused="none"``, one number for each parameter follows: 1 if this rank used the parameter, else 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Exchange:
     Attributes:
         extra: the extra scalars, shape (scalars,), as a part of the last bucket; after a round, their sums over the ranks.
         laid_out: whether there are buckets for all slots.
-        reduced: whether the gradients are the result of the last round, as far as the reducer knows.
+        reduced: whether the gradients are the result of the last round; :meth:`is_reduced` brings it up to date.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Exchange:
     # -- the layout -----------------------------------------------------------------------------------------------
 
     def describe(self, size: int) -> list[str]:
-        """Return the options, which must be the same on each of ``size`` ranks; factors before the sum may differ."""
+        """Return the options that must be the same on each of ``size`` ranks: all but the factor before the sum."""
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
         factor = transfer.factor_after(size if self._order is None else self._order.shards)
         sets = [len(each) for each in transfer.groups]
@@ -165,8 +165,8 @@ class Exchange:
             cpu_waits: whether the CPU waits anyway for results on a GPU.
 
         Raises:
-            BackendError: a rank failed, or did not take part within the backend's timeout; with gradients on a GPU and
-                without ``cpu_waits`` also if a rank refuses.
+            BackendError: a rank failed, or did not take part within the backend's timeout. With gradients on a GPU and
+                without ``cpu_waits``, a refusal raises this error too: see ``Refusals.flagged``.
         """
         assert self._backend is not None
         try:

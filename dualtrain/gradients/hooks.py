@@ -63,7 +63,7 @@ class ParameterHooks:
         """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones have no hook yet.
 
         Raises:
-            ValueError: the gradient of a parameter cannot be averaged. None of the parameters is added then.
+            ValueError: the gradient of a parameter cannot be averaged. No parameter is added then.
         """
         pairs, before = list(named_parameters), len(self.slots)
         for name, p in pairs:
@@ -153,7 +153,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
 
 
 def has_later_hook(reducer: Reducer, p: nn.Parameter) -> bool:
-    """Return whether a hook of the program runs on ``p`` after the hook of ``reducer``, and may change the gradient."""
+    """Return whether a hook of the user runs on ``p`` after the hook of ``reducer``: it may change the gradient."""
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     for hook in reversed(p._post_accumulate_grad_hooks.values()):
         if not hasattr(hook, "watcher"):

@@ -1,4 +1,4 @@
-"""Layout of the gradients in buckets: a pure function of the parameters, the same on all ranks and backends.
+"""Layout of the gradients in buckets: a pure function of parameters and options, the same on all ranks and backends.
 
 Buckets are filled in reverse registration order, since backward finishes the last layers first. Each bucket has one dtype,
 one device and about 25 MB; the first bucket is smaller, so that sending starts early. Two backends can give the same bits
@@ -31,12 +31,13 @@ class Transfer:
             25 MB, 0 for one bucket per gradient.
         groups: sets of parameters; parameters of the same set, dtype and device share a bucket, whatever its size.
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
-        coalesce: whether entries of sparse gradients with equal indices are added. If not, a gradient has the entries of
-            all ranks in rank order. Its values are not scaled if ``after`` is 1; otherwise they are divided by the number
-            of ranks, as in Horovod.
-        average_first: whether an average over 2, 4, 8, … ranks may multiply gradients on the CPU by 1/size while they are
-            copied to their bucket, as DDP does, instead of after the sum, as Horovod does. The bits are equal, except that
-            an average is finite even if the sum would overflow, and subnormal numbers are rounded before the sum.
+        coalesce: whether a sparse gradient's entries that have equal indices are added. If not, the result has the entries
+            of all ranks in rank order. As in Horovod, ``before`` is then ignored, and the values are divided by the number
+            of ranks, unless ``after`` is 1.
+        average_first: whether gradients on the CPU may be multiplied by 1/size while they are copied to their bucket, as
+            in DDP, instead of after the sum, as in Horovod. Affects only averages over 2, 4, 8, … ranks. The bits are
+            equal, with two exceptions: an average is finite even if the sum would overflow, and subnormal numbers are
+            rounded before the sum.
     """
 
     before: float = 1.0
@@ -91,7 +92,7 @@ class BucketLayout:
 
 
 def lay_out(params: Sequence[torch.Tensor], transfer: Transfer = AVERAGE) -> list[BucketLayout]:
-    """Return the buckets of ``params`` (in registration order), in the order in which they are sent."""
+    """Return the buckets in the order in which they are sent. ``params`` are in registration order."""
     layouts = []
     for numbers in _partition(params, transfer):
         places, offset = [], 0

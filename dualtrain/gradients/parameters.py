@@ -28,8 +28,8 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         reason = "is not initialized: run one batch through the model first"
     elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a different shard, and shards have no average"
-    # Private in torch 2.5 to 2.15: FSDP has no public mark of its parameters. Its flat parameters have both attributes; the
-    # user's own parameters (use_orig_params=True) have only the second.
+    # FSDP has no public mark of its parameters. Both attributes are private in torch 2.5 to 2.15. FSDP's flat parameters
+    # have both; the user's own parameters (use_orig_params=True) have only the second.
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         reason = "belongs to FullyShardedDataParallel: each rank has a different shard, and shards have no average"
     elif grad_dtype(p) is None:
@@ -63,9 +63,11 @@ class Forms:
         self._numels = [p.numel() for p in self._params]
 
     def difference(self) -> str | None:
-        """Describe, for an error message, the first trained parameter whose form has changed; ``None`` if there is none.
+        """Describe, for an error message, the first trained parameter whose dtype, device or shape has changed.
 
-        This does not find a new shape with the same number of elements; ``Bucket.pack`` finds it later."""
+        Return ``None`` if there is none. A new shape with the same number of elements may be missed here; ``Bucket.pack``
+        finds it later.
+        """
         # This runs in every step, so it compares whole lists, in C.
         params = self._params
         if (

@@ -39,9 +39,9 @@ class GradientReducer:
         named_parameters: (name, parameter) pairs, the same on every rank. A frozen parameter is reduced too,
             beginning with the step in which it is unfrozen.
         backend: the ranks to average over.
-        unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, as in Horovod: weight decay
-            and momentum still apply), or ``None`` (``"none"``, as in DDP). A parameter that only some ranks used always
-            gets the average, in which the other ranks count as zero.
+        unused: the gradient of a parameter that no rank used in a step. With ``"zero"`` it is zeros, as in Horovod, so
+            that weight decay and momentum still apply. With ``"none"`` it is ``None``, as in DDP. A parameter that only
+            some ranks used always gets the average, in which the other ranks count as zero.
         passes: backward passes that are summed locally before the ranks exchange anything.
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: how gradients are sent: factors before and after the sum (by default, the result is the average), the
@@ -50,8 +50,8 @@ class GradientReducer:
             average is then over the tree's shards (see :meth:`add_shard`). ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
 
-    In the first reduction, the ranks also compare their layouts (a difference raises BackendError, which names the
-    parameter), and agree on which parameters have sparse gradients, whose indices and values are gathered.
+    In the first reduction, the ranks also compare their layouts; a difference raises BackendError, which names the
+    parameter. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
     ``param.grad`` is a view into a buffer; you may assign to it or to its ``.data``. A gradient that the program keeps over
     ``zero_grad()`` stays as it is, as in torch; a view of it (``param.grad.view(-1)``) is overwritten by the next backward.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
@@ -254,7 +254,10 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to reduce while a new parameter replaces ``name`` in ``place``; ``None`` as ``name`` ends the refusal."""
+        """Refuse to reduce while a new parameter replaces ``name`` in ``place`` (module id, attribute name).
+
+        ``None`` as ``name`` ends the refusal.
+        """
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:
@@ -286,7 +289,7 @@ class GradientReducer:
                 self._exchange.send_next(self._scalars)
 
     def _begin_pass(self) -> None:
-        # The last pass may have failed, or an interrupt may have stopped the exchange at its end.
+        # The last pass may have failed, or an interrupt may have stopped the exchange at the end of that pass.
         if self._ending is not None or self._exchange.is_unfinished:
             self._forget_failed_pass()
         end_pass = EndOfPass(self.end_pass)

@@ -213,7 +213,7 @@ def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
     for rank, (_, steps) in enumerate(states):
         if steps != first:
             raise BackendError(
-                f"rank 0 has taken {first} steps of an optimizer, and rank {rank} {steps}: their weights differ; "
+                f"rank 0 has taken {first} steps of an optimizer, and rank {rank} has taken {steps}: their weights differ; "
                 + _SAME_STEPS
             )
     raise BackendError("a rank could not average its gradients, for a reason that no longer exists")

@@ -1,7 +1,7 @@
 """Sum the gradients in a bucket: over the ranks in the backend's order, or over shards along a tree.
 
-With a tree, a rank computes several shards of a step, one after another, and keeps their partial sums. It adds
-up as many partial sums as the tree allows; only the remaining ones are exchanged.
+A shard is a part of a step's batch. With a tree, a rank computes the gradients of several shards, one after another, and
+keeps their partial sums. It adds up as many partial sums as the tree allows; only the remaining ones are exchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BucketSum(Protocol):
         """Forget shards that were added in a step that was not completed."""
 
     def add_shard(self, parts: list[torch.Tensor]) -> None:
-        """Add a shard to the partial sums; not for a rank's last shard. Not collective.
+        """Add a shard, which is not the rank's last one, to the partial sums. Not collective.
 
         Args:
             parts: the shard's values, shaped like the parts of the buffer. They are kept, and other shards are added to

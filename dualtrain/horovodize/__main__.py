@@ -9,8 +9,8 @@ usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
 
 Instead of torchrun you can use mpirun, srun or plain python. --check does not run the scripts: it prints one line for each
 finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit
-status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read. In a folder, it reads all
-Python files that import horovod, and prints the number of files that it skips.
+status is 0 if all findings are "differs", 1 if there are others, 2 if a named file cannot be read. In a folder, it reads
+all Python files that import horovod, and prints the number of files that it skips.
 
 --fix makes the safe repairs, changes no other byte, and lists the remaining findings, which determine the exit status as
 with --check. --diff prints the changes as a diff for patch, and writes nothing.

@@ -10,16 +10,17 @@ _SCOPE = ast.Module | _FUNCTION
 #: Yields (name in the script, full name) for each name that an import statement binds.
 _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
 
-#: Modules that scripts pass to functions; a parameter with the name of such a module is most likely the module.
+#: Modules that scripts pass to functions. If a parameter has the name by which the script imports such a module, it most
+#: likely is this module.
 _PASSED = ("horovod.torch", "dualtrain.hvd")
 
 
 class Bindings:
     """Imports and other bindings of names, by scope.
 
-    A parameter or a local variable hides an import of the same name in an outer scope. ``hvd = None``, as scripts
-    write after a failed import, hides nothing. An import in a function binds the name there only, unless the function
-    declares it as global.
+    A parameter or a local variable hides an import of the same name in an outer scope. There are two exceptions:
+    ``hvd = None``, as scripts write after a failed import, and a parameter that most likely is a module of ``_PASSED``.
+    An import in a function binds the name in this function only, unless the function declares the name as global.
 
     Args:
         nodes: all nodes of the script in source order.
@@ -70,7 +71,10 @@ class Bindings:
             yield node.id
 
     def _is_fallback(self, node: ast.Name) -> bool:
-        """Return whether ``node`` is assigned a constant, or is assigned in an exception handler or in an ``else``."""
+        """Return whether ``node`` is assigned a constant, or is assigned in an exception handler or in an ``else``.
+
+        Scripts do so if an import fails or is not wanted.
+        """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt)), None)
         if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
             return True

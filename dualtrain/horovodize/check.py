@@ -15,8 +15,8 @@ from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.source import Finding, Source
 from dualtrain.horovodize.unused import lines_of_unused
 
-#: Enough for ast.unparse, which makes a few nested calls for each level of an expression. Source accepts expressions of
-#: about 1000 levels at most.
+#: Enough for ast.unparse, which makes a few nested calls for each level of an expression. The class ``Source`` accepts
+#: expressions of about 1000 levels at most.
 _RECURSION_LIMIT = 20_000
 _LEVELS = ("trap", "unsupported", "differs")
 
@@ -57,7 +57,7 @@ def _skipped(without: int, unreadable: Sequence[str]) -> str:
 def merged(found: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
     """Combine the findings of one file that have the same message.
 
-    Return the first one of each message, with the lines of the others.
+    Return the first finding with each message, and the lines of the other findings with this message.
     """
     same: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
@@ -66,7 +66,7 @@ def merged(found: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
 
 
 def _also(lines: Sequence[int]) -> str:
-    """Return the end of a message about several lines."""
+    """Return the end of a message that applies to more ``lines``; empty if there are none."""
     if not lines:
         return ""
     return f" (also line{'s' * (len(lines) > 1)} {', '.join(str(line) for line in lines)})"

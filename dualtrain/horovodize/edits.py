@@ -1,4 +1,4 @@
-"""Edits of a script at the positions of its syntax tree. All other text stays unchanged."""
+"""Edits of a script's text at the positions of nodes of its syntax tree. All other text stays unchanged."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ STEPS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step. If it uses a wrapped optimizer, also the optimizer's name and expression."""
+    """A call in a training step, and the name and expression of the wrapped optimizer that it uses, if there is one."""
 
     kind: Kind
     node: ast.Call
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 def steps(source: Source) -> Iterator[list[Event]]:
-    """Yield the events of each function in source order, except those that run only without Horovod."""
+    """Yield, for each function and for the module, the events that also run with Horovod, in source order."""
     guards, passes = Guards(source), _backward_functions(source)
     for _, nodes in source.scopes:
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
@@ -75,9 +75,9 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
     """Return the events that come after the last backward pass or step, and before event ``number``.
 
-    If there is no earlier backward pass or step, return all events before ``number``. With ``strictly``, only a backward
-    pass counts: steps are events like others, and without an earlier backward pass the result is None. Leave out events
-    that are in a different branch of an ``if`` than event ``number``.
+    If there is no earlier backward pass or step, return all events before ``number``. With ``strictly``, return the events
+    after the last backward pass, steps too, or None if there is no earlier backward pass. Leave out events that are in a
+    different branch of an ``if`` than event ``number``.
     """
     found: list[Event] = []
     this = events[number]

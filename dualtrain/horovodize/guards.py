@@ -68,7 +68,7 @@ class Guards:
         return self.signature(test) is not None
 
     def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
-        """Return whether ``node`` runs on the same ranks as ``other``, because the same condition is around both."""
+        """Return whether both nodes run on the same ranks, because one condition on the rank decides whether they run."""
         mine, others = list(self._conditions(node)), list(self._conditions(other))
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
@@ -102,7 +102,10 @@ class Guards:
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 
     def _rank_constant(self, test: ast.expr) -> str:
-        """Return the only rank in the comparison ``test``: "0" for ``rank not in (-1, 0)``; "" for none or several."""
+        """Return the only rank that ``test`` compares with, -1 not counted; "" if there is none or several.
+
+        For example, return "0" for ``rank not in (-1, 0)``.
+        """
         if not isinstance(test, ast.Compare) or not self.rank(test.left):
             return ""
         constants = self._constants(test.comparators[0])

@@ -30,7 +30,8 @@ HOMES = {
 }
 
 
-#: For each module of Horovod that starts ranks on Ray or Spark: dualtrain's module, and the only name that is replaced.
+#: For each module of Horovod that starts ranks on Ray or Spark: the module of dualtrain that replaces it, and the only one
+#: of Horovod's names that this module defines.
 ENGINES = {
     "horovod.ray": ("dualtrain.ray", "RayExecutor"),
     "horovod.ray.runner": ("dualtrain.ray.executor", "RayExecutor"),

@@ -40,7 +40,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
-    """Yield those of the nodes that run after ``first`` that no run with Horovod reaches without ``first``."""
+    """Yield the nodes that run after ``first``, and never without it in a run with Horovod."""
     guards, scope, seen = Guards(source), source.scope(first), set[Scope]()
     for node in _following(source, first):
         if guards.is_certain_before(first, node):

@@ -3,8 +3,9 @@
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
 Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, then ends the script on all
-ranks. Rank R writes FOLDER/rank-R.jsonl. The record has no code, only names, numbers, and the norm, hash and a few values
-of each weight. To compare, run where dualtrain is installed: dualtrain horovodize --prove --against FOLDER SCRIPT ...
+ranks. Rank R writes FOLDER/rank-R.jsonl: names, numbers, and the norm, hash and a few values of each weight tensor. The
+record has lines of code only in the traceback of an error. To compare, run where dualtrain is installed: dualtrain
+horovodize --prove --against FOLDER SCRIPT ...
 
 This file is a complete program: copy it to the cluster that has Horovod. It needs only Python 3.8, torch 1.13 and Horovod,
 or newer versions.
@@ -38,8 +39,8 @@ SAMPLES = 64  # recorded values of each tensor
 PART = 1 << 24
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, perhaps none reaches STEPS.
 MOST_ROUNDS = 4
-#: At the end, only the last 8 optimizers, and the last 8 tensors of each name, are summarized: a script may make models
-#: in a loop.
+#: Number of the last optimizers, and of the last broadcast tensors with the same name, that are kept and summarized at the
+#: end. A script that makes models in a loop would otherwise fill the memory.
 KEPT = 8
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
@@ -87,7 +88,7 @@ class Recorder:
         self._names: list[list[str]] = []  # names of the parameters of each optimizer; empty before its first step
         # The tensors that the script has passed to broadcast_parameters, keyed by name and then by address.
         self._sent: dict[str, dict[int, Any]] = {}
-        self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
+        self._resumed = 0.0  # the time at which the last recorded step or join() returned to the script; 0 before
 
     def patch(self, library: Any) -> None:
         """Observe the optimizers that ``library.DistributedOptimizer`` makes from now on."""
@@ -137,7 +138,7 @@ class Recorder:
         pairs = params.items() if isinstance(params, dict) else params if isinstance(params, list) else ()
         for name, value in [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]:
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                same = self._sent.setdefault(str(name), {})  # several models may have equal names
+                same = self._sent.setdefault(str(name), {})  # several models may have tensors of this name
                 same[value.data_ptr()] = value
                 if len(same) > KEPT:
                     del same[next(iter(same))]
@@ -163,7 +164,7 @@ class Recorder:
         cls.step = step
 
     def _begin(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
-        """Write the world, the optimizer, and its weights before the first step."""
+        """Write the optimizer and its initial weights; before the first recorded step, also rank, size and versions."""
         if not self._resumed:
             import torch
 
@@ -212,7 +213,7 @@ class Recorder:
         return enough or sum(counts) >= MOST_ROUNDS * self.steps
 
     def _is_end_of_any_rank(self) -> bool:
-        """Return whether a rank has taken all its steps. All ranks call this at the same time."""
+        """Return whether any rank has taken all steps that are to be recorded. All ranks call this at the same time."""
         import torch
 
         ended = torch.ones(1) if self._is_end() else torch.zeros(1)
@@ -272,7 +273,8 @@ class Recorder:
     def _meet(self) -> None:
         """Wait until all ranks have reached this point: if this rank exits earlier, the last step of others may fail.
 
-        Ranks that wait in join() add zeros to the sum, and leave join() when this rank has joined too.
+        A rank that waits in join() adds zero to the sum. It waits until this rank joins too, and then calls
+        ``_is_end_of_any_rank``.
         """
         import torch
 

@@ -60,7 +60,10 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 @keep_subnormals
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
-    """Return the result of a reduction. ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent."""
+    """Return the result of a reduction: ``total`` times ``factor``, for an average also divided by ``divisor``.
+
+    ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent.
+    """
     if op != Average:
         return scaled(total, factor)
     if factor == 1:

@@ -56,8 +56,8 @@ class HorovodReducer(ABC):
         passes: number of backward passes that are summed before gradients are combined.
 
     Attributes:
-        channel_name: ``base_name`` and a number that no other reducer of this name has; empty before the first exchange
-            in a world.
+        channel_name: ``base_name`` and a number that no other reducer of this name has in the world; empty until
+            :meth:`enter_world` is called.
         name: name of the reducer's operations.
         ready: number of parameters for which all ``passes`` are done.
         dirty: whether a backward pass has run since gradients were last synchronized.
@@ -72,7 +72,7 @@ class HorovodReducer(ABC):
         self.closed = False
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
-        self._late_in = basics.generation()  # the world in which ranks may have sent gradients in the current layout
+        self._late_in = basics.generation()  # the only world in which ranks may have used the layout
 
     @property
     def set_id(self) -> int:

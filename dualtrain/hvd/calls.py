@@ -1,7 +1,7 @@
 """The collective operations: for each, the checks of its arguments, its request, and its gradient.
 
 The gradients are Horovod's, and some differ from the mathematical ones: the gradients of ``allgather`` and ``broadcast``
-are averages instead of sums, and the gradient of ``reducescatter`` with Sum is multiplied by the number of ranks.
+are averages instead of sums, and the gradients of ``reducescatter`` are multiplied by the number of ranks.
 """
 
 from __future__ import annotations

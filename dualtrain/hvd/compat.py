@@ -25,7 +25,7 @@ HALF = "float16 is summed in 16 bits"
 
 #: Optimizers that count steps in their state, although their updates do not depend on the count.
 _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
-#: Attributes that cannot change numbers, because only warnings use them, and attributes that other code handles.
+#: Attributes that need no comparison: ``without_state`` handles the first three, and only warnings use the others.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _met: dict[tuple[str, str, int], None] = {}

@@ -58,7 +58,7 @@ def control(
 
 
 class _WorkerEnd:
-    """The end of a rank other than rank 0."""
+    """The channel's end on a rank other than rank 0."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -83,7 +83,7 @@ class _WorkerEnd:
 
 
 class _CoordinatorEnd:
-    """Rank 0's end: the coordinator and its thread."""
+    """The channel's end on rank 0: the coordinator and its thread."""
 
     def __init__(
         self,

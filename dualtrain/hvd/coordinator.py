@@ -4,9 +4,9 @@ Horovod matches calls by name, because each rank may make them in a different or
 rank 0. As soon as all ranks of a process set have requested a call, rank 0 sends these ranks a message to execute it. Ranks
 execute calls in the order of these messages. This file uses no sockets and no tensors; ``control.py`` calls it.
 
-Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): the n-th call of each rank
-matches the n-th call of the others. Only unnamed calls are counted. A joined rank is a rank that has called ``join``: the
-other ranks' calls do not wait for it.
+Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): a rank's n-th unnamed call
+matches the n-th unnamed call of each other rank. A joined rank is a rank that has called ``join``: the other ranks' calls
+do not wait for it.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ class Coordinator:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
         The joined ranks get the request only after all other ranks have asked for zeros. So before the exchange can end,
-        all other ranks know that a rank has joined, and therefore read the exchange's extra scalar: the number of ranks
-        that averages leave out.
+        all other ranks know that a rank has joined, and therefore read the exchange's extra scalar: the number of joined
+        ranks that the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

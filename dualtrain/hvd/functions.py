@@ -27,8 +27,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: ``params`` is neither a mapping nor an iterable, contains a container of tensors, contains no
-            tensor, or has a name twice.
+        ValueError: ``params`` is neither a mapping nor an iterable, contains a container of tensors, contains values
+            but no tensor, or has a name twice.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):

@@ -202,8 +202,8 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
 
     Args:
         device: ignored; accepted because Horovod accepts it.
-        divide_by: the divisor of averages until all ranks have joined: ``"initial"``, the number of all ranks, as on
-            Horovod; or ``"active"``: the ranks that have joined with this value are not counted.
+        divide_by: whether the divisor of averages counts this rank until all ranks have joined: yes with ``"initial"``,
+            as on Horovod; no with ``"active"``.
 
     Raises:
         ValueError: ``divide_by`` is neither of these values.

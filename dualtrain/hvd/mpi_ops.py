@@ -1,7 +1,7 @@
 """The collective operations, with Horovod's names and arguments.
 
 This module defines ``allreduce``; ``gather_ops.py`` defines the others. ``calls.py`` checks arguments and computes
-gradients; ``operations.py`` executes matched calls.
+gradients; ``operations.py`` executes a call after rank 0 has matched the ranks' requests.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def allreduce(
 ) -> torch.Tensor:
     """Return the reduction of every rank's ``tensor``. Collective, matched by name; blocks; differentiable.
 
-    Averages of integers are exact, then truncated toward zero. The gradient is the same reduction of the gradients.
+    An average of integers is computed exactly, then truncated toward zero. Backward applies the same reduction to the
+    gradients of the result.
 
     Args:
         tensor: a tensor of any dtype and shape; every rank must pass the same dtype and shape.
@@ -82,9 +83,9 @@ def allreduce(
         name: matches the calls of the ranks; calls without a name match by order.
         compression: compresses what is sent; see :class:`Compression`.
         op: Average (the default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: a factor on each rank's tensor.
-        postscale_factor: a factor on the result.
-        process_set: the ranks.
+        prescale_factor: each rank's tensor is multiplied by this factor before the reduction.
+        postscale_factor: the result is multiplied by this factor.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: an argument is wrong; nothing was sent.

@@ -1,7 +1,7 @@
-"""Communication of matched calls: one function per kind of call, and a table of these functions.
+"""Execution of the calls that rank 0 has matched over the ranks: one function per kind of call, and a table of these.
 
-Each function gets the facts that all ranks agreed on (including sizes, so that they are not exchanged again), the channel
-of the process set, and this rank's tensors.
+Each function gets rank 0's description of the call, the channel of the process set, and this rank's tensors. The
+description includes the sizes on every rank, so the ranks do not exchange sizes again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class Task:
     """A matched call on one rank.
 
     Attributes:
-        facts: what all ranks agreed on: op, pre, post, divisor, root, members, rows, splits.
+        facts: rank 0's description of the call: kind, name, op, pre and post (the prescale and postscale factors),
+            divisor, root, members (the ranks of the process set), and every rank's rows and splits.
         channel: the backend of the process set's ranks, used only for calls on this set.
         tensors: this rank's inputs.
-        outputs: where the results go; ``None`` for new tensors.
+        outputs: for a call in place, the tensors that receive the results; else ``None``.
     """
 
     facts: dict[str, Any]
@@ -55,7 +56,10 @@ def allreduce(task: Task) -> list[torch.Tensor]:
 
 
 def _reduced(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the reduced values of ``inputs``, in wire dtypes. Tensors with the same dtype and device are sent together."""
+    """Return the reduced values of ``inputs``, in the dtypes in which they were sent (``backends/wire.py``).
+
+    Tensors with the same dtype and device are sent together.
+    """
     groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
     packed = [wire.pack(tensor) for tensor in inputs]
     for i, (tensor, values) in enumerate(zip(inputs, packed, strict=True)):
@@ -101,7 +105,7 @@ def allgather(task: Task) -> list[torch.Tensor]:
 
 
 def broadcast(task: Task) -> list[torch.Tensor]:
-    """Return the root's tensors; ``root`` is a rank of the whole world."""
+    """Return the root's tensors. The root in ``task.facts`` is a rank of the world, not of the process set."""
     root = task.facts["members"].index(task.facts["root"])
     results = []
     for tensor in task.tensors:

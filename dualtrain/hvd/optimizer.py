@@ -1,8 +1,8 @@
 """``hvd.DistributedOptimizer``: any optimizer, with Horovod's rules for when gradients are combined.
 
-Each optimizer sends its gradients in buckets, on a separate channel, without requests to rank 0. Rank 0 is needed only
-to open the channel before the first exchange, and to request zeros from ranks that have joined. With options that
-buckets do not support, an optimizer uses a grouped allreduce instead (``call_reducer.py``; ``_AdasumOptimizer`` below).
+Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 is needed only
+to open the channel, and to request zeros from ranks that have called ``join``. With options that buckets do not support,
+an optimizer uses a grouped allreduce instead (``call_reducer.py``; ``_AdasumOptimizer`` below).
 """
 
 from __future__ import annotations
@@ -41,18 +41,21 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> _Optimizer:
-    """Return an optimizer that combines gradients over ranks, with the class, groups and state of ``optimizer``.
+    """Return a wrapper of ``optimizer`` that combines gradients over ranks.
+
+    The wrapper has the parameter groups and the state of ``optimizer``, and its class is a subclass of ``optimizer``'s.
 
     Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
-    then ``param.grad`` has the combined gradients. As with Horovod, clipping and unscaling must come after
-    ``synchronize()``, and then the step must be inside ``skip_synchronize()``.
+    then ``param.grad`` has the combined gradients. As with Horovod, a script that clips or unscales gradients must call
+    ``synchronize()`` before that, and must call ``step()`` inside ``skip_synchronize()``.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
         named_parameters: ``model.named_parameters()``.
         compression: ``Compression.none``, ``fp16``, ``bf16``, or the user's own compressor.
         backward_passes_per_step: number of backward passes whose gradients are summed before they are exchanged.
-        op: Average, Sum, Min, Max, Product; or Adasum: each rank steps alone, then the parameters' changes are combined.
+        op: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps alone, then the ranks combine the
+            changes of the parameters.
         gradient_predivide_factor: a factor f: gradients are multiplied by 1/f, and their sum by f/size. Only for Average.
         num_groups: the deprecated form of ``groups``.
         groups: the number of buckets, or lists of the parameters that are sent together.
@@ -61,7 +64,7 @@ def DistributedOptimizer(  # noqa: N802
 
     Raises:
         ValueError: an option is wrong, a parameter has no name, two parameters have the same name, or the process set was
-            made from a communicator and is not in use. (Any other set may be added later, before the first backward.)
+            made from a communicator and is not in use. (A set made from ranks may be added before the first backward.)
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -78,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802
     if process_set.ranks is None:
         process_set.usable_id()  # raises ValueError: the ranks of a communicator are unknown until the set is in use
     base = _AdasumOptimizer if op == Adasum and _several(process_set) else _Optimizer
-    # A subclass of the optimizer's class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
+    # Make a subclass of the optimizer's class, as Horovod does: the wrapper of an SGD is an instance of torch.optim.SGD.
     # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
     names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}"}
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
@@ -94,7 +97,7 @@ def _several(process_set: ProcessSet) -> bool:
 
 
 class _Optimizer(NativeOptimizer):
-    """Result of ``DistributedOptimizer``: a wrapped optimizer, with Horovod's rules for when gradients are combined."""
+    """Wrapper that ``DistributedOptimizer`` returns. It combines gradients at the points where Horovod does."""
 
     def wrap(
         self,
@@ -148,10 +151,10 @@ class _Optimizer(NativeOptimizer):
     # Private in torch 2.5 to 2.15: GradScaler reads this property; there is no public one.
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """The wrapped optimizer's value. GradScaler.step reads this property before it looks for an overflow.
+        """Return whether the optimizer's step unscales gradients. GradScaler reads this before it looks for an overflow.
 
         Raises:
-            AssertionError: gradients are not combined yet, so that after an overflow one rank alone would skip the step.
+            AssertionError: the gradients are not combined yet: only ranks with an overflow would skip the step.
         """
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(
@@ -200,8 +203,9 @@ class _Optimizer(NativeOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, on combined gradients. Collective.
 
-        The optimizer may call ``closure`` several times, as LBFGS does; Horovod refuses a second call. The loss is
-        averaged over ranks (summed with ``op=Sum``) for the optimizer, so that every rank makes the same decisions.
+        The optimizer may call ``closure`` several times, as LBFGS does; Horovod refuses a second call of ``closure``. The
+        optimizer gets the average of all ranks' losses (their sum with ``op=Sum``), so that every rank makes the same
+        decisions.
 
         Raises:
             HorovodInternalError: as :meth:`synchronize`.
@@ -219,8 +223,8 @@ class _Optimizer(NativeOptimizer):
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
         result = self.optimizer.step(closure and self._with_reduction(closure))
-        # Do not reset if the caller used skip_synchronize() without synchronize(): in this case, zero_grad() and backward
-        # must raise AssertionError.
+        # Do not reset the reducer if the caller used skip_synchronize() without synchronize(): then zero_grad() and
+        # backward must raise AssertionError.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.reset_passes()
@@ -256,9 +260,9 @@ class _Optimizer(NativeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if compat.enabled():
-            # On Horovod, options that the new group lacks get the defaults of the optimizer's class, not those of the
-            # wrapped optimizer (REMADE), and the gradients of the new group are not combined (UNREDUCED). A rank without a
-            # reducer combines no gradients, so only the first defect matters there.
+            # Horovod has two defects. It does not combine the gradients of the new group (UNREDUCED). It fills in missing
+            # options with the defaults of the optimizer's class, instead of the wrapped optimizer's defaults (REMADE). A
+            # rank without a reducer never combines gradients, so only REMADE makes a difference there.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
             self.optimizer.add_param_group(param_group)
@@ -269,7 +273,7 @@ class _Optimizer(NativeOptimizer):
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and reset the reducer, because its last step may have failed."""
+        """Load the wrapped optimizer's state. Also reset the reducer, because the previous step may have failed."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.discard_step()
@@ -285,7 +289,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
 
 class _AdasumOptimizer(_Optimizer):
-    """Steps on each rank's own gradients, then combines the parameters' changes."""
+    """Wrapper for ``op=Adasum``: each rank steps on its own gradients, then the ranks combine the parameters' changes."""
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
         self._compression, self._name = compression, base_name(named, self.process_set)
@@ -301,7 +305,7 @@ class _AdasumOptimizer(_Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank alone, then replace its changes by the adaptive sum of all ranks' changes. Collective.
+        """Step on this rank alone, then replace the parameters' changes by their adaptive sum over the ranks. Collective.
 
         A rank outside of the process set steps without communication.
 

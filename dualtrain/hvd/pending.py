@@ -30,7 +30,7 @@ class Pending:
         outputs: where the results go; ``None`` for new tensors.
         then: called with the result in the engine's thread, before the call counts as ended.
         ended: set when there is a result or an error.
-        facts: what all ranks agreed on.
+        facts: rank 0's description of the matched call, such as every rank's ``rows`` and ``splits``.
         events: GPU events after which the inputs are ready; after the call has ended, the events of the results.
         progress: advances operations in shared memory, for which other ranks may wait, and returns how many are left.
     """
@@ -47,7 +47,11 @@ class Pending:
     progress: Callable[[], int] = _nothing
 
     def wait(self) -> Any:
-        """Block until the result can be used on the current stream; return it. Raises HorovodInternalError."""
+        """Block until the result can be used on the current stream; return it.
+
+        Raises:
+            HorovodInternalError: the call failed.
+        """
         while not self.ended.wait(slice_seconds(self.progress)):
             pass
         if self.error is not None:

@@ -44,7 +44,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return this process's rank in the set; ``None`` while the set is not usable.
 
-        The ``root_rank`` of a broadcast is a rank of the world instead.
+        Do not use it as the ``root_rank`` of a broadcast, which is a rank of the world.
 
         Raises:
             ValueError: this process is not in the set.
@@ -123,8 +123,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: a set of these ranks exists already, a rank does not exist, or sets cannot be added, because
-            HOROVOD_DYNAMIC_PROCESS_SETS=1 was not set and ``init(process_sets="dynamic")`` was not called.
+        ValueError: a set of these ranks exists already, a rank does not exist, or new sets are not allowed.
+            HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")`` allows them.
+        NotImplementedError: the set was made from an MPI communicator.
     """
     engine = _dynamic("adding")
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

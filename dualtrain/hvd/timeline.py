@@ -1,7 +1,7 @@
 """Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes the file. It shows when each rank was ready (NEGOTIATE_…), and when rank 0 itself executed the call. It is
-valid JSON at any moment, even if the run is killed.
+Rank 0 writes the file. For each call, the file shows when each rank requested it (in NEGOTIATE_…), and when rank 0
+executed it. The file is valid JSON at any moment, even if the run is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._lines: dict[str, int] = {}  # tensor → index of its line in the chart
-        self._open: set[tuple[str, str]] = set()  # activities in progress, even while no file is open
+        self._open: set[tuple[str, str]] = set()  # activities in progress; kept up to date while no file is open too
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 
@@ -76,7 +76,7 @@ class Timeline:
                 self._write(name=activity, ph="E", pid=self._line(what))
 
     def mark(self, what: str, name: str) -> None:
-        """Record the moment at which a rank is ready."""
+        """Record that a rank, whose number is ``name``, has requested the call ``what``."""
         with self._lock:
             if self._file is not None:
                 self._write(name=name, ph="X", pid=self._line(what), dur=0)

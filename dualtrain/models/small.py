@@ -41,7 +41,10 @@ def mnist_net(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def mnist_convnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Build two 5×5 convolutions of 16 and 32 channels, BatchNorm and pooling, and a linear layer (1568 → 10 on MNIST)."""
+    """Build two 5×5 convolutions (16 and 32 channels), each with BatchNorm and max pooling, and a linear layer.
+
+    On MNIST, the linear layer has 1568 inputs and 10 outputs.
+    """
     channels, height, width = shape
     return nn.Sequential(
         *_block(channels, 16),

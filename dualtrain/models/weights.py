@@ -139,7 +139,7 @@ def published(name: str) -> Any:
     """Return the default member of the weights enumeration that torchvision has for the model ``name``.
 
     Raises:
-        UserError: torchvision has no model or weights of that name.
+        UserError: torchvision has no model ``name``, or no weights for it.
     """
     try:
         return torchvision().models.get_model_weights(name).DEFAULT
@@ -153,7 +153,7 @@ def published(name: str) -> Any:
 def fetch(name: str) -> Path:
     """Download torchvision's weights of ``name`` into torch hub's folder, unless they are there; return the file's path.
 
-    Call this function on one rank of each host before the others. An incomplete download leaves no file.
+    On each host, one rank must call this function before the other ranks call it. An incomplete download leaves no file.
 
     Raises:
         UserError: there are no such weights, or the download fails.

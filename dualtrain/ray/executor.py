@@ -126,8 +126,8 @@ class RayExecutor:
     ) -> list[Any]:
         """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all ranks have ended, or one rank has failed.
 
-        If ``fn`` raises on a rank, or a rank's process ends, all actors and their objects are ended, and Ray's exception
-        is raised; it names the rank. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
+        If ``fn`` raises on a rank, or a rank's process ends, all actors are ended, their objects are lost, and Ray's
+        exception is raised; it names the rank. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
         """
         return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 

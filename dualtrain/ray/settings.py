@@ -65,8 +65,8 @@ def placement(
     """Return the placement that the arguments of ``RayExecutor`` describe.
 
     Raises:
-        UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, a number is wrong, or
-            GPUs are requested without ``use_gpu``.
+        UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, the number of ranks is not a whole
+            number from 1, or ``gpus_per_worker`` is given without ``use_gpu``.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(

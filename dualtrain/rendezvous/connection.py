@@ -1,7 +1,7 @@
 """An authenticated TCP connection between two processes of a job, for JSON messages, one per line.
 
 Each end proves by HMAC that it knows the job's secret before the other end reads anything else from it; the secret itself
-is not sent. The control channel consists of such connections, one from rank 0 to every other rank.
+is not sent over the connection. The control channel consists of such connections, one between rank 0 and each other rank.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Connection:
         return json.loads(line)
 
     def buffered(self) -> list[Any]:
-        """Return messages that arrived together with the handshake: a selector does not report them. Does not block."""
+        """Return messages that were read together with the handshake: a selector cannot report them. Does not block."""
         return self.receive() if b"\n" in self._unread else []
 
     def _read_line(self, deadline: float | None = None) -> None:

@@ -62,9 +62,9 @@ def address(towards: str = "") -> str:
 
 
 def listening_address(world: World) -> str:
-    """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach this host.
+    """Return the address on which this host's ranks listen: 127.0.0.1 if the job has one host, otherwise :func:`address`.
 
-    Rank 0 cannot use the address of the rendezvous: under torchrun, rank 0 may run on a different host.
+    The rendezvous only selects the interface. Its own address may be another host's, even for rank 0 under torchrun.
     """
     if world.single_host:
         return "127.0.0.1"
@@ -92,7 +92,7 @@ def ipv4(interface: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address resolves to a loopback address on this host."""
+    """Return whether a host's name or address resolves to a loopback address on this host, or does not resolve."""
     return ipaddress.ip_address(_resolved(host)).is_loopback
 
 

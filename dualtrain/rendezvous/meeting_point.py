@@ -26,7 +26,7 @@ from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import address, identity, is_loopback
 from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 
-#: Listening sockets of rank 0, until the store uses them.
+#: Sockets that :func:`reserve` opened and on which no store is served yet, by (host, port).
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
 #: The stores that this process has joined, by (host, port, name of the world, size of the world).
 _JOINED: dict[tuple[str, int, str, int], Store] = {}
@@ -38,7 +38,8 @@ def meeting_point(world: World, timeout: float) -> World:
     Collective and blocking if the launcher has given no address.
 
     Raises:
-        UserError: mpi4py is missing or does not see the launcher's world, or the launcher's server does not answer.
+        UserError: mpi4py is missing or was built for another MPI, a rank did not join in time, or horovodrun's server does
+            not answer.
     """
     if world.rendezvous is not None or world.size == 1 or world.name:
         return world
@@ -59,7 +60,8 @@ def join(world: World, timeout: float) -> Store:
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # The parent of spawned ranks serves all worlds of the job; otherwise each subset of ranks has its own server.
+    # If the process that started the ranks serves the store, all worlds of the job share it. Otherwise rank 0 of each world
+    # serves a store of its own.
     key = host, port, *(("", 0) if world.served else (world.name, world.size))
     if key not in _JOINED:
         if world.rank == 0 and not world.served:
@@ -118,12 +120,12 @@ def ranks_in_world(comm: Any) -> list[int]:
     return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
 
 
-#: Servers of horovodrun through which this process has compared the names of the ranks' backends.
+#: horovodrun's servers (host:port) through which :func:`names_by_server` has already gathered the ranks' names.
 _COMPARED: set[str] = set()
 #: The (host, port) of a store, and its secret.
 Meeting = tuple[tuple[str, int], str]
 Result = TypeVar("Result")
-_REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused
+_REFUSAL_SECONDS = 3.0  # extra time in which all ranks can read why the job does not start
 
 
 @cache
@@ -210,8 +212,10 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
     If the names differ, this function also waits, for some seconds at most, until all ranks have read them, because
-    horovodrun ends all processes when the first process exits. It returns an empty list without such a server, under
-    elastic horovodrun, and in a process's second and later calls.
+    horovodrun ends all processes when the first process exits.
+
+    The function returns an empty list, without waiting, if the launcher is not ``horovodrun --gloo`` or is elastic, if the
+    world has one process or only some of the job's processes, and if this process has gathered names before.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.

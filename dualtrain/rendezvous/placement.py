@@ -15,7 +15,7 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.rendezvous.reachability import check_all_reachable
 
 SAME_BACKEND = "give the same --backend to all"
-_REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused, before the serving process exits
+_REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused, before the store's server exits
 
 
 class KeyValueStore(Protocol):
@@ -81,8 +81,8 @@ def _refuse_other_backends(store: KeyValueStore, world: World, backends: Sequenc
     """Check that all ranks have the same backend.
 
     Raises:
-        UserError: the backends differ. Raised after the other ranks have read the names, or after some seconds, since the
-            store ends with the process that serves it.
+        UserError: the backends differ. This rank first waits, for 3 s at most, until all ranks have read the backends,
+            because the store ends with the process that serves it.
     """
     try:
         refuse_unlike("backend", backends, SAME_BACKEND)

@@ -9,7 +9,8 @@ their keys with it:
 3. A rank that reads the answer to its own number confirms the name.
 4. When all ranks have confirmed the name, rank 0 marks it as complete.
 
-No running rank has a number of an earlier attempt, so no rank confirms the answer to such a number.
+Rank 0 may also answer numbers that a failed attempt left in the store. No running process has written such a number, so
+none reads that answer.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     Args:
         store: the same store on all ranks, with the same prefix.
         rank: this process's rank.
-        size: the number of ranks; a rank with a different size belongs to a different attempt.
+        size: the number of ranks. Rank 0 does not answer a process that gives a different size, since that process belongs
+            to a different attempt.
         limit: when to stop waiting for the others: the seconds to show in messages, and the value of
             ``time.monotonic()`` at which the wait ends.
 

@@ -33,10 +33,10 @@ class Store(Hashable, Protocol):
         """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
 
         ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to
-        a value and returns the sum. ``"swap"`` takes ``[old, new]``, replaces the value by ``new`` if it equals ``old``
-        (``""`` means not set), and returns the resulting value (``old`` if there is none). ``"drop"`` removes a key;
-        returns whether it was set. ``"has"`` returns whether all keys of a list are set in time. ``"count"`` returns the
-        number of keys.
+        a value and returns the sum. ``"swap"`` takes ``[old, new]``: it sets the value to ``new`` if the value is ``old``,
+        or if there is no value and ``old`` is ``""``. It returns the value that the key then has, or ``old`` if none.
+        ``"drop"`` removes a key; returns whether it was set. ``"has"`` returns whether all keys of the list ``value`` are
+        set in time. ``"count"`` returns the number of keys.
         """
         ...
 

@@ -3,7 +3,7 @@
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const REFRESH_SECONDS = 2;
-  const LOAD = 20; // least pause between two refreshes, in multiples of the time that a refresh takes
+  const LOAD = 20; // after a refresh that took t seconds, the next one starts at least LOAD * t seconds later
   const off = { run: new Set(), kind: new Set() }; // hidden runs and kinds of curves; a refresh keeps them
   let charts = [];
 

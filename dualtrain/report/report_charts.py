@@ -104,7 +104,7 @@ def _group(number: int, runs: Sequence[Run], drawn: Sequence[_Curve]) -> str:
 
 
 def _wider(curve: _Curve, drawn: Sequence[_Curve]) -> float:
-    """Return the additional width of a curve in pixels, so that equal curves drawn above it leave its edges visible."""
+    """Return the additional width of a curve in pixels. Its edges stay visible if later curves have the same points."""
     equal = [other.run for other in drawn if (other.kind, other.points) == (curve.kind, curve.points)]
     above = sum(run > curve.run for run in equal)
     return min(3.0, WIDER / max(1, len(equal) - 1)) * above

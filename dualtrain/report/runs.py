@@ -17,7 +17,7 @@ COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, â
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
 #: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
-#: Names of the facts that config.json has under ``origin``, and that summary.json has too after the run has ended.
+#: Names of the facts about the ranks: config.json has them under ``origin``; summary.json has them after the run has ended.
 RANKS = ("backend", "transport", "launcher", "world_size", "device")
 COMPARED = ("commit", "hosts", "versions")  # the facts that are compared between runs
 

@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def server_of(folders: Sequence[str], port: int) -> ReportServer:
-    """Return a server of the report. The runs need not have started. The caller starts and closes the server.
+    """Return a server of the report. Runs may have no metrics yet. The caller starts and closes the server.
 
     Raises:
         UserError: a folder does not exist, or the port cannot be used.

@@ -65,7 +65,7 @@ class Death:
 
     Attributes:
         attempt: the attempt's name.
-        time: when a rank detected the death; if no rank did, when the last step ended, or else when the attempt started.
+        time: when a rank recorded the failure; else when ``.progress`` was last written; else when the attempt started.
         cause: the recorded cause, else ``UNKNOWN``.
         rank: the rank that failed first, if known.
         requested: whether a signal stopped all ranks.
@@ -253,7 +253,10 @@ class Attempt:
                 self._last = LastStep(self.folder, self._name, self._step, self.lock)
 
     def step(self, step: int) -> list[str]:
-        """Record a completed step. After the first one, return a line for each death that is now recovered. On rank 0."""
+        """Record a completed step. On rank 0.
+
+        After the first step, return one log line for each death from which the run has now recovered.
+        """
         self._step, start = step, self._step
         if self._last is not None:
             self._last.note(step)

@@ -234,7 +234,7 @@ def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]]
                 try:
                     return path, load(path)
                 except UserError:
-                    continue  # damaged
+                    continue  # damaged, or not readable now
     return None
 
 

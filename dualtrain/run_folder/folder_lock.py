@@ -1,10 +1,10 @@
 """Lock a run's folder, so that only one process uses it.
 
 Each process that uses the folder makes a generation, which is a numbered file (``generation.py``). Only the process of the
-newest generation may write. On its host, a lock on the file shows whether this process still runs. Other hosts may not see
+newest generation may write. On its host, a lock on the file shows whether that process still runs. Other hosts may not see
 the lock, so the process also renews the file every few seconds. A process that starts on a different host waits for a
-renewal; if there is none, it makes the next generation. This can happen while the earlier process is only stopped, or cut
-off from the disk, so every process checks before each write that its generation is the newest.
+renewal; if there is none, it makes the next generation. But the earlier process may only be stopped, or cut off from the
+disk, and may go on later. So every process checks before each write that its generation is the newest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FolderLock:
     """The lock of at most one folder. Release it when nothing writes into the folder any more.
 
     Attributes:
-        job: the job of this process; empty if unknown.
-        run: the job whose run was in the folder when it was locked.
+        job: the name of this process's job; empty if unknown.
+        run: the name of the job that the folder's run belonged to when the folder was locked; empty if unknown.
         generation: the number of this process's generation; 0 without a folder.
     """
 
@@ -244,7 +244,7 @@ class _Wait:
         if now >= self._began + self._limit:
             raise UserError(
                 f"--run-dir {str(self._folder)!r} may be used by {seen}: wait for its end, or give a --timeout above "
-                f"{2 * seconds:g} s, since at most half of the timeout is spent on finding out",
+                f"{2 * seconds:g} s, since at most half of the timeout is spent on waiting for that process",
                 transient=True,
             )
         self._warn_once(f"may be used by {seen}: waiting {seconds:g} s for a renewal of that process's file")

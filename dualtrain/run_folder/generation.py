@@ -33,8 +33,8 @@ class Owner:
         host: its host's name.
         machine: its host's identity; two hosts may have the same name.
         since: when it locked the folder, by its host's clock; for messages.
-        job: its job; empty if unknown.
-        run: the job whose run is in the folder.
+        job: the name of its job; empty if unknown.
+        run: the name of the job that the folder's run belongs to; empty if unknown.
         renewals: the number of renewals so far; each renewal changes the file.
         ended: whether the process has left the folder.
     """

@@ -17,7 +17,7 @@ PROGRESS = ".progress"
 class LastStep:
     """Writer of an attempt's last step. Construction replaces the file; raises OSError, SupersededError.
 
-    A process of an earlier attempt cannot change the new file, because it has the replaced file open.
+    A process of an earlier attempt cannot change the new file, because that process has the replaced file open.
 
     Args:
         folder: the run's folder.

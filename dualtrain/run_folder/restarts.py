@@ -65,8 +65,8 @@ def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -
     if step is None:
         return
     reason = (
-        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or an evaluation or save before "
-        f"it (the last time: {death.describe()})"
+        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or in an evaluation or save "
+        f"between these steps (the last time: {death.describe()})"
     )
     forbid_restart(folder, reason, settings, lock)
     # After a person has removed the file, these deaths must not count again.

@@ -88,7 +88,7 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
-    """Make the run's folder, unless it exists, write ``config.json``, and return the folder's path. On rank 0 only.
+    """Make the run's folder if it does not exist, and write ``config.json``; return the folder's path. On rank 0 only.
 
     Args:
         output: names the folder.

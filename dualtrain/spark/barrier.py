@@ -190,9 +190,9 @@ class _Job:
 
     def _refuse(self, seconds: float) -> NoReturn:
         raise UserError(
-            f"Spark started {self._active()} of {self._size} tasks within {seconds:g} s, and ranks must start together; it "
-            f"has {self._context.defaultParallelism} task slots (spark.default.parallelism): give a smaller num_proc, or a "
-            "longer start_timeout if executors are started on demand"
+            f"Spark started {self._active()} of {self._size} tasks within {seconds:g} s, and ranks must start together; "
+            f"Spark has {self._context.defaultParallelism} task slots (spark.default.parallelism): give a smaller "
+            "num_proc, or a longer start_timeout if executors are started on demand"
         )
 
 

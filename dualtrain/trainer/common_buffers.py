@@ -40,7 +40,8 @@ class _Place:
 
     def read(self) -> torch.Tensor:
         """Return the buffer that is there now. Raises ValueError if there is none."""
-        # Private in torch 2.5 to 2.15, and ten times as fast as getattr(), which looks for an ordinary attribute first.
+        # ``_buffers`` is private, and the same in torch 2.5 to 2.15. It is ten times as fast as getattr(), which looks for
+        # an ordinary attribute first.
         tensor = self.module._buffers.get(self.key)
         if tensor is None:
             raise ValueError(f"buffer {self.name!r} has become None: virtual ranks need it until the end of training")
@@ -102,17 +103,21 @@ class CommonBuffers:
             ValueError: the number of modules or buffers, or a buffer's shape or dtype, has changed.
         """
         if self._count_buffers() != self._structure:
-            raise ValueError("the number of the model's modules or buffers has changed: make the trainer afterwards")
+            raise ValueError(
+                "the number of the model's modules or buffers has changed: change the model before you make the trainer"
+            )
         now = self._read()
         for place, buffer, began in zip(self._all, now, self._began, strict=True):
             if buffer.shape != began.shape or buffer.dtype != began.dtype:
-                raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer afterwards")
+                raise ValueError(
+                    f"buffer {place.name!r} has changed its shape or dtype: change the model before you make the trainer"
+                )
         copy_all(self._began, now)
         self._vector, self._counts = self._flat(self._began), self._read_counters(self._began)
 
     def _count_buffers(self) -> tuple[int, int]:
         """Return how many submodules and buffers all modules have. This is much faster than ``model.buffers()``."""
-        # Private in torch 2.5 to 2.15, as in ``_Place.read``.
+        # ``_modules`` and ``_buffers`` are private, and the same in torch 2.5 to 2.15.
         submodules = sum(len(module._modules) for module in self._modules)
         return submodules, sum(buffer is not None for module in self._modules for buffer in module._buffers.values())
 
@@ -224,7 +229,7 @@ class CommonBuffers:
         *numbers, shards_with_passes = counters.tolist()
         changes, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
-            if each * each != square * shards_with_passes:  # equal only if all changes are equal
+            if each * each != square * shards_with_passes:  # by Cauchy-Schwarz, equal only if all changes are equal
                 raise ValueError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
                     "ranks have no common value for it; train without them"

@@ -2,7 +2,7 @@
 
 The text does not depend on addresses, the order of sets, or device numbers. Attributes are read from ``__dict__``, so that
 no property and no ``__getattr__`` of an object runs. A function is described by its name, its code and the parts of
-captured variables that it uses; global variables are left out. An object is described by its class and its public
+closure variables that it uses; global variables are left out. An object is described by its class and its public
 attributes that are plain values, tensors, functions or modules.
 
 Attributes that may differ between ranks are left out: those whose names begin with an underscore, or contain the word rank,
@@ -94,7 +94,8 @@ def _text(value: Any, seen: set[int], depth: int = 0) -> str:
     if isinstance(value, _PLAIN):
         return re.sub(r"cuda:\d+", "cuda", repr(value))
     if isinstance(value, torch.Tensor):
-        return _form(value) if value.requires_grad else _hashed(value)  # weights: rank 0's values are broadcast later
+        # Weights are described by dtype and shape alone, since rank 0's values are broadcast later.
+        return _form(value) if value.requires_grad else _hashed(value)
     if depth < _DEPTH and isinstance(value, _CONTAINERS):
         return _container(value, seen, depth + 1)
     if id(value) in seen or depth >= _DEPTH:
@@ -139,7 +140,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a captured variable that code with these ``words`` uses, such as attributes of ``args``."""
+    """Yield the parts of a closure variable that code with these ``words`` uses, such as options of a command line."""
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)

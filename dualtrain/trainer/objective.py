@@ -205,8 +205,8 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
     reduction = _reduction(loss)
     if reduction in ("sum", "none"):
         raise UserError(
-            f"the loss has reduction={reduction!r}, but the trainer averages the losses of the ranks, and needs means, so that "
-            'steps do not depend on the number of ranks: use reduction="mean", and adapt the learning rate'
+            f"the loss has reduction={reduction!r}, but the trainer averages the losses of the ranks, and needs means, so "
+            'that steps do not depend on the number of ranks: use reduction="mean", and adapt the learning rate'
         )
     # A user's subclass may compute a different loss (a focal loss, for example).
     if isinstance(loss, nn.CrossEntropyLoss) and type(loss).forward is nn.CrossEntropyLoss.forward:

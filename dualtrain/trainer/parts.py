@@ -52,10 +52,13 @@ class Parts(Protocol):
         """The order in which gradients are summed."""
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
-        """Compute this rank's parts of a step and reduce its gradients; return the result over all ranks. Collective."""
+        """Compute this rank's parts of a step, reduce the gradients, and return the result over all ranks. Collective."""
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
-        """Return the sums of ``NAMES`` over all ranks' ``batches``, computed by ``sums`` with ``model``. Collective."""
+        """Return the sums of ``NAMES`` over all ranks' ``batches``. Collective.
+
+        ``sums`` evaluates ``model`` on the batches of one part, and returns their sums.
+        """
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the running statistics of ``model`` are equal on all ranks. Collective."""
@@ -112,6 +115,7 @@ class RankParts:
         """See :class:`Parts`. At a different world size, generators are seeded anew."""
         if "virtual_ranks" in state:
             raise UserError(
-                f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give that number here"
+                f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: make this trainer with "
+                "the same number"
             )
         restore_local_state(self._model, state["ranks"], self._backend)

@@ -22,7 +22,7 @@ class Passes:
     """Computation of the passes of a step.
 
     Args:
-        measure: returns, for (inputs, targets), the mean loss with its gradient, and the sums of ``objective.NAMES``.
+        measure: returns, for (inputs, targets), the differentiable mean loss and the sums of ``objective.NAMES``.
         optimizer: averages the gradients over ``parts`` parts of a step.
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
@@ -36,7 +36,7 @@ class Passes:
         self.backend: Backend = optimizer.backend
         self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
         self._scalars = StepScalars()
-        self._diverged = False  # whether a part of the step on this rank diverged
+        self._diverged = False  # whether this rank has computed, in this step, a loss that is not finite
         self._extra = optimizer.extra.numpy()
 
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
@@ -70,7 +70,7 @@ class Passes:
             self._diverged = self._diverged or self._scalars.diverged
             if load is not None:
                 load()
-            # Gradients are averaged over parts, but the mean over all samples weighs each batch by its own weight.
+            # The optimizer averages gradients over parts. Scale the loss, so that the result is the mean over all samples.
             share = found[1] * self._parts / expected
             self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 

@@ -33,18 +33,18 @@ class Precision:
         self._device_type = device.type
         self._dtype = DTYPES.get(amp)
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        # Create the scale tensor now: a rank without samples in the first step would have none.
+        # Create the scale tensor now: a rank without samples in the first step does not call scale() in that step.
         self.scaler.scale(torch.zeros(1, device=device))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss."""
         if self._dtype is None and not torch.is_autocast_enabled(self._device_type):
-            return nullcontext()  # entering a disabled autocast can take longer than an operation
+            return nullcontext()  # entering a disabled autocast can take longer than a small tensor operation
         return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
 
     def skipped_step_allowed(self) -> AbstractContextManager[None]:
-        """Return the context for a schedule's step: the scaler may have skipped the optimizer's first step."""
-        # Only with a scaler: catching warnings can take longer than a step.
+        """Return a context that hides torch's warning in ``schedule.step()`` after a skipped first optimizer step."""
+        # Filter warnings only with a scaler: the filter can take longer than ``schedule.step()``.
         return _ignore_order_warning() if self.scaler.is_enabled() else nullcontext()
 
 

@@ -83,9 +83,10 @@ def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], bac
         parts = [rank[name] for rank in ranks if name in rank and rank[name].shape == value.shape]
         if not same and value.is_floating_point() and len(parts) == len(ranks):
             value = torch.stack([part.double() for part in parts]).mean(0).to(value.dtype)
-        if buffer is None:  # made in forward, and not persistent: otherwise loading the model's state would have failed
+        if buffer is None:
+            # ``forward`` makes this buffer. It is not persistent: otherwise loading the model's state would have failed.
             owner.register_buffer(key, value.to(backend.device), persistent=False)
         elif value.shape == buffer.shape and not shares_elements(buffer):
             buffer.copy_(value)
-        else:  # a buffer that grows in forward, or a buffer that cannot be written
+        else:  # a buffer that grows in forward, or one that cannot be written in place
             setattr(owner, key, value.to(buffer.device, buffer.dtype))

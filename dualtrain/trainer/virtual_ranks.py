@@ -1,4 +1,4 @@
-"""Give the results of a job of V ranks, on any number of ranks.
+"""Virtual ranks: a job computes the results of a job of V ranks, whatever its own number of ranks is.
 
 A global batch is split into V shards. Each rank owns consecutive shards and computes them one after another. Before each
 shard, random generators are seeded from (seed, step, shard), and running statistics are reset to their values from before

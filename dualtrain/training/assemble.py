@@ -187,7 +187,8 @@ def make_computation(
     """Return the trainer's arguments for compiling or replicating ``model``; empty if neither is requested.
 
     Raises:
-        UserError: nn.DataParallel cannot be used here.
+        UserError: nn.DataParallel is requested, but the job has several ranks, the device is no GPU, or the output device
+            does not exist.
     """
     if run.data_parallel and backend.size > 1:
         raise UserError(
@@ -244,7 +245,7 @@ def compiled(model: nn.Module) -> Forward:
         except compile_error() as error:
             lines = str(error).strip().splitlines() or [""]  # the reason may follow a line "backend='inductor' raised:"
             reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-            raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
+            raise UserError(f"--compile fails with this model on this host ({reason}): leave out --compile") from error
         return outputs
 
     return forward

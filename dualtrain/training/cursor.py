@@ -23,7 +23,7 @@ class Cursor:
         samples: samples trained on, over all ranks.
         sums: the sums that ``objective.NAMES`` lists, over this epoch so far.
         last: the last evaluation, including training metrics.
-        best: the best evaluation so far, with its step and its epoch. Epochs count from 0 here and in checkpoints.
+        best: the best evaluation so far, with its step and its epoch. In a cursor and in checkpoints, epochs count from 0.
         stale: the number of evaluations since the best one.
         evaluated_step: the step of the last evaluation.
     """

@@ -70,7 +70,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
     Raises:
         RanksDifferError: the ranks have different settings, versions or data.
-        UserError: the configuration cannot be used here.
+        UserError: a setting cannot be used in this run, or a file that the run needs cannot be read or written.
         DivergedError: the loss became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
         NotSavedError: the training ended, but its results could not be written.
@@ -400,7 +400,7 @@ class Run:
     def _diverge(
         self, what: str, step: int, split: str = "", source: Source | None = None, numbers: torch.Tensor | None = None
     ) -> NoReturn:
-        """End the run on all ranks. If one of the samples ``numbers`` of ``split`` is the cause, name that sample."""
+        """End the run on all ranks. If one of the samples with the indices ``numbers`` is the cause, name that sample."""
         self.writer.wait()
         saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"

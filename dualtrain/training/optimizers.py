@@ -135,7 +135,7 @@ def _alike(value: Any, expected: Any) -> bool:
 
 
 def scaled_lr(schedule: ScheduleSection, step: StepSection, size: int) -> tuple[float, str]:
-    """Return the learning rate for ``size`` ranks, and its computation in words.
+    """Return the learning rate for ``size`` ranks, real or virtual, and its computation in words.
 
     The linear rule: P. Goyal et al.: Accurate, Large Minibatch SGD, 2017; the square root: A. Krizhevsky: One weird
     trick for parallelizing convolutional neural networks, 2014.
@@ -200,9 +200,9 @@ def _half_cosine(part: float) -> float:
 
 
 def _one_cycle(step: float, steps: int) -> float:
-    """Rise from 1/25 to 1 in the first 30 %, then fall to 1/250,000, as torch's OneCycleLR does by default.
+    """Return a factor that rises from 1/25 to 1 in the first 30 % of the steps, and then falls to 1/250,000.
 
-    L. Smith, N. Topin: Super-Convergence, 2018.
+    The values are the defaults of torch's OneCycleLR. L. Smith, N. Topin: Super-Convergence, 2018.
     """
     top, start, end = 0.3 * steps - 1, 1 / 25, 1 / 25e4
     if step < top:

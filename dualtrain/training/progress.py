@@ -20,7 +20,7 @@ from dualtrain.console import encodable, printable, show
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # if a block begins within this time after the end of another, it continues the other's schedule
+_PAUSE_SECONDS = 5.0  # longest pause between two blocks of a ``Ticker`` that print at the same times as one long block
 
 
 class Ticker:

@@ -96,7 +96,7 @@ class Records:
         if self._metrics is not None:
             with self._reported("metrics.jsonl", step):
                 if not self._lock.is_mine():
-                    return  # the loop ends the run on all ranks
+                    return  # another process uses the folder: the training loop will end this run on all ranks
                 now = datetime.now(UTC).isoformat(timespec="milliseconds")
                 self._metrics.write(step=step, epoch=epoch, kind=kind, **values, time=now)
         if self._board is not None:

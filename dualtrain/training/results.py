@@ -32,7 +32,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def write_task(folder: Path, task: Task, lock: FolderLock) -> None:
-    """Write ``task.json``: the model's inputs and outputs. Raises OSError, or SupersededError."""
+    """Write ``task.json``: the shape of an input, and the classes. Raises OSError, or SupersededError."""
     names = list(task.names) if task.names is not None else None
     values = {"shape": list(task.shape), "classes": task.classes, "kind": task.kind, "class_names": names}
     write_json(folder / "task.json", values, lock.check)

@@ -2,8 +2,8 @@
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
-need no common disk. A run that has ended is not trained again. If the job that made the run is restarted, the
-same happens without the flag.
+need no common disk. A run that has ended is not trained again. If the job that made the run is restarted, its
+ranks search the folder in this way even without the flag.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def _newest(
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
 
-    Raises UserError if there is no good checkpoint, but ``needed`` gives a reason why the run needs one.
+    Raises UserError if there is no good checkpoint and ``needed`` is not empty. ``needed`` names what the folder holds, if
+    the run must not begin at step 0 for that reason.
     """
     problems: list[str] = []
     tried: list[Sequence[int]] = []
@@ -228,7 +229,7 @@ def _newest(
         return saved, _copies(folder, file, saved, backend) if sent else {}
     if needed:
         raise UserError(
-            f"--run-dir {str(folder)!r} holds {needed} and no good checkpoint to resume from: choose another folder",
+            f"--run-dir {str(folder)!r} holds {needed}, but no good checkpoint to resume from: choose another folder",
             shared=True,
         )
     found = "no good checkpoint" if problems else "no checkpoint"

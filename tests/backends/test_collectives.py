@@ -257,8 +257,8 @@ def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
 def same_bits_everywhere(backend):
     """Compare ``allreduce`` with the library's all-reduce.
 
-    ``allreduce`` uses the library's all-reduce only for long tensors. It sends short ones in the messages that compare
-    the calls.
+    ``allreduce`` uses the library's all-reduce only for long tensors. It sends short ones in the messages in which the
+    ranks compare their calls.
     """
     mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
@@ -776,11 +776,11 @@ def average_in_torchs_threads():
         average = average_(torch.full((200_000,), 4, dtype=torch.int32).view(torch.float32), 2).view(torch.int32)
         return average.unique().tolist(), torch.get_num_threads()
     finally:
-        torch.set_num_threads(before)  # restore it: Python threads that start later inherit it
+        torch.set_num_threads(before)  # otherwise Python threads that start later would inherit the number 2
 
 
 def test_torchs_own_threads_keep_subnormal_numbers_too():
-    # Run this in a new thread, because it has no helper threads of torch yet.
+    # A new Python thread has no worker threads of torch yet, so the function starts them.
     thread, found = in_thread(average_in_torchs_threads)
     thread.join()
     assert found == [([2], 2)]
@@ -1040,8 +1040,8 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(man
 def other_calls(backend):
     """Make one call on rank 0, and at the same time a different call on the other ranks, for every pair of calls.
 
-    On Horovod, pair each call only with the next one: an exchange takes ten times as long there, and the ranks detect the
-    difference before they use Horovod's operations.
+    On Horovod, pair each call only with the next one in the list, because an exchange takes ten times as long as on the
+    other backends. These pairs are enough, because the ranks detect the difference before they use Horovod's operations.
     """
     rows = torch.zeros(2 * backend.size)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -1081,7 +1081,7 @@ def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many)
 
 
 def after_other_sums(backend):
-    """Simulate NCCL: sums and calls on the device "meta", which stands for a GPU, share one group."""
+    """Simulate NCCL on the device "meta": sums of gradients and calls share one group. Rank r has started r sums."""
     backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
     with pytest.raises(BackendError) as caught:
         backend.allreduce(torch.ones(2, device="meta"), "sum")

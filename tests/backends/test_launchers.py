@@ -115,7 +115,7 @@ def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
     for world, launcher in ((spark, "spark"), (ray, "ray")):
         assert (world.launcher, world.rank, world.size, world.local_rank, world.local_size) == (launcher, 3, 4, 1, 2)
         assert (world.rendezvous, world.secret, world.job, world.single_host) == (("node1", 4000), "s", "j", False)
-    # `served` is True if a process other than rank 0 serves the store. With Spark, it is the task that started rank 0.
+    # `served` is True if a process other than rank 0 serves the store. With Spark, the task that started rank 0 serves it.
     assert (spark.served, ray.served, detect_world(SPAWN).served, detect_world(TORCHRUN).served) == (
         True,
         False,
@@ -146,7 +146,7 @@ def test_a_slurm_batch_script_is_not_a_launched_rank():
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291"])
 def test_a_shell_of_salloc_on_a_node_is_not_a_launched_rank(step):
-    # The variables that Slurm 22.05 sets in a shell of salloc, which is not a task of the job.
+    # Slurm 22.05 sets these variables in a shell of salloc. Such a shell is not a task of the job.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
     assert detect_world(shell) == World()
 
@@ -273,7 +273,7 @@ def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
         assert world.single_host == (len(set(hosts)) == 1)
-    # On each host, all ranks whose local rank exists on every host have the same cross rank.
+    # Every host has the local ranks below `shared`. On one host, the ranks with these local ranks have the same cross rank.
     shared = min(hosts.count(host) for host in hosts)
     for host in hosts:
         numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}

@@ -103,7 +103,7 @@ def test_two_ranks_get_the_same_bits_as_over_gloo(pool):
 
 
 def interleaved(backend):
-    """Run short and long operations at once, in shared and in other memory. Each rank waits in a different order."""
+    """Run short and long sums at the same time, on shared buffers and other tensors. Each rank waits in its own order."""
     generator = torch.Generator().manual_seed(backend.rank)
     buffers = [backend.new_buffer(count, torch.float32, CPU) for count in (1000, 5001, 1002, 5003)]
     for step in range(30):
@@ -122,7 +122,7 @@ def interleaved(backend):
             work.wait()
             want = sum(rank + n + step for rank in range(backend.size))
             assert bool((tensors[n] == want).all())
-    rows = backend.exchange_short([backend.rank] * 1000)  # longer than the buffer for vectors
+    rows = backend.exchange_short([backend.rank] * 1000)  # more than the slots hold: the library exchanges them
     assert rows == [[rank] * 1000 for rank in range(backend.size)]
 
 
@@ -141,7 +141,7 @@ def test_ranks_on_several_hosts_may_wait_for_operations_in_any_order():
 
 def held(kind):
     if kind == "descriptors":
-        return sorted(os.listdir("/proc/self/fd"))[:-1]  # leave out one: the descriptor of listdir itself
+        return sorted(os.listdir("/proc/self/fd"))[:-1]  # one less, because listdir itself opens a descriptor
     return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -155,7 +155,7 @@ def frees_memory(backend):
     del buffers, buffer
     assert len(backend.memory._regions) == regions - 3
     assert held("maps") == before[0]
-    # Leave out the records of `horovodize --prove`, which may run in another process of pytest.
+    # Leave out the folder of `horovodize --prove` for Open MPI: its tests may run in another process of pytest-xdist.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 
@@ -164,7 +164,7 @@ def test_memory_is_freed_and_has_no_name(shared):
 
 
 def late(backend):
-    """Leave out the call on rank 0."""
+    """Start a sum on all ranks except rank 0."""
     backend.timeout = 1.0
     tensor = torch.ones(3)
     if backend.rank == 0:
@@ -284,7 +284,7 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
 
 
 def short_among_other_calls(backend):
-    """Make short reductions after unequal calls, and while a sum is pending. In each step, a different rank is late."""
+    """Reduce short tensors after calls that do not match, and with a sum pending. The late rank changes in each step."""
     last = backend.rank == backend.size - 1
     for step in range(12):
         values = torch.arange(5.0) + 10 * backend.rank + step

@@ -26,13 +26,13 @@ LOCAL = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Give each call of ``serve`` or ``dial`` a different process id, as if a different process had made it."""
+    """Give each call of ``serve`` or ``dial`` its own process id, as if each call came from a process of its own."""
     monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
 
 
 @pytest.fixture
 def job():
-    """Yield the server of a job of three ranks, which only rank 0 has joined, and the server's port."""
+    """Yield the server of a job, and the server's port. The job has three ranks, but only rank 0 has joined."""
     server = serve(listen(LOCAL, [0], 3), 3, "the secret")
     yield server, server._listening.getsockname()[1]
     server.close()
@@ -62,7 +62,7 @@ def is_open(port):
 
 
 def closes(port):
-    """Wait until the port is closed; return whether it is. The server may close it after the last rank's join returns."""
+    """Wait up to 20 s until the port is closed; return whether it is. The last rank's ``join`` may return before that."""
     deadline = time.monotonic() + 20.0
     while is_open(port) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -100,7 +100,7 @@ def test_a_wait_ends_when_another_process_sets_the_key(job, join):
     setter = threading.Timer(0.2, clients[0].call, ("set", "late", "here"))
     setter.start()
     assert clients[1].call("get", "late", wait=20.0) == "here"
-    setter.join()  # the setter's call may return a little later
+    setter.join()  # its call of "set" may return after the other client's "get"
 
 
 def test_the_port_is_closed_when_all_ranks_have_joined(job, join):
@@ -121,7 +121,7 @@ def test_another_secret_is_refused_at_both_ends(job, join):
 
 
 def test_the_secret_is_not_sent(job, join):
-    """A false server cannot join the job's server with the bytes that a rank has sent to the false server."""
+    """Send to the job's server the bytes that a rank has sent to a false server: the job's server refuses them."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
         said = []
@@ -279,6 +279,6 @@ def test_a_hosts_address_is_that_of_the_chosen_interface(monkeypatch):
     for name in hosts.OVERRIDES:
         monkeypatch.delenv(name, raising=False)
     assert hosts.address("there") == "192.0.2.9"
-    assert hosts.address() == "192.0.2.7"  # this host's name resolves to a loopback address
+    assert hosts.address() == "192.0.2.7"  # eth0: the host's name and the default route give loopback addresses
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert hosts.address("there") == "192.0.2.8"

@@ -1,4 +1,4 @@
-"""The fixed order of sums: the tree, each rank's partial sums, and the whole sum on every kind of world."""
+"""The fixed order of sums: its tree, each rank's partial sums, and the bits of a sum with each library and transport."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(shards, numel):
 
 
 def tree(rows):
-    """Add ``rows`` with NumPy, in the order of the tree of RFC 6962."""
+    """Add ``rows`` with NumPy. The left subtree has k rows, the largest power of two below ``len(rows)`` (RFC 6962)."""
     if len(rows) == 1:
         return rows[0]
     half = 1
@@ -38,7 +38,7 @@ def halves(buffer):
 
 
 def sums(backend, cases):
-    """Return the sum of each case (number of shards, length). All elements but the last two are scaled."""
+    """Return the sum of each case, a pair ``(shards, numel)``. All elements of a sum but the last two are scaled."""
     results = []
     for shards, numel in cases:
         order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
@@ -81,7 +81,8 @@ def test_sums_have_the_bits_of_the_tree_on_any_number_of_ranks(shards, gathered,
 
 
 CASES = [(shards, numel) for shards in COUNTS for numel in (5, 9001)]
-#: The cases in Horovod's worlds: fewer shards than ranks, equal and unequal numbers of shards per rank.
+#: The cases that run on Horovod. In some, there are fewer shards than ranks; in others, all ranks have the same number of
+#: shards, or some ranks have one more than others.
 ON_HOROVOD = [(shards, numel) for shards, numel in CASES if shards in (1, 3, 4, 13)]
 
 
@@ -103,7 +104,7 @@ def rank_order(backend, cases):
 
 
 def test_a_sum_in_rank_order_has_different_bits():
-    """Show that the other tests can fail: with their values, a different order of additions gives different bits."""
+    """Show that ``assert_equal`` detects a wrong order: added in rank order, ``numbers`` have a sum with different bits."""
     cases = [(4, 1000)]
     with pytest.raises(AssertionError):
         assert_equal(run_threads(4, rank_order, cases), cases)

@@ -29,7 +29,7 @@ from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
-CONTRACT_SECONDS = 30.0  # half of the timeout of the pool's backends
+CONTRACT_SECONDS = 30.0  # within which a failure must be reported: half of the timeout of the pool's backends
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def killed_between_calls(backend, victim):
         for _ in range(20):
             backend.allreduce(torch.ones(1000))
         os.kill(os.getpid(), signal.SIGKILL)
-    # When the victim is killed, this rank may still be in the victim's last call. Then that call fails here.
+    # The victim's last all-reduce may not have ended on this rank when the victim is killed. Then it fails on this rank.
     return call_until_failure(backend, lambda: backend.allreduce(torch.ones(1000)))
 
 
@@ -72,7 +72,7 @@ def aborts(backend, victim):
         backend.barrier()
         backend.abort("ValueError: boom")
         os._exit(1)
-    return call_until_failure(backend, backend.barrier)  # even the victim's last barrier may fail on this rank
+    return call_until_failure(backend, backend.barrier)  # the barrier that the victim has passed may be the one that fails
 
 
 KILLED = [("torch", 0), ("torch", 1), ("horovod", 1)]
@@ -288,7 +288,7 @@ def test_data_of_a_rank_that_has_left_may_still_arrive():
 
 
 def misses_a_call(backend, folder):
-    """Leave out the call on rank 0. The other ranks' errors name only rank 0, and not the ranks that wait."""
+    """Skip the second barrier on rank 0. The other ranks' errors name only rank 0, and not each other."""
     backend.barrier()
     backend.timeout, before = 4.0, backend.timeout
     failed = [folder / str(rank) for rank in range(1, backend.size)]
@@ -353,7 +353,7 @@ def test_an_error_of_the_library_names_the_ranks_that_do_not_wait():
     failed = threading.Semaphore(0)
 
     def the_library_gives_up(backend):
-        """Let ranks 0 and 1 have the same error, and rank 2 report nothing, like a process that hangs."""
+        """Simulate an error of the library on ranks 0 and 1. Rank 2 reports nothing, like a process that hangs."""
         watch, said = backend.watch, ""
         if backend.rank < 2:
             watch.wait_for_report = lambda seconds: holds(lambda: watch.waiting.keys() == {0, 1})
@@ -371,7 +371,7 @@ def test_an_error_of_the_library_names_the_ranks_that_do_not_wait():
 
 # -- the class Watch alone; ranks are threads ---------------------------------------------------------------------------
 
-#: Answers of unauthenticated peers to the challenge.
+#: What unauthenticated peers send after they have received rank 0's nonce.
 UNAUTHENTICATED = [
     b'{"rank": 1, "nonce": "00", "proof": "guessed"}\n',
     b'{"rank": 1, "secret": "guessed"}\n',
@@ -497,7 +497,7 @@ def test_the_secret_is_not_sent_over_a_control_channel():
 
 
 def fails_during_the_handshake(backend):
-    """Send a report together with the last message of the handshake."""
+    """On rank 1, send the report of a failure in one ``sendall`` with the last message of the handshake."""
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
         watch.wait_for_report(CONTRACT_SECONDS)

@@ -1,7 +1,7 @@
 """Runs of ``launch/setup.sh`` with fakes of the interpreter, the GPU driver, the CUDA compiler and Horovod.
 
-A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments, and print
-the contents of files that a test has written.
+A set-up takes a second, needs no network and compiles nothing. The fakes print the contents of files that a test
+has written. The fakes of pip and of the compiler record their arguments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tests.pool import ROOT
 
 SECONDS = 60.0
 
-# The fake interpreter. `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code. The checks of torch
-# and of Horovod print the files "torch" and "horovod". The real Python runs everything else. It runs each
-# program given with -c only once: later calls print the kept output (see ONCE). When pip builds Horovod's wheel, pip's
-# environment is written to the file "build".
+# The fake interpreter. `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code. For setup.sh's
+# checks of torch and of Horovod, it prints the files "torch" and "horovod". The real Python runs everything else. Each
+# program given with -c runs only once: later calls print the kept output (see ONCE). When pip builds Horovod's wheel,
+# pip's environment variables are written to the file "build".
 PYTHON = """#!/bin/bash
 here={folder}
 {once}
@@ -126,7 +126,7 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit, complete or with nvcc alone. If the test writes a file "nvcc", this nvcc fails."""
+        """Make a CUDA toolkit, complete or with nvcc alone. If the test writes a file "nvcc", nvcc prints it and fails."""
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:

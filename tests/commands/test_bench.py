@@ -565,9 +565,9 @@ TWO, FOUR = Layout(1, 2), Layout(1, 4)
 
 
 def growth_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
-    """Measure with simulated contenders, of which one fails.
+    """Measure with simulated contenders. ``shm`` fails with 4 ranks.
 
-    Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as long.
+    Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as long as rank 0.
     """
     specs = []
 
@@ -715,7 +715,7 @@ def test_ranks_on_virtual_nodes_take_each_other_for_ranks_on_different_hosts(nam
         assert {one["rank"] for one in found} == {0, 1}
         nodes[1].listen(lambda: socket.create_server((nodes[1].address, 0))).close()
         with pytest.raises(OSError, match="assign"):
-            socket.create_server((nodes[1].address, 0))  # this process is not on the node's network
+            socket.create_server((nodes[1].address, 0))  # this thread is not on the node's network
     assert not any(Path(f"/proc/{node.pid}").exists() for node in nodes)
 
 
@@ -932,7 +932,8 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
 def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     """Run rounds of three contenders on a simulated clock; return the results, sample counts, the end time and the log.
 
-    ``step`` has the seconds of one step of ``resnet18`` in each round; its last value is used for all later rounds.
+    Each start of a contender takes ``fixed`` seconds, plus the time of its steps. ``step`` lists the seconds of one step of
+    ``resnet18``, one value per round; its last value is used for all later rounds.
     """
     clock = [0.0]
     said: list[str] = []

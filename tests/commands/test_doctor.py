@@ -139,8 +139,7 @@ def test_ranks_that_differ_are_named():
     other = {**row()["versions"], "dualtrain": "2", "Python": "3.12"}
     problems, notes = advise([row(0), row(1, versions=other), row(2, host="there")], "torch")
     assert problems == [
-        "the ranks have different versions of dualtrain: 1 (ranks 0, 2), 2 (rank 1); "
-        "install the same version on every host"
+        "the ranks have different versions of dualtrain: 1 (ranks 0, 2), 2 (rank 1); install the same version on every host"
     ]
     assert notes == ["the ranks have different versions of Python: 3.11 (ranks 0, 2), 3.12 (rank 1); make them the same"]
 

@@ -137,7 +137,7 @@ RANK = "import sys, time; print('--resume auto: resuming from step 46, since', f
 
 @pytest.fixture
 def rank(tmp_path):
-    """Make a job of one process that looks like rank 1."""
+    """Yield a running job. Its only process looks like rank 1."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
     job._command = ["env", "RANK=1", sys.executable, "-c", RANK, "dualtrain.main"]
     job.start()
@@ -162,7 +162,7 @@ def test_remaining_processes_of_a_job_are_ended(rank):
 
 
 def test_end_returns_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
-    """The hang is simulated, because a test cannot make a process survive SIGKILL."""
+    """Simulate the launcher, because a test cannot make a process that survives SIGKILL."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
 
     def wait(seconds):
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-#: Program that mounts a small file system, injects the fault FULL_DISK, which fills it, and prints the effects.
+#: Program that mounts a small file system, fills it by injecting the fault FULL_DISK, and prints the effects.
 IN_SMALL_DISK = """
 import os, random, signal, sys, threading, time
 from pathlib import Path

@@ -95,7 +95,7 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
 
 
 def test_the_installed_command_finds_the_users_modules_in_the_current_folder(tmp_path):
-    """Python puts the script's folder into ``sys.path``. ``main`` replaces it by the current folder, in ranks too."""
+    """Python puts the script's folder into ``sys.path``. ``main`` replaces that folder by the current one, in ranks too."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
     # In the forked process, sys.orig_argv is the command of its parent: set the command that a new interpreter would have.
@@ -132,7 +132,7 @@ def test_during_the_imports_there_are_lines_of_progress_and_a_ctrl_c_prints_one_
     (tmp_path / "torch.py").write_text(INTERRUPTED.format(**given))
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    if rank is None:  # the command that starts the ranks
+    if rank is None:  # rank 1 interrupts its parent: the command that starts the ranks
         place, command = {}, [*command, "--nproc", "2"]
     env = {**without_launchers(os.environ), **place, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", *command, "--log-seconds", "0.02"]

@@ -1,4 +1,4 @@
-"""``dualtrain.run`` and ``horovod.run`` on this host: results, failures, refusals, and the end of all processes."""
+"""``dualtrain.run``, and dualtrain's ``horovod.run``: results, failures, refusals, and the end of all processes."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         holds(lambda: (tmp_path / "pid").exists())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    # A shell starts background jobs with SIGINT ignored, and pytest may be one: set Python's default handler.
+    # A shell starts background jobs with SIGINT ignored. Pytest may be such a job, so set Python's default handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -35,7 +35,7 @@ def test_the_default_job_learns_and_only_rank_0_prints(tmp_path):
 
 
 def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
-    victim = {"torch": 0, "horovod": 1}[backend]  # test_spawn.py has all combinations
+    victim = {"torch": 0, "horovod": 1}[backend]  # test_spawn.py kills each rank with each backend
     command = (*MAIN, "--backend", backend, "--epochs", "5000", "--run-dir", tmp_path / "run")
     ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]
     try:
@@ -86,8 +86,8 @@ def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_pa
         assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(60) == 1
-        # With Horovod, Gloo's own timeout (9 s) runs from the moment when rank 1 stops, but the 6 s run from rank 0's
-        # next operation. If rank 0 computes for 3 s in between, Gloo's expires first, and the message has no " 6 s".
+        # The timeout of 6 s starts with rank 0's next operation. With Horovod, Gloo's own timeout of 9 s starts when
+        # rank 1 stops. If rank 0 computes for 3 s in between, Gloo's expires first, and the message has no " 6 s".
         said = r"error \(rank 0 of 2\): after step [0-9]+: .* failed on rank 0 of 2: waited( 6 s)? for rank 1, which has "
         assert re.search(said, ranks[0].errors), ranks[0].errors
     finally:
@@ -120,7 +120,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
         assert "failing_step" in end.stderr  # the traceback
 
 
-# All cases run one after another in the same processes. Rank 1 waits before it reports a mistyped flag: skip this wait.
+# All cases run one after another in the same processes. Rank 1 waits before it reports a wrong flag: skip this wait.
 REFUSED = """
 import sys
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
 """launch/k8s: the manifests are valid for the operators, as far as can be checked without a cluster.
 
-This file contains the rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1). If
-the package kubeflow-training is installed, the names and types of all fields (those of the pods too) are compared
-with its OpenAPI types. tests/launch/test_k8s.py runs the pods' own commands.
+The tests repeat rules that the operators check (training-operator with API version v1, mpi-operator with v2beta1). If the
+package kubeflow-training is installed, the names and types of fields, including those of the pods, are compared with
+its OpenAPI types. tests/launch/test_k8s.py runs the pods' own commands.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_torchrun_takes_the_number_of_ranks_of_this_host(tmp_path):
     )
 
 
-#: Commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.
+#: The ends of the commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.
 STARTS = {
     "torchrun": (
         "torchrun --standalone --nproc-per-node=3 -m dualtrain.main --lr 1",

@@ -1,4 +1,4 @@
-"""The command line as one process: exit status, messages, remaining files and processes."""
+"""The command ``dualtrain.main``, mostly with a single rank: its exit status, messages and reaction to signals."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
 def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
     """Under torchrun, which restarts after any error, every error that a restart would repeat says "do not restart".
 
-    Under other launchers, only the errors that the run's folder records say so.
+    Under other launchers, an error says so only if the run's folder refuses later starts because of it.
     """
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)

@@ -1,4 +1,7 @@
-"""``compare --one-result``, and what ``launch/one_result.sh`` refuses and starts; tests/launch/ runs real jobs."""
+"""``compare --one-result``, and what ``launch/one_result.sh`` refuses and starts.
+
+tests/launch/test_launch.py runs the script with real jobs.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,9 @@ def test_a_run_that_has_not_ended_is_named(tmp_path, capsys):
 
 # -- the script ---------------------------------------------------------------------------------------------------
 
-#: Fake of all programs of the environment. It logs its command line and writes the summary of a run.
+#: Fake of python, torchrun, horovodrun and mpirun. It logs its command line and writes the summary of a run. If the folder
+#: bin has a file status-RUN, the run RUN fails with the exit status in this file. If it has a file no-MODULE, MODULE counts
+#: as not installed.
 PROGRAM = """#!/bin/bash
 case "$*" in
   "-m dualtrain.compare"*) exec {python} "$@" ;;

@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """Return a copy of the trained run, which a test may change."""
+    """Copy the trained run, and return the copy's folder. A test may change the copy."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -153,7 +153,7 @@ def test_a_folder_is_replaced_by_the_images_below_it(trained, digits, tmp_path, 
         assert line["classes"][0]["class"] == best[0]
     (tmp_path / "empty").mkdir()
     assert main([str(trained), str(tmp_path / "empty")]) == 2
-    assert "holds no images, which end in .jpg" in capsys.readouterr().err
+    assert "holds no image files (.jpg" in capsys.readouterr().err
 
 
 def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, capsys):

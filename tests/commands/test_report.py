@@ -191,7 +191,7 @@ def test_the_curves_of_all_runs_are_in_the_same_charts_in_the_units_of_the_data(
         "0",
         "1",
     }
-    (view,) = [box for box in shown.all("viewbox") if box.startswith("10 -0.5")]  # the losses; the largest is 0.5
+    (view,) = [box for box in shown.all("viewbox") if box.startswith("10 -0.5")]  # the chart of losses, at most 0.5
     left, top, width, height = map(float, view.split())
     assert (left, width) == (10, 30)
     assert top < -0.5 < -0.025 < top + height

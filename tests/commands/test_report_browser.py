@@ -87,7 +87,7 @@ def test_the_charts_respond_to_the_pointer_and_the_legend(tmp_path):
     assert console == ""
     assert {"0", "20", "40", "60", "100", "400", "optimizer step"} <= set(seen["ticks"])
     assert seen["width"][0] <= seen["width"][1]
-    assert min(seen["heights"]) > 100  # Chromium draws nothing in a viewBox of less than about one unit
+    assert min(seen["heights"]) > 100  # Chromium draws nothing in a viewBox whose height is less than about one unit
     everything = [f"{run}{kind}" for run in "01" for kind in ("step", "train", "val")]
     assert seen["all"] == everything
     assert (seen["hidden"], seen["left"], seen["overflow"]) == (True, True, True)

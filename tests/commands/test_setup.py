@@ -129,7 +129,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
         pytest.skip("needs a mount namespace, which root cannot make here")
     # Append: truncating the file would free space, with which the build in the background might succeed.
     setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
-    # The second call has room. It runs in the same mount namespace, because the disk exists only there.
+    # Call setup.sh twice in one mount namespace, because the disk exists only there. Enlarge the disk between the calls.
     script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'
     status, output, errors = setup.run(*on_a_disk_of("64k"), "sh", "-c", script, "sh")
     assert status == 0, errors

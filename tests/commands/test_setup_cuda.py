@@ -1,4 +1,4 @@
-"""launch/setup.sh: which torch it installs, and how it builds Horovod with NCCL: with a CUDA toolkit or with wheels.
+"""launch/setup.sh: which torch it installs, and whether Horovod with NCCL is built with a CUDA toolkit or NVIDIA's wheels.
 
 The CUDA versions are invented (13.77), so that no toolkit of this machine has one of them.
 """
@@ -173,11 +173,11 @@ def test_a_horovod_without_nccl_is_refused(setup):
     [
         (
             "[Errno -3] Temporary failure in name resolution\nERROR: No matching distribution found for x",
-            "the package index cannot be reached (Temporary failure in name resolution); is",
+            "the package index cannot be reached (Temporary failure in name resolution); set",
         ),
         (
             "ERROR: No matching distribution found for torch==2.99.0",
-            "the package index has no torch==2.99.0 for this Python; is",
+            "the package index has no torch==2.99.0 for this Python; set",
         ),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_torch_that_the_index_lacks_is_requested_by_its_version(setup):
     esac""")
     status, _, errors = setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.99.0")
     (line,) = errors.splitlines()
-    assert (status, "the package index has no torch==2.99.0 for this Python; is" in line) == (2, True)
+    assert (status, "the package index has no torch==2.99.0 for this Python; set" in line) == (2, True)
 
 
 @pytest.mark.parametrize("abi", [1, 0])

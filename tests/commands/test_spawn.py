@@ -1,4 +1,4 @@
-"""Ranks of ``--nproc`` and ``spawn``: their environment, the job's status, signals, and no remaining processes."""
+"""Ranks that ``--nproc`` or ``spawn`` starts: environment, exit status of the job, signals, end of all processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.forked import ROOT, Forked, holds, run_ranks
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # longest wait for a job on a busy machine
 
-# Program that spawns ranks, each of which runs `body`.
+# Program that spawns ranks, each of which calls `function`: `body`, or a function that trains.
 PROGRAM = """
 import os, signal, sys, threading, time
 import dualtrain.main
@@ -180,7 +180,7 @@ def test_a_sigusr1_before_the_first_rank_starts_is_passed_on(start):
     assert job.wait(SECONDS) == 0, job.errors
 
 
-# The program runs in a pseudo-terminal; Ctrl-C is sent once both ranks have started.
+# Code that runs the program in a pseudo-terminal, and sends one Ctrl-C when both ranks have started.
 TERMINAL = """
 import pty
 pid, terminal = pty.fork()

@@ -1,4 +1,4 @@
-"""launch/test.sh: the checks that run beside the tests, its exit status, and its end by Ctrl-C. All programs are fakes."""
+"""launch/test.sh: the type check, which runs during the tests, the exit status, and Ctrl-C. All programs are fakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.commands.setups import SECONDS, until
 from tests.pool import ROOT
 
-# Fake of all programs of the environment. It prints its arguments, and then runs the shell code that a test has written.
+# Fake of all programs of the environment. It prints its name and arguments, and runs the shell code that a test has set.
 PROGRAM = """#!/bin/bash
 here={folder}
 name=${{0##*/}}
@@ -30,7 +30,7 @@ BESIDE = 'touch "$here/{own}-began"; until [ -e "$here/{other}-began" ]; do slee
 
 
 class Script:
-    """Runs of the script in a tree of its own, with a stub of setup.sh."""
+    """Runs of test.sh in a small source tree, in which setup.sh is an empty file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

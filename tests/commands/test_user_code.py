@@ -1,4 +1,4 @@
-"""Failures of the user's code: the traceback of the user's lines, the line with the error, and torchrun's summary."""
+"""Failures of the user's code: the traceback of the user's lines, the one-line error message, and torchrun's summary."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
     assert command.main(given) == status
     *trace, last = capsys.readouterr().err.splitlines()
-    # Of these UserErrors, only that of bad_later ends a run that has begun, and therefore forbids a restart.
+    # Only the UserError of bad_later is raised after the run has begun. Its message forbids a restart.
     final = "do not restart: " if "bad_later" in name else ""
     assert re.fullmatch(f"dualtrain: error: {final}{line}", last)
     assert trace[0] == "Traceback (most recent call last):"

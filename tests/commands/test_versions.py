@@ -24,8 +24,8 @@ SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
 # Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
-# Other calls go to Python. A call whose first argument begins with "-" runs only once: later calls with the same arguments
-# print the kept output.
+# The query of package versions prints fixed values. All other calls go to Python. If such a call's first argument begins
+# with "-", Python runs it only once: later calls with the same arguments print the saved output.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}
@@ -174,7 +174,7 @@ def test_a_failure_without_a_reason_gives_the_last_line_of_the_output(versions):
 def test_environments_are_made_once_and_the_table_has_a_row_for_each(versions):
     status, output, errors = versions.run("2.6.0", "2.15.0")
     assert (status, errors) == (0, "")
-    # First the CPU build of torch is installed with its torchvision, then the tools, which do not replace torch.
+    # The first call installs the CPU build of torch, and torchvision. The second installs the tools and pins torch.
     calls = [call for call in versions.calls() if "torch==2.6.0" in call]
     assert "torch==2.6.0+cpu" in calls[0]
     assert "torchvision>=" in calls[0]

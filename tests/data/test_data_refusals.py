@@ -1,4 +1,4 @@
-"""Error messages of the dataset catalogue: one line with the fact, the cause and the cure."""
+"""Error messages for datasets: each is one line that says what is wrong, why, and what to change."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def tree(tmp_path_factory):
 
 
 class Squares:
-    """A user's dataset whose augmentation uses the random numbers of two libraries."""
+    """A user's dataset whose augmentation draws random numbers from torch and from NumPy."""
 
     num_classes = 3
 
@@ -238,7 +238,7 @@ def test_workers_read_what_the_process_itself_reads(tree):
     try:
         for seed in (1, 2):  # the second epoch uses the same workers
             assert_same(epoch(alone.train, seed, 4), epoch(with_workers.train, seed, 3))
-        next(with_workers.train.stream([Batch(torch.tensor([n])) for n in range(9)], CPU))  # not read to its end
+        next(with_workers.train.stream([Batch(torch.tensor([n])) for n in range(9)], CPU))  # abandon this stream early
         assert_same(epoch(alone.train, 1, 4), epoch(with_workers.train, 1, 3))
     finally:
         with_workers.close()
@@ -264,7 +264,7 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
     task.close()
 
 
-# ------------------------------------------------------------------------------------------------ text, synthetic, own
+# ------------------------------------------------------------------------------------------------ text, synthetic, wrapped
 
 
 def test_15_percent_of_the_words_are_masked_in_one_of_three_ways():
@@ -361,7 +361,7 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
         if reader is Numbers:
             next(stream)  # on a busy machine, the workers may need more than 0.5 s to start
             source._waits._limit = 0.5
-            time.sleep(1.2)  # only waits count, not the time between two batches
+            time.sleep(1.2)  # exceeds the limit, but only waits inside next() count
             next(stream)
             os.kill(source._running()[1].pid, signal.SIGSTOP)
         with pytest.raises(UserError, match=said) as error:

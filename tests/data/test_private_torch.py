@@ -1,4 +1,4 @@
-"""Private attributes of torch's DataLoader with which its workers are stopped; a failure names a missing attribute."""
+"""Private attributes of torch's DataLoader that dualtrain uses to stop its workers; the test names a missing attribute."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_options_that_rule_out_a_fixed_order_of_sums_are_refused():
 
 
 def sharing(backend):
-    """Return two gradients after a step of four shards. They share memory in all shards except a rank's last one."""
+    """Return both gradients after a step of four shards. After each shard except a rank's last, they share memory."""
     one, two = (nn.Parameter(torch.zeros(shape)) for shape in (4, (2, 2)))
     optimizer = DistributedOptimizer(
         torch.optim.SGD([one, two], lr=0.0),

@@ -18,7 +18,7 @@ def loss_of(result, rank):
 
 
 def check(backend, call, alone, rows=lambda r: 4):
-    """Compare ``call`` on the ranks with ``alone`` in one process: results, and gradients of the sum of all losses."""
+    """Compare ``call`` on the ranks with ``alone`` in one process: the results, and the gradients of the summed losses."""
     size, me = backend.size, backend.rank
     leaves = [x.requires_grad_() for x in inputs(size, rows)]
     sum(loss_of(result, r) for r, result in enumerate(alone(leaves))).backward()
@@ -97,7 +97,10 @@ def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
 
 
 def gradient_of(backend, call, leaf, mine):
-    """Return the gradient of ``leaf``, from which ``mine`` is computed; ``None`` on a rank without ``leaf``."""
+    """Run ``call(mine)`` and backward; return the gradient of ``leaf``, or ``None`` on a rank without ``leaf``.
+
+    On a rank with ``leaf``, ``mine`` was computed from it.
+    """
     result = call(mine)
     assert result.requires_grad
     (result * (backend.rank + 1)).sum().backward()

@@ -277,7 +277,7 @@ def unused_somewhere(backend, unused):
     plans = [["common", "left"] if rank == 0 else ["common"] for rank in range(backend.size)]
     expected = mean_gradients(model, [lambda m, names=names: m.loss(names) for names in plans])
     optimizer = sgd(model, backend, momentum=0, unused=unused)
-    for _ in range(3):  # the second pass finds the values of the first in the buffer
+    for _ in range(3):  # from the second pass on, the buckets still hold the previous pass's values
         optimizer.zero_grad()
         model.loss(plans[backend.rank]).backward()
         check([model.common.grad, model.left.grad], expected[:2])
@@ -509,7 +509,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """Return the words that ``rank`` looks up, with repetitions; ``None`` on the last of several ranks."""
+    """Return the indices, some of them repeated, that ``rank`` looks up. The last of several ranks looks up nothing."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -700,7 +700,7 @@ def test_a_graph_may_be_used_twice(typical):
 def functional_gradients(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
-    if backend.rank == 0:  # grad is not collective: one rank alone can call it
+    if backend.rank == 0:  # autograd.grad is not collective: one rank alone can call it
         torch.autograd.grad(vector_loss(model, 0), list(model.parameters()))
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     optimizer.zero_grad()
@@ -886,7 +886,7 @@ class Fragile(nn.Module):
 
 
 def fails_in_backward(backend, sizes, passes):
-    """Let backward fail in the same place on all ranks; with small buckets, after the first bucket is sent."""
+    """Make backward fail in the same layer on all ranks. With small buckets, the first bucket has been sent by then."""
     model = Fragile()
     losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
     with small_buckets(sizes):
@@ -926,7 +926,7 @@ def fails_unsent(backend):
             model.armed = False
         else:
             vector_loss(model, backend.rank).backward()
-            check(gradients(model), expected)  # backward alone has averaged them
+            check(gradients(model), expected)  # averaged by backward, without a call of synchronize()
             optimizer.step()
 
 

@@ -52,7 +52,7 @@ def test_a_group_shares_a_bucket_of_any_size():
     assert [[each.number for each in bucket.places] for bucket in found] == [[3], [2, 0], [1]]
 
 
-# -- the buffers --------------------------------------------------------------------------------------------------
+# -- the buckets --------------------------------------------------------------------------------------------------
 
 
 def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
@@ -102,9 +102,9 @@ class FakeBucket:
 
 
 def sent_in_a_round(schedule, ready):
-    """Mark one gradient ready per entry of ``ready``, and send each bucket as soon as possible; then send the rest.
+    """Mark one gradient ready per entry of ``ready``, and send each bucket as soon as possible; then send the others.
 
-    Return the order of the buckets, and how many were sent before the rest.
+    Return the indices of the buckets in the order of sending, and how many were sent while gradients became ready.
     """
     sent = []
     for bucket in ready:

@@ -29,7 +29,7 @@ def alone():
     return LocalBackend(World(0, 1, 0, 1), torch.device("cpu"), 10.0)
 
 
-# -- freed with their owner ---------------------------------------------------------------------------------------
+# -- reducers are freed with their owner --------------------------------------------------------------------------
 
 
 def sgd_of(model):

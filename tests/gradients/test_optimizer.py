@@ -58,7 +58,7 @@ def train(model, optimizer, backend, steps, start=0):
 
 
 def alone(model, optimizer, backend, steps, start=0, before_step=lambda: None):
-    """Run the reference's steps in one process, with the average of all ranks' gradients."""
+    """Run the same steps without communication, as a reference: compute the average of all ranks' gradients locally."""
     for step in range(start, start + steps):
         keys = [key(backend, step, rank) for rank in range(backend.size)]
         losses = [lambda m, k=k: vector_loss(m, k) for k in keys]
@@ -140,7 +140,7 @@ def state_dicts(backend):
     train(model, optimizer, backend, 3)
     bare = torch.optim.Adam(oracle.parameters(), lr=1.0)
     oracle.load_state_dict(model.state_dict())
-    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's load_state_dict keeps the given tensors
+    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's load_state_dict does not copy tensors
     assert bare.param_groups[0]["lr"] == 0.05
     alone(oracle, bare, backend, 2, start=3)
     train(model, optimizer, backend, 2, start=3)
@@ -264,7 +264,7 @@ def scheduled(backend, name, on_inner):
     model, oracle = perceptron(), perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns if a scheduler does not notice the optimizer's step()
+        warnings.simplefilter("error")  # torch warns if a scheduler did not detect the call of optimizer.step()
         if name == "sequential":
             warnings.filterwarnings("ignore", "The epoch parameter")
         early = SCHEDULES[name](inner) if on_inner else None
@@ -324,7 +324,10 @@ def test_loss_scaling_with_and_without_clipping(typical):
 
 
 class TakesScaler(torch.optim.SGD):
-    """Optimizer with torch's older protocol: ``step`` takes the GradScaler as an argument, and unscales the gradients."""
+    """Optimizer with torch's older interface, in which ``step`` has an argument for the GradScaler.
+
+    When it is wrapped, GradScaler unscales the gradients and does not pass itself to ``step``.
+    """
 
     _step_supports_amp_scaling = True
 
@@ -341,7 +344,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """Train with steps that unscale gradients and skip the update after an overflow, which the last rank has in step 1."""
+    """Train with a GradScaler. In step 1, the last rank's loss overflows, so no rank updates its weights in this step."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -493,7 +496,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
 
 
 def closure_of_sgd(backend):
-    """Step with closures: losses are averaged, other values returned unchanged, losses on only some ranks refused."""
+    """Step with closures. Losses are averaged; other values are returned unchanged; a loss on only some ranks raises."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [

@@ -11,7 +11,7 @@ from dualtrain import weights_sha256
 from tests.conftest import REAL, SHARED, THREADS, Spmd
 from tests.models_for_tests import DEFAULT_BUCKETS, SMALL_BUCKETS, conv_net, image_loss, images, small_buckets, wrap
 
-STEPS = 6  # several: the hash after the last step shows a bit that differed in any step
+STEPS = 6  # one hash after the last step is enough: a bit that differs in any step changes it
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
     "adam": (torch.optim.Adam, {"lr": 3e-3}),
@@ -29,7 +29,7 @@ def make_optimizer(name, model):
 
 
 def of_two_ranks(worlds):
-    """Return the worlds of two ranks as test parameters. There, all libraries have the same sums: a + b = b + a."""
+    """Return the worlds of two ranks as test parameters. Two ranks' sums are the same in all libraries: a + b = b + a."""
     chosen = [(name, size) for name, size in worlds if size == 2]
     return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
 
@@ -115,8 +115,8 @@ def our_hash(spmd, case, hashes):
 
 
 # With more than two ranks, the bits also depend on the order in which a library adds. Two cases suffice to detect a
-# different order: many buckets with Adam, whose weights show even the smallest difference between sums, and the
-# default buckets.
+# different order. The first has many small buckets, and uses Adam, whose weights show even the smallest difference
+# between sums. The second has buckets of the default size.
 @pytest.mark.parametrize(
     ("real", "case"),
     [

@@ -1,4 +1,4 @@
-"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a failure names what torch lacks.
+"""Private parts of torch that this package's gradients, optimizers and ``hvd`` use: a failed test names what torch lacks.
 
 A comment at each use says that torch has no public alternative.
 """
@@ -21,8 +21,8 @@ def test_torch_lists_the_hooks_of_a_parameter():
     handle = p.register_post_accumulate_grad_hook(hook := lambda _: None)
     found = getattr(p, "_post_accumulate_grad_hooks", None) or {}
     assert list(found.values()) == [hook], (
-        f"{VERSION} does not keep a parameter's hooks in _post_accumulate_grad_hooks: change gradients/hooks.py (watchers "
-        "of a replaced parameter) and gradients/slots.py (copy_to_bucket)"
+        f"{VERSION} does not keep a parameter's hooks in _post_accumulate_grad_hooks: change gradients/hooks.py (restore, "
+        "has_later_hook, _watchers) and gradients/slots.py (copy_to_bucket)"
     )
     handle.remove()
     assert not p._post_accumulate_grad_hooks
@@ -144,7 +144,7 @@ def test_fsdp_marks_its_parameters(originals, mark):
     assert found, model
     assert all(found), (
         f"{VERSION}: FSDP with use_orig_params={originals} does not set {mark}: change check_supported in "
-        "gradients/parameters.py, or shards are averaged without an error"
+        "gradients/parameters.py; otherwise shards are averaged without an error"
     )
 
 

@@ -1,4 +1,4 @@
-"""Gradients and parameters that the user replaces are averaged too, or refused by name on every rank."""
+"""Gradients or parameters that the user replaces: gradients are averaged, or every rank's error names the parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def halve_set(model):
 
 
 def transpose_storage(model):
-    """Move the gradients to other memory, with other strides."""
+    """Halve the gradients, and move them to other memory with other strides."""
     for p in model.parameters():
         p.grad.data = (p.grad * 0.5).t().contiguous().t()
 
@@ -113,7 +113,8 @@ def trainers(backend, model, replace):
 
 def replaces(backend):
     with small_buckets((64, 64)):
-        # Horovod's operations are slow, so its world runs only three replacements, which differ in memory and strides.
+        # Horovod's operations are slow, so its world runs only three replacements: gradients in new memory, gradients with
+        # new strides, and parameters and gradients in new memory.
         for replace in REPLACE if backend.name != "horovod" else [halve_data, transpose_storage, cast_and_back]:
             wanted = expected(backend.size, replace)
             for train in (native, trainers):
@@ -335,7 +336,7 @@ def test_a_backward_after_a_failed_exchange_states_its_reason():
 
 
 def sparse_and_cast(backend):
-    """Cast a parameter on rank 1. The model has only sparse gradients, so just indices, values and a flag are sent."""
+    """Cast a parameter on rank 1. All gradients are sparse, so rank 1's flag is sent in a bucket without gradients."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -461,9 +462,9 @@ def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real,
 
 
 def unfrozen_without_buckets(backend):
-    """Freeze and unfreeze layers with ``op=Max``: as with buckets, exactly the parameters that are trained are reduced.
+    """Freeze and unfreeze layers with ``op=Max``: as with buckets, every unfrozen parameter is reduced, and no frozen one.
 
-    A parameter that only some ranks have frozen is refused by name, before any rank steps.
+    If only some ranks have frozen a parameter, the step on every rank raises an error that names it, and changes nothing.
     """
     with library(backend) as hvd:
         model = perceptron()
@@ -528,7 +529,7 @@ def test_hooks_that_were_dropped_are_restored_or_the_step_is_refused():
 
 
 def swapped_with_each_other(backend):
-    """Swap ``a`` and ``b``, so that the hook of each is called for the other; backward never reaches ``u``."""
+    """Swap ``a`` and ``b``, so that autograd calls the hook of each with the other; backward never reaches ``u``."""
     _, a, b, c = params = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     reducer = GradientReducer(zip("uabc", params, strict=True), backend, transfer=Transfer(bucket_bytes=0))
     for step in range(2):

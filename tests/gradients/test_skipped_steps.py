@@ -1,4 +1,4 @@
-"""A step that only some ranks take is an error on all ranks, even if the CPU cannot detect that gradients were zeroed."""
+"""A step that only some ranks take is an error on all ranks, even if gradients are zeroed and the CPU cannot detect it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Do nothing, which is what the CPU sees when gradients on a GPU are zeroed in place."""
+    """Do nothing. For the CPU, gradients on a GPU that are zeroed in place are unchanged, because it does not read them."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,7 +31,8 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # an odd count, and an even one (0) in steps_alone: ranks exchange only its parity
+    # The ranks' flags contain only the parity of the number of steps. This number is odd here, and 0 in steps_alone.
+    for step in range(3):
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -39,7 +40,7 @@ def one_rank_steps(backend, zero):
     zero(model)
     if backend.rank == 1:
         optimizer.step()
-    with pytest.raises(BackendError, match=r"rank 0 has taken 3 .* rank 1 4: .*optimizer\.zero_grad\(\)"):
+    with pytest.raises(BackendError, match=r"rank 0 has taken 3 .* rank 1 has taken 4: .*optimizer\.zero_grad\(\)"):
         vector_loss(model, backend.rank).backward()
     optimizer.close()
 
@@ -62,7 +63,7 @@ def steps_alone(backend):
     if backend.rank == 2:
         optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(BackendError, match=r"rank 0 has taken 0 .* rank 2 1: "):
+    with pytest.raises(BackendError, match=r"rank 0 has taken 0 .* rank 2 has taken 1: "):
         vector_loss(model, backend.rank).backward()
     optimizer.close()
 

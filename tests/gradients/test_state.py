@@ -116,7 +116,10 @@ def test_broadcast_of_every_dtype_and_layout(typical):
 
 
 def mixed_layouts(backend):
-    """Broadcast tensors in layouts that differ between ranks. The one-byte first tensor shifts all later offsets."""
+    """Broadcast tensors in layouts that differ between ranks.
+
+    The first tensor has one byte, so the later tensors begin at odd offsets of the packed message.
+    """
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),
@@ -145,7 +148,7 @@ def test_tensors_that_would_be_left_out_are_refused():
 
 
 def named_alike(backend):
-    """Broadcast a tensor whose name ends in ``_extra_state``, like the key of a module's extra state."""
+    """Broadcast tensors whose names end in ``_extra_state``, like the key of a module's extra state."""
     tensors = {
         "rnn_extra_state": torch.full((2,), float(backend.rank)),
         "lstm._extra_state": torch.full((1,), float(backend.rank)),
@@ -316,7 +319,10 @@ def test_a_broadcast_to_a_fresh_optimizer_changes_only_its_options(typical):
 
 
 def resumes(backend, kind, wrapped, everywhere):
-    """Broadcast the root's state. The other ranks have none, as is usual when resuming, or their own (``everywhere``)."""
+    """Broadcast the root's state.
+
+    The other ranks have no state, as is usual when a run resumes. With ``everywhere``, they have a different state.
+    """
     root = backend.size - 1
     model, oracle = perceptron(), perceptron()
     if backend.rank == root or everywhere:

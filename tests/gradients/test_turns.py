@@ -47,7 +47,7 @@ def loss_of(models, rank, step):
 
 
 def alone(size):
-    """Return the weights of both models after the same training in one process."""
+    """Repeat in one process the training that :func:`in_parts` does on ``size`` ranks; return both models' weights."""
     models = two_models()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(STEPS):
@@ -86,7 +86,7 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 class Branched(nn.Module):
-    """Model with a SyncBatchNorm that all ranks use, followed by a branch that only even ranks use."""
+    """Model with a BatchNorm layer, followed by a branch that ``forward`` uses only if ``branch`` is true."""
 
     def __init__(self):
         super().__init__()

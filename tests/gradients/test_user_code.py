@@ -1,4 +1,4 @@
-"""User code that keeps gradients, registers hooks, freezes parameters, or passes other options on some ranks."""
+"""User code that keeps gradients, registers hooks or freezes parameters; and options that differ between ranks."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_hooks_may_change_gradients_before_they_are_sent(typical):
 
 
 def changes_during_backward(backend):
-    """Change a gradient that is ready while its bucket waits for another gradient."""
+    """Change a gradient after it has become ready, while its bucket still waits for another gradient."""
     p, q = nn.Parameter(torch.full((20000,), 2.0)), nn.Parameter(torch.full((20000,), 3.0))
     reducer = GradientReducer([("q", q), ("p", p)], backend)
     mean = (backend.size + 1) / 2
@@ -178,7 +178,10 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. Over 2 or 4 ranks, ``average_first`` can apply 1/size before the sum."""
+    """Average gradients whose sum overflows. With 2 or 4 ranks, ``average_first`` multiplies by 1/size before the sum.
+
+    A backend that scales sums is an exception.
+    """
     for numel in SIZES:
         for average_first in (True, False):
             p = nn.Parameter(torch.zeros(numel))
@@ -295,7 +298,7 @@ def test_gradients_are_averaged_at_once_if_frozen_and_trained_layers_are_swapped
 
 
 def own_factors(backend):
-    """Give each rank its own factor before the sum. ``after=None`` on rank 0 means 1/size; the others pass 1/size."""
+    """Give each rank its own factor before the sum. The factor after it is 1/size; rank 0 passes ``None``, the default."""
     p = nn.Parameter(torch.ones(3))
     after = 1 / backend.size if backend.rank else None
     reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))
@@ -325,7 +328,7 @@ def test_options_that_differ_between_ranks_are_refused(many, option):
 
 
 class Scheduled(torch.optim.SGD):
-    """An optimizer with a mode, as schedule-free ones have."""
+    """An optimizer that has a train mode and an eval mode, as schedule-free optimizers do."""
 
     mode = "train"
 

@@ -483,7 +483,9 @@ def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simu
     assert (verdict.difference.step, verdict.difference.optimizer) == (3, 1)
     assert "once these defects of Horovod are reproduced (it takes a step): " in verdict.line
     apart, step = distance(evidence.horovod[0], compat)
-    assert verdict.details[-1] == f"all weights differ by {apart:.1e} relative after step {step}, with these defects"
+    assert (
+        verdict.details[-1] == f"all weights together differ by {apart:.1e} relative after step {step}, with these defects"
+    )
 
 
 def test_different_ends_are_described(simulated):

@@ -9,9 +9,10 @@ from tests.conftest import Spmd
 
 @pytest.fixture
 def fresh(real: Spmd) -> Spmd:
-    """The world ``real``, with Horovod restarted.
+    """The world ``real``; if it is Horovod's, it is opened anew.
 
-    Other tests can leave behind process sets, or counters that differ between ranks. Unnamed calls would then hang.
+    Other tests can leave behind process sets, and counters of calls that differ between ranks. With these counters,
+    Horovod's unnamed calls would hang.
     """
     if real.name == "horovod":
         real.leave()

@@ -113,7 +113,10 @@ def test_reductions_skip_joined_ranks_and_a_broadcast_fails():
 
 
 def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
-    """Joined ranks wait until all others request zeros: a rank that does so knows of the join and divides correctly."""
+    """Joined ranks wait until all other ranks have requested zeros.
+
+    A rank that requests zeros knows of the join, and so divides by the right number of ranks.
+    """
     harness = Harness(size=4)
     harness.receive(3, "join", divide_by="active")
     harness.answers(3, "do")
@@ -124,7 +127,7 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     assert harness.answers(3, "do") == []
     harness.receive(2, "join", divide_by="initial")  # rank 2 joins too, so it requests no zeros
     harness.answers(2, "do"), harness.answers(3, "do")
-    harness.receive(1, **request)  # ranks that have begun the exchange receive `absent`, and request zeros again
+    harness.receive(1, **request)  # after each `absent`, a rank that has begun the exchange requests zeros again
     for joined in (2, 3):
         assert harness.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert harness.answers(1, "do") == [("absent",)] * 2

@@ -1,4 +1,4 @@
-"""``hvd.elastic`` in one process: save, restore, split and retry. Patches replace the other ranks."""
+"""``hvd.elastic`` in one process: saved states, repeated training, and split samples. Mocks simulate the other ranks."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ UPDATES = common.HostUpdateResult
         ([(1, UPDATES.no_update)], False),
         ([(1, UPDATES.removed), (2, UPDATES.removed)], True),
         ([(1, UPDATES.removed), (2, UPDATES.added)], False),
-        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the later update arrives first
+        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the second update is older, and is ignored
         ([(0, UPDATES.added)], None),
     ],
 )
@@ -588,7 +588,7 @@ def test_users_can_register_their_own_handlers(sent):
 
 
 def split(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
-    """Return the samples of each rank of a world of ``size``, and the sampler's attributes."""
+    """Return, for each rank of a world of ``size``, the samples and attributes of its sampler from the library ``kind``."""
     found = []
     for rank in range(size):
         if kind == "dualtrain":

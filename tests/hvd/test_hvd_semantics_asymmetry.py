@@ -42,9 +42,9 @@ def test_ranks_may_run_different_numbers_of_backward_passes(real, kind):
 
 
 def any_order(backend):
-    """Run two optimizers in one order on rank 0 and in the other order on the other ranks.
+    """Run two optimizers in one order on rank 0, and in the reverse order on all other ranks.
 
-    Rank 0 calls allreduce before backward, and the others after it.
+    Then run one more backward pass. Rank 0 calls allreduce before this pass, and all other ranks call it after the pass.
     """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#calls: single calls, on Horovod itself and on ``dualtrain.hvd``."""
+"""dualtrain/hvd/README.md#calls: results and errors of calls, on Horovod itself and on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def integers(backend):
         check(
             hvd,
             *rows,
-            # Horovod computes averages in doubles, which have only 53 bits.
+            # Horovod computes averages in doubles, which have only 53 significant bits.
             ("large", average(big, big), [2**60], [big]),
             ("large and negative", average(-big, -big), [-(2**60)], [-big]),
             same("each rank truncates before the sum", average(3, op=hvd.Sum, prescale_factor=0.5), [size]),

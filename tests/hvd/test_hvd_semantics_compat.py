@@ -84,7 +84,10 @@ def unfrozen(hvd):
 
 
 def added(hvd):
-    """Add a parameter group after wrapping. On Horovod, the group gets SGD's default momentum and weight decay (0)."""
+    """Add a parameter group after wrapping.
+
+    On Horovod, the group's momentum and weight decay are SGD's defaults, which are 0.
+    """
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
@@ -111,7 +114,7 @@ def half(hvd):
 
 
 def sums(hvd):
-    """Reduce float16 tensors by ordinary calls."""
+    """Reduce float16 tensors by ``allreduce``, without an optimizer."""
     mine = torch.tensor([60000.0, 6e-8 * (1 + hvd.rank()), 1.0009765625 + hvd.rank(), -3e-5]).half()
     return [
         hvd.allreduce(mine, op=hvd.Average, name="a"),
@@ -203,8 +206,9 @@ def equal(one, other):
     return all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, other, strict=True))
 
 
-#: Optimizers without weight decay, for which Horovod's extra step on zero gradients has no effect. Adagrad has a state
-#: from the start, so Horovod takes no extra step; RMSprop and Adadelta count steps but do not use the count.
+#: Optimizers without weight decay. If an optimizer has no state, Horovod's broadcast_optimizer_state takes a step on zero
+#: gradients. For these optimizers, the step has no effect. Adagrad has a state from the start, so Horovod takes no step.
+#: RMSprop and Adadelta count steps but do not use the count.
 HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum": 0.9}), ("Adadelta", {})]
 
 
@@ -215,7 +219,7 @@ def harmless(backend):
         for kind, options in HARMLESS:
             model = model_of()
             optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # a scheduler wraps the optimizer's step()
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step, which must not be recorded as REMADE
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
             hvd.broadcast_optimizer_state(optimizer, 0)
             trained(hvd, model, optimizer)

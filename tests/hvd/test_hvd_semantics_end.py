@@ -52,7 +52,7 @@ def slow(backend):
             time.sleep(1.0)
         assert hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum).item() == size
         p.sum().backward()
-        optimizer.step()  # opens the optimizer's channel
+        optimizer.step()  # opens the channel for this optimizer's gradients
         optimizer.zero_grad()
         if me == 0:
             time.sleep(2.5)
@@ -229,10 +229,10 @@ def test_timelines_have_horovods_events(real, tmp_path):
 
 
 def traced_late(backend, folder):
-    """Make a call on rank 1 before rank 0 starts the timeline, then two optimizer steps."""
+    """Make a call on rank 1 before rank 0 starts the timeline; then take two optimizer steps on both ranks."""
     with library(backend) as hvd:
         handle = hvd.allreduce_async(torch.ones(2), name="early") if hvd.rank() else None
-        time.sleep(0.3 * (1 - hvd.rank()))  # rank 0 waits until rank 1's request has arrived
+        time.sleep(0.3 * (1 - hvd.rank()))  # on rank 0: time for rank 1's request to arrive
         hvd.start_timeline(f"{folder}/late.json")
         hvd.synchronize(handle if handle is not None else hvd.allreduce_async(torch.ones(2), name="early"))
         model = torch.nn.Linear(2, 2)

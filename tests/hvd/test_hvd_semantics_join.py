@@ -32,7 +32,7 @@ def identities(backend):
             same("sum", reduce(x, "sum", op=hvd.Sum), [total]),
             same("factors", reduce(x, "factors", op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), [6 * total]),
             same("integers", reduce(x.int(), "ints", op=hvd.Sum), [total]),
-            # Horovod contributes zeros to every operation.
+            # For a joined rank, Horovod contributes zeros to minima, maxima and products too, which makes them wrong.
             ("min", reduce(x, "min", op=hvd.Min), [0], [5]),
             ("max", reduce(-x, "max", op=hvd.Max), [0], [-5]),
             ("product", reduce(x, "product", op=hvd.Product), [0], [product]),
@@ -106,8 +106,9 @@ def test_calls_after_join(real):
 
 
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
-    """Train with 2 + r batches on rank r; ranks without batches contribute zeros to the other ranks' steps."""
-    # on_cpu=False tests the code for GPUs, which reads the number of joined ranks only if a rank may have joined.
+    """Train with 2 + r batches on rank r. A rank joins after its last batch, and contributes zeros to later steps."""
+    # With on_cpu=False, the optimizer runs its code for GPUs: it reads the number of joined ranks only if a rank may have
+    # joined.
     with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
@@ -153,7 +154,7 @@ def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on
 
 
 def before_any_step(backend):
-    """Join on a rank without data before the other ranks' first exchange, which compares layouts."""
+    """Join on rank 1 without any step. In their first step, the other ranks agree on the parameters without rank 1."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
@@ -193,7 +194,7 @@ def test_a_rank_may_join_with_frozen_parameters(real):
 
 
 def after_another_world(backend, steps):
-    """Join in a second world, with an optimizer of the first one, after ``steps`` steps in the second world."""
+    """Use an optimizer of an earlier world. Rank 0 joins after ``steps`` steps in the new world, other ranks one later."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)

@@ -222,7 +222,10 @@ def test_calls_before_init_raise(real):
 
 
 def asymmetric(backend):
-    """Make calls after which Horovod's unnamed calls would hang: each process names them by a counter of all calls."""
+    """Make some calls on some ranks only. After such a call, Horovod's unnamed calls would hang.
+
+    On Horovod, each process names its unnamed calls by a counter of all its calls.
+    """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.full((2,), me + 1.0)
@@ -233,7 +236,7 @@ def asymmetric(backend):
             hvd.allgather(x, process_set=alone)
             hvd.barrier(process_set=alone)
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
-        # One rank makes a call of another kind, which stays pending while the other ranks continue.
+        # Rank 0 makes an allgather, which stays pending while all ranks make calls of other kinds.
         handle = hvd.allgather_async(x) if me == 0 else None
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
         assert hvd.broadcast(x, 1).tolist() == [2, 2]

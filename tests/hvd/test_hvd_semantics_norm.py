@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#syncbatchnorm: on CPUs, compared with BatchNorm in one process on all ranks' samples."""
+"""dualtrain/hvd/README.md#syncbatchnorm: SyncBatchNorm on CPUs equals BatchNorm in one process on all ranks' samples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def converted(backend):
         assert isinstance(model[1], hvd.SyncBatchNorm)
         assert isinstance(model[2][0], hvd.SyncBatchNorm)
         assert dict(model.named_parameters()) == weights
-        # Horovod's SyncBatchNorm uses the same names in every layer, which would mix the statistics of these two layers.
+        # The model has two layers, because in Horovod the calls of all SyncBatchNorm layers have the same names.
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), 0)
         for _ in range(2):

@@ -13,7 +13,7 @@ STEPS = 3  # the third step has half the learning rate
 
 
 class Net(nn.Module):
-    """Dense layers, an embedding, and parameters that are frozen, used on rank 0 only, or never used."""
+    """Layers that are always used, and three parameters: ``sometimes`` (used if ``with_all``), ``never``, ``frozen``."""
 
     def __init__(self, sparse):
         super().__init__()
@@ -253,7 +253,7 @@ def wrapped_anew(backend):
                 new.step()
         with pytest.raises(RuntimeError, match="closed"):
             old.step()
-        other.step()  # not closed: it has a different model, although with the same names and shapes
+        other.step()  # not closed: its model is a different one, with parameters of the same names and shapes
         return model.weight.tolist()
 
 
@@ -266,7 +266,7 @@ def test_a_second_optimizer_of_the_same_parameters_replaces_the_first(real):
 
 
 def scaled(backend, overflow):
-    """Train in mixed precision as Horovod documents it; one gradient of rank ``overflow`` becomes infinite."""
+    """Train in mixed precision as Horovod documents it. In step 1, the gradient of rank ``overflow`` is infinite."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)])

@@ -124,7 +124,7 @@ def test_rules_for_correct_use(real):
 
 
 def broken_rules(backend):
-    """Change gradients between two synchronizations; in a second optimizer, step without any synchronization."""
+    """Change gradients between two synchronizations. Then step a second optimizer without any synchronization."""
     with library(backend) as hvd, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         me, size = hvd.rank(), hvd.size()
@@ -168,7 +168,8 @@ def mixed_precision_trap(backend):
         scaler.scale((p * (float("inf") if hvd.rank() == 0 else 1.0)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        if backend.name != "horovod" or hvd.rank() == 0:  # on Horovod, only rank 0 has skipped its step
+        # On Horovod, rank 1 has synchronized in its step. Rank 0 has skipped its step, so its sum is still pending.
+        if backend.name != "horovod" or hvd.rank() == 0:
             optimizer.synchronize()
         return p[0].item(), scaler.get_scale()
 
@@ -179,7 +180,10 @@ def test_scaling_losses_without_synchronize_lets_horovods_ranks_diverge(real):
 
 
 def scaled_too_early(backend):
-    """Call ``scaler.step`` too early: before and after the first exchange, with a fused step, and after ``unscale_``."""
+    """Call ``scaler.step`` before ``synchronize``, in the first step and in a later one.
+
+    Do so with a plain optimizer, with a fused optimizer, and after ``unscale_``.
+    """
     with library(backend) as hvd:
         me = hvd.rank()
         for fused, unscaled in ((False, False), (True, False), (False, True)):

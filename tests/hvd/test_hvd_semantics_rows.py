@@ -93,7 +93,8 @@ def scatters(backend):
             same("no rows", lambda: hvd.reducescatter(torch.ones(0, 2), name="c"), []),
             same("sum", lambda: hvd.reducescatter(rows(size), name="d", op=hvd.Sum), [size * me + total]),
             same("group", lambda: list(hvd.grouped_reducescatter([five, x], name="e", op=hvd.Sum)), twice),
-            # Horovod applies prescale_factor only in its fusion buffer. Our backend disables fusion, so the call fails.
+            # Horovod applies prescale_factor only in its fusion buffer. The call fails, because dualtrain's backend for
+            # Horovod disables fusion.
             ("before", lambda: scaled(prescale_factor=0.5), "HorovodInternalError", [1.5 * size]),
             same("after", lambda: scaled(postscale_factor=4.0), [12.0 * size]),
             same(
@@ -171,7 +172,7 @@ def test_sparse_allreduce(real):
 
 
 def in_a_set(backend):
-    """Make every call in a process set: roots are ranks of the world, but rows are split by ranks in the set."""
+    """Make every call in a process set. A root is a global rank, but rows are split over the set's own ranks."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([2, 0])

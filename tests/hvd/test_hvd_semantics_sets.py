@@ -128,7 +128,7 @@ def barriers(backend, folder):
             time.sleep(0.15)  # time in which rank 0 would leave a barrier that does not wait
             (folder / "enters 1").touch()
         if me == 2:
-            # Both members must leave their barrier although rank 2 has not reached a barrier.
+            # Ranks 0 and 1 must leave the barrier of their set before rank 2 enters its next barrier.
             assert holds(lambda: all((folder / f"leaves {rank}").exists() for rank in pair.ranks), 30)
             time.sleep(0.15)
             (folder / "enters 2").touch()

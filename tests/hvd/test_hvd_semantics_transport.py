@@ -96,8 +96,8 @@ def test_shared_memory_adds_in_rank_order(real):
 def away(backend, folder):
     """Let rank 0 make no call of ``hvd`` between its backward and the end of rank 1's step.
 
-    A step has 12 operations, which rank 0 must advance meanwhile. From the second step on, rank 1 can ask for this only
-    once per step: its other requests are not sent.
+    A step has 12 operations, which the engine's thread of rank 0 must advance meanwhile, at rank 1's request. From the
+    second step on, a rank sends only its first request of each step.
     """
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]
@@ -134,7 +134,8 @@ def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
 def crossed(backend):
     """Let each rank wait for a sum while the other rank has not yet reduced its shard of that sum.
 
-    The rank that sends its gradients last reduces its shard at once. The other rank must reduce its own shard later.
+    The rank that sends its gradients last reduces its shard at once. The rank that sent first must reduce its shard
+    later, while it waits in a different call.
     """
     with library(backend) as hvd, mock.patch.object(engine, "_PROGRESS_SECONDS", math.inf):
         pairs = [wrapped(hvd, f"crossed.{i}") for i in range(2)]
@@ -163,7 +164,7 @@ def test_every_wait_advances_the_gradients_of_all_optimizers(real):
 
 
 def grown(backend, way):
-    """Unfreeze a parameter before the third backward pass, and add a parameter after the first and the fourth pass.
+    """Unfreeze a parameter before the third backward pass; add one parameter after the first pass, one after the fourth.
 
     The first parameter's gradient is larger than 64 KiB, so it is copied to its bucket as soon as it is ready. In the
     fourth step, rank 1 does not compute this gradient, so only rank 0 has sent it when the new parameter is added.

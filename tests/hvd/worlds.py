@@ -1,4 +1,4 @@
-"""Run the same test bodies on Horovod itself and on ``dualtrain.hvd``, in the pool's worlds."""
+"""Run the same test bodies on Horovod itself and on ``dualtrain.hvd``, in worlds of worker processes (tests/pool.py)."""
 
 from __future__ import annotations
 

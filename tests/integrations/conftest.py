@@ -1,4 +1,4 @@
-"""Fixtures for programs with ranks on Spark or Ray. Each program is a process: Spark and Ray keep global state."""
+"""Fixtures for programs with ranks on Spark or Ray. Each program runs in a new process: Spark and Ray keep global state."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: Each host gets one core, so that a rank has one thread, as in runs on one host: sums depend on the number of threads.
+#: Host i gets core i of this list. Tests compare two hosts with runs on one host, in which each rank has one thread. With
+#: one core per host, ranks have one thread too: the bits of sums depend on the number of threads.
 #: Every core is listed twice, because the machine may have only one.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
@@ -118,7 +119,7 @@ class Host:
     def inside(self, *command: str) -> list[str]:
         """Return the command line that runs ``command`` on this host, in the repository's root."""
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{self.pid}/ns/pid_for_children"]
-        # Entering a mount namespace changes the folder to its root: --chdir changes back to the repository.
+        # Entering a mount namespace changes the working directory to its root: --chdir changes back to the repository.
         return [*self._on_core, "nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
 
     def run(self, *command: str) -> None:
@@ -148,7 +149,7 @@ class Host:
 
     def power_off(self) -> None:
         """End the host and all its processes."""
-        self._first.kill()  # the end of the host's first process ends all processes of the host
+        self._first.kill()  # this is unshare: --kill-child ends the host's first process, and so all processes of the host
         self._first.communicate(timeout=20)
 
 
@@ -175,7 +176,8 @@ class Cluster:
 def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
     """Make two hosts with a link between their eth0 interfaces for the duration of the block; ``folder`` holds their files.
 
-    Each host resolves its own name to ``own`` (Debian's installer writes 127.0.1.1), or else to its address on the link.
+    Each host resolves its own name to ``own``, for example 127.0.1.1, as after Debian's installer. If ``own`` is ``None``,
+    each host resolves its own name to its address on the link.
     """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
     for name in NAMES:
@@ -192,7 +194,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         for host in hosts:
             host.booted()
         here, there = hosts
-        # Enter only the network namespace: in the host's PID namespace, ``there.pid`` is not the id of the other host.
+        # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` is not a process of ``there``.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
         subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:

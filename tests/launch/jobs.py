@@ -1,4 +1,4 @@
-"""Start of whole jobs through real launchers, as a user starts them."""
+"""Functions that start whole jobs through real launchers, as a user does, and read the results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ leave(status)
 
 
 def train_on_both(start: Callable[[Path, Path], subprocess.CompletedProcess[str]], folder: Path) -> None:
-    """Start ranks by ``start(script, folder)``. They run the script, which trains on torch, then on Horovod."""
+    """Start ranks with ``start(script, folder)``. They run the script, which trains on torch, then on Horovod."""
     require_horovod()
     script = folder / "train.py"
     script.write_text(PROGRAM)

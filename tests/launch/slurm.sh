@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs a command with a private Slurm of two nodes on this machine. This Slurm has its own ports, and its keys, state and
-# logs in a temporary folder; it does not connect to another cluster, and leaves nothing behind.
+# Runs a command with a private Slurm of two nodes on this machine. This Slurm uses its own ports, keeps its keys, state and
+# logs in a temporary folder, does not connect to another cluster, and leaves nothing behind.
 #
 #   bash tests/launch/slurm.sh COMMAND…
 #
-# SLURM_CONF is set for the command. The exit status is the command's; 2 if something is missing, 1 if Slurm fails.
-# Needs root, and Debian's packages slurm-wlm and munge. The nodes' names are in a private /etc/hosts.
+# SLURM_CONF is set for the command. The exit status is that of the command, or 2 if a requirement is missing, or 1 if Slurm
+# does not start. Needs root, and Debian's packages slurm-wlm and munge. The nodes' names are in an /etc/hosts that is
+# mounted only for Slurm and the command.
 set -euo pipefail
 
 refuse() { printf 'slurm.sh: error: %s\n' "$*" >&2; exit 2; }
@@ -30,7 +31,8 @@ nodes=(dualtrain-node1 dualtrain-node2)
 # ours: prints the processes of this Slurm and of the command, whatever their parents.
 ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# end SIGNAL: sends the signal to the daemons and to the processes that `ours` prints; waits up to 5 s for their exit.
+# end SIGNAL: sends the signal to the daemons and to the processes that `ours` prints; then waits until `ours` prints
+# nothing, 5 s at most.
 end() {
   kill "-$1" ${daemons[@]+"${daemons[@]}"} $(ours) || true
   for ((i = 0; i < 50; i++)); do [ -n "$(ours)" ] || break; sleep 0.1; done
@@ -84,7 +86,7 @@ start_munge() {
   until_true munged munge --socket="$work/munge/socket" --no-input
 }
 
-# Both nodes are this machine: their names resolve to its first network address, or to 127.0.0.1.
+# Both nodes are this machine: their names resolve to its first network address, or to 127.0.0.1 if it has none.
 name_nodes() {
   address=$(hostname -I | cut -d' ' -f1)
   address=${address:-127.0.0.1}

@@ -30,7 +30,7 @@ hvd.shutdown()
 
 def test_horovods_adasum_over_mpi_equals_the_reference(tmp_path):
     require_horovod()
-    size = 4  # with four ranks, Adasum also adds the sums of two pairs
+    size = 4  # with four ranks, Adasum also combines the results of two pairs of ranks
     script = tmp_path / "adasum.py"
     script.write_text(OVER_MPI)
     env = {**ENV, "PYTHONPATH": str(ROOT), "HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}

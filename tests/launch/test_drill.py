@@ -10,7 +10,7 @@ import pytest
 from tests.launch.jobs import QUICK, run
 
 
-@pytest.mark.timeout(600)  # enough for five starts on a busy machine
+@pytest.mark.timeout(600)  # for five starts on a busy machine: two runs, and a restart after each of three faults
 def test_a_job_survives_a_drill(tmp_path):
     out = tmp_path / "drill"
     flags = ["--faults", "3", "--seed", "4", "--epochs", "50", "--backend", "torch"]

@@ -21,7 +21,7 @@ from tests.conftest import require_horovod
 from tests.launch.hosts import CORES, ROOT, Cluster, require_hosts, two_hosts
 from tests.launch.jobs import NO_COMPILER_PATH, QUICK, rank_of, run, summary, torchrun
 
-pytestmark = pytest.mark.xdist_group("machine")  # these tests list all processes of this machine
+pytestmark = pytest.mark.xdist_group("machine")  # like test_slurm.py: both search all processes of this machine
 
 EPOCHS = "4"
 START_SECONDS = 150.0  # for four ranks on a busy machine
@@ -36,7 +36,8 @@ class Job:
         self.cluster = cluster
         names = ",".join(host.name for host in cluster.hosts)
         given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
-        # In HOME, horovodrun caches facts about each host name for an hour. Other tests use the same names.
+        # Each job has its own HOME, because horovodrun caches facts about host names there for an hour, and all tests use
+        # the same host names.
         env = {**os.environ, "PYTHONPATH": NO_COMPILER_PATH, "HOME": str(folder), **given}
         command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
         self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
@@ -95,7 +96,10 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 
 def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
-    """Run the same job on one host; return its folder. The native transport adds in the same order as on two hosts."""
+    """Run a job with ``ranks`` ranks on one host; return the run's folder.
+
+    With the native transport, the ranks add gradients in the same order as on two hosts.
+    """
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)], env=QUICK)
@@ -105,11 +109,11 @@ def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train with two ranks; return the run's folder."""
+    """Train with two ranks on one host; return the run's folder."""
     return on_one_host(tmp_path_factory.mktemp("alone") / "run", 2)
 
 
-#: With this number of virtual ranks, three of four ranks have two partial sums each.
+#: With 13 virtual ranks on four ranks, three ranks exchange two partial sums each (dualtrain/backends/sum_order.py).
 VIRTUAL = ("--virtual-ranks", "13")
 
 
@@ -135,7 +139,7 @@ def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, rank
         assert summary(folder)[name] == summary(alone)[name]
 
 
-@pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes
+@pytest.mark.parametrize("own", ["127.0.1.1"])  # Debian's installer writes it into /etc/hosts
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_own_names_that_resolve_to_loopback_are_refused_with_horovod_only(launcher, backend, own, cluster, tmp_path):
@@ -192,14 +196,14 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
     assert job.ranks() == PLACES, job.output()
     cluster.cut()
     job.until(lambda: not any(job.ranks().values()), STOP_SECONDS)
-    # The output of ranks on the other host is in that host's log, or lost.
+    # The error of rank 1 is in the second host's log under torchrun. Under horovodrun, it may be lost with the link.
     assert "rank 0 of 2): stopping, since rank " in job.output()
     assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.output()
     if launcher == "torchrun":
         assert "stopping, since rank 0 cannot be reached: its host 10.77.0.1" in job.logs[1].read_text()
     job.until(lambda: job.launchers[0].poll() is not None, STOP_SECONDS)
     assert job.launchers[0].returncode != 0
-    job.end()  # do not wait for torchrun's agent on the other host, which ends only after minutes
+    job.end()  # do not wait for torchrun's agent on the second host, which ends only after minutes
     cluster.restore()
 
     again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")

@@ -1,7 +1,7 @@
 """Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
 
-tests/training/test_kills.py has the same phases with the torch backend. In those that occur on both ranks, it kills the
-rank not killed here.
+tests/training/test_kills.py kills ranks in the same phases with the torch backend. In a phase that occurs on both ranks,
+one file kills rank 0, the other file rank 1.
 """
 
 from __future__ import annotations

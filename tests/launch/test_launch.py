@@ -17,7 +17,8 @@ from tests.conftest import require_horovod
 from tests.launch.jobs import ENV, NO_COMPILER_PATH, QUICK, horovodrun, processes, rank_of, summary, torchrun
 from tests.pool import ROOT
 
-#: For each launcher, the rank to kill and the command. tests/commands/ has other combinations, without a launcher.
+#: Launchers, each with the rank to kill and the command. tests/commands/test_spawn.py tests every pair of a killed rank and
+#: a backend, without a launcher.
 LONG_JOBS = {
     "torchrun": (0, lambda *a: torchrun(3, "--backend", "torch", *a)),
     "torchrun-horovod": (2, lambda *a: torchrun(3, "--backend", "horovod", *a)),
@@ -52,7 +53,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
 
 
 def script(folder: Path, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a copy of a launch script with a stub of setup.sh, because setup.sh would change the environment."""
+    """Run a copy of a launch script with a stub of setup.sh, because setup.sh would change the virtual environment."""
     (folder / "launch").mkdir()
     shutil.copy(ROOT / "launch" / name, folder / "launch")
     (folder / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')

@@ -9,7 +9,7 @@ import pytest
 from tests.launch.jobs import ENV, by, check_results, run, train_on_both
 from tests.pool import ROOT, free_port
 
-pytestmark = pytest.mark.xdist_group("smoke")  # so that one process computes the reference weights once
+pytestmark = pytest.mark.xdist_group("smoke")  # so that these launches and test_smoke.py's never overlap
 
 
 def two_agents(script, folder):
@@ -27,7 +27,7 @@ def two_agents(script, folder):
 
 
 def elastic(script, folder):
-    """Run horovodrun in its elastic mode, with a host discovery script. On one host, this needs --network-interfaces."""
+    """Run horovodrun in its elastic mode, with a host discovery script. On one host, it needs --network-interfaces."""
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
     hosts.chmod(0o755)

@@ -22,7 +22,8 @@ SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
-#: Without this variable, an agent may keep the MASTER_PORT of an earlier round after another agent has got rank 0.
+#: Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, an agent may keep the MASTER_PORT of an earlier rendezvous round after
+#: another agent has got group rank 0.
 FRESH = {**QUICK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -69,7 +70,7 @@ def progress(folder: Path) -> int:
     return 0
 
 
-@pytest.mark.timeout(900)  # enough for eleven starts, each of some seconds on an idle machine
+@pytest.mark.timeout(900)  # enough for one start and ten restarts, each of some seconds on an idle machine
 def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, capsys):
     log, port = tmp_path / "log", free_port()
 
@@ -97,7 +98,7 @@ def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, 
         agents[1].kill()
         wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
         opened = log.read_text().count(" on 2 × cpu")
-        # When a new agent joins, the healthy rank gets SIGTERM, saves and exits; then both ranks continue.
+        # When a new agent joins, the running rank gets SIGTERM, saves and exits. Then each agent starts a rank.
         agents[1] = Agent(False, port, folder, log)
         wait(lambda: trains(KILLS + 2, 2) and log.read_text().count(" on 2 × cpu") > opened, "the recovery with two ranks")
         assert [agent.process.wait(3 * SECONDS) for agent in agents] == [0, 0], log.read_text()

@@ -45,7 +45,7 @@ def weights(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a private Slurm; return its SLURM_CONF. It ends when its standard input is closed, or the tests are killed."""
+    """Yield the SLURM_CONF of a private Slurm. It ends when the pipe to slurm.sh closes, even if the tests are killed."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
@@ -74,7 +74,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the hash of the weights after the same run on two ranks under torchrun."""
+    """Return the hash of the weights after a run with ``FLAGS`` on two ranks under torchrun."""
     folder = tmp_path_factory.mktemp("torchrun") / "run"
     end = run("torchrun", "--nproc_per_node=2", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder))
     assert end.returncode == 0, end.stderr

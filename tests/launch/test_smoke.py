@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.jobs import by, check_results, run, train_on_both
 
-pytestmark = pytest.mark.xdist_group("smoke")  # so that one process computes the reference weights once
+pytestmark = pytest.mark.xdist_group("smoke")  # so that these launches and test_modes.py's never overlap
 
 
 def srun(script, folder):

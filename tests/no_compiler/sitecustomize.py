@@ -1,4 +1,4 @@
-"""Keep torch from importing its compiler. Python runs this file at its start if the folder is in PYTHONPATH."""
+"""Keep torch from importing its compiler. Python runs this file at startup if the file's folder is in PYTHONPATH."""
 
 import sys
 from types import SimpleNamespace

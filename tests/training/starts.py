@@ -1,7 +1,7 @@
 """Program that starts many processes at once, which all try to lock one folder: ``starts.py FOLDER``.
 
 This is a separate program, which does not import torch, because forks of a process with torch take long. For each round,
-it prints a line of JSON: the replies of the processes, and the newest generation.
+it prints a line of JSON: the replies of the processes, and the number of the folder's newest file ``generation-N``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attempts of a run: the cause of each end, recoveries, and restarts that would end in the same way."""
+"""The attempts of a run: why each one ended, recoveries, and refused restarts, which would end like the last attempt."""
 
 from __future__ import annotations
 

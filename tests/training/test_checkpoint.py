@@ -1,4 +1,4 @@
-"""Checkpoints: exact, whole or absent, verified, and free of code."""
+"""Checkpoints: exact values, atomic writes, detection of damage, and no code in a file."""
 
 from __future__ import annotations
 

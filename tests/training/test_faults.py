@@ -137,7 +137,7 @@ class FullDisk:
         monkeypatch.setattr(files.os, "fsync", full)
 
 
-def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, caplog):
+def test_training_continues_on_a_full_disk_and_the_run_then_ends_with_an_error(tmp_path, monkeypatch, caplog):
     reference = train(tmp_path / "whole", 2)
     FullDisk(monkeypatch, ".safetensors")
     with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
@@ -205,7 +205,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 3]
 
 
-def test_a_single_line_that_is_no_metric_is_reported_as_one(tmp_path):
+def test_a_single_line_that_is_no_metric_is_reported_in_the_singular(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nno metric\n')
     said: list[str] = []
     MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
@@ -347,7 +347,7 @@ def load_and_check(kind: Any, state: dict[str, Any], **options: Any) -> None:
     check_state(optimizer)
 
 
-def test_the_state_of_every_optimizer_is_loaded_and_random_numbers_stay():
+def test_loading_the_state_of_every_optimizer_leaves_the_random_state_unchanged():
     before = torch.get_rng_state()
     for kind in optimizer_names().values():
         for options in ({}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"foreach": True}, {"fused": True}):
@@ -430,7 +430,7 @@ def helpers(run: loop.Run) -> list[int]:
     return [*workers, forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
 
 
-def test_a_request_to_save_before_the_first_step_is_recorded(tmp_path):
+def test_a_signal_to_save_that_arrives_before_the_first_step_causes_a_checkpoint_after_it(tmp_path):
     earlier = signal.getsignal(signal.SIGUSR1)
     note_early_requests()
     try:

@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder in this process, as another process would: through an open file that ``train`` does not use."""
+    """Lock the folder through an open file of its own, so that it is locked for ``train`` as if by another process."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:
@@ -47,7 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the contents and times of all files except the generation's file, which is renewed."""
+    """Return the contents and times of all files except the lock file ``generation-N``, which is rewritten regularly."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 

@@ -68,7 +68,7 @@ def released() -> Iterator[None]:
 
 @contextmanager
 def renewed(folder: Path) -> Iterator[FolderLock]:
-    """Lock the folder, and renew the lock's file."""
+    """Lock the folder, and renew the lock's file more often than the lock itself does."""
     lock, end = locked(folder), threading.Event()
     thread = threading.Thread(target=renew, args=(lock, end))
     thread.start()
@@ -154,7 +154,7 @@ def test_a_slow_start_makes_a_generation_newer_than_those_made_meanwhile(tmp_pat
         monkeypatch.setattr(generation, "create", create)
         supersede(folder)
         supersede(folder)
-        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # as if the process were on another host
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # the host of ``supersede``: do not wait for renewals
         return create(folder, number, owner)
 
     monkeypatch.setattr(generation, "create", slow)
@@ -174,7 +174,7 @@ def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path)
 # -- a process that was replaced ----------------------------------------------------------------------------------
 
 
-def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
+def test_checkpoints_name_their_generation_and_those_of_earlier_versions_are_read(tmp_path):
     train(tmp_path)
     first = checkpoint.path_of(tmp_path / "checkpoints", 2)
     number, digest = checkpoint.generation_in(first)
@@ -197,7 +197,7 @@ def run_superseded_at(
     """Train in ``folder``. When the run checks its generation for the ``number``-th time, another process takes over.
 
     Returns:
-        The files at that moment, or ``None`` if the run checks less often; and the error of the run, if any.
+        The files at that moment, or ``None`` if the run makes fewer than ``number`` checks; and the run's error, if any.
     """
     looks, before = 0, None
     is_mine, write = FolderLock.is_mine, Writer.write

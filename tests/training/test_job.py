@@ -151,11 +151,11 @@ def test_a_run_that_began_from_a_file_resumes_from_its_own_checkpoints(tmp_path,
             path.write_bytes(b"damaged")
         shutil.rmtree(earlier)
         (folder / "checkpoints" / checkpoint.BEST).unlink()
-        with pytest.raises(UserError, match="a run that did not begin at step 0 and no good checkpoint to resume from"):
+        with pytest.raises(UserError, match="a run that did not begin at step 0, but no good checkpoint to resume from"):
             train("one", 3, *flags)
 
 
-def test_the_agents_store_keeps_the_name(tmp_path):
+def test_the_store_of_torchruns_agent_keeps_the_jobs_name(tmp_path):
     def name(place: dict[str, str]) -> str:
         return job_of(detect_world(place), 20.0)
 

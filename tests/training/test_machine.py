@@ -129,7 +129,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_a_setting_may_be_resumed_from_the_checkpoint_or_fixed_or_both(tmp_path, monkeypatch):
+def test_settings_that_are_declared_as_resumed_or_as_resumed_and_fixed(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
@@ -149,7 +149,7 @@ def test_a_setting_may_be_resumed_from_the_checkpoint_or_fixed_or_both(tmp_path,
     ("value", "line"),
     [("4", True), ("4,2", True), ("many", True), ("2", False), (" 2,4 ", False), ("", False), (None, False)],
 )
-def test_another_omp_num_threads_causes_one_line_on_rank_0(monkeypatch, capsys, value, line):
+def test_an_omp_num_threads_that_differs_from_the_number_used_causes_one_line_on_rank_0(monkeypatch, capsys, value, line):
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert run_threads(2, use_two) == [2, 2]

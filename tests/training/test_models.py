@@ -60,7 +60,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def step(model, inputs, targets):
-    """Return the loss before and after one step of SGD."""
+    """Take two steps of SGD; return the loss before each step."""
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []

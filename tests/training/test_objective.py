@@ -1,4 +1,4 @@
-"""Trainer with losses of torch and of the user: several ranks get the results of one process that has all samples."""
+"""Trainer with torch's losses and the user's: several ranks compute the same results as one process with all samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def batch(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_step(backend, loss, parts):
-    """Return the weights after a step, the metrics of the step, and the metrics of an evaluation before the step."""
+    """Train on ``parts`` once; return the weights, the metrics of the training, and those of an evaluation before it."""
     model = nn.Linear(7, 6)
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 42).view(6, 7).sin())

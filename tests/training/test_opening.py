@@ -107,7 +107,7 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
         ("--pad 2", "--pad 2 has no effect: only --augment crop-flip"),
         (
             "--recipe synthetic --augment crop-flip",
-            "--augment crop-flip has no effect: --dataset synthetic makes its inputs",
+            "--augment crop-flip has no effect: image transforms are not applied to",
         ),
         ("--samples 9", "--samples 9 has no effect: it is for --dataset synthetic"),
         ("--download", "--download has no effect: --dataset digits is not downloaded"),
@@ -195,7 +195,7 @@ def test_settings_with_an_effect_are_not_noted():
     assert notes("--dataset", "mine:data", cores=1) == []
 
 
-def test_a_run_notes_what_its_own_data_do_not_use(tmp_path, monkeypatch, capsys):
+def test_a_run_on_the_users_data_notes_settings_without_effect(tmp_path, monkeypatch, capsys):
     (tmp_path / "unused.py").write_text(
         "import torch\n"
         "from dualtrain.data import Task\n"

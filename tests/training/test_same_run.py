@@ -154,7 +154,7 @@ def other_versions(backend) -> str:
     return message(same_run.compare_settings, parse(["--seed", str(backend.rank)]).plain(), backend)
 
 
-def test_other_versions_are_named_with_their_cure():
+def test_different_versions_are_named_with_their_cure():
     text = alike(run_threads(2, other_versions))
     assert "Horovod is '0.28.0' on rank 0 and '0.28.1' on rank 1" in text
     assert text.endswith("give every rank the same command line, and install the same versions on all hosts")

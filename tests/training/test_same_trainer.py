@@ -49,7 +49,10 @@ class Loss:
 
 
 class Penalty(nn.Module):
-    """A loss with weights of its own, which must be the same on all ranks. The weights of its model may differ."""
+    """A loss that refers to the model and has one parameter more, ``own``.
+
+    ``own`` must be equal on all ranks; the model's weights may differ.
+    """
 
     def __init__(self, model: nn.Module, own: float) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ def groups(model: nn.Sequential, decay: float, *, swapped: bool = False) -> SGD:
 
 
 def stepped(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optimizer:
-    """Return an optimizer with a state, as after loading a checkpoint."""
+    """Add state to ``optimizer``, as loading a checkpoint does, and return it."""
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, value)
     return optimizer
@@ -156,7 +159,7 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda r: given(loss=nn.CrossEntropyLoss(label_smoothing=r / 4)),
         "loss.label_smoothing is 0.0 on rank 0 and 0.25 on rank 1",
     ),
-    "label smoothing of ours": (
+    "label smoothing of dualtrain's CrossEntropy": (
         lambda r: given(loss=CrossEntropy(r / 4)),
         "loss.label_smoothing is 0.0 on rank 0 and 0.25",
     ),
@@ -243,7 +246,7 @@ def make(backend, arguments: dict[str, Any]) -> str:
 
 
 def make_equal(backend) -> list[str]:
-    """Make trainers from equal arguments, in processes whose memory addresses and set orders differ."""
+    """Make a trainer for each case that must be accepted; return the message of its error, or an empty text."""
     known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
     cases = [case for case, part in CASES.values() if not part]
     cases += [

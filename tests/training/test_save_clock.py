@@ -59,7 +59,8 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
 
 @pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
 def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_path, flags):
-    # With two virtual ranks on three ranks, one rank computes nothing, so a separate all-reduce sums the control flags.
+    # On torch, ``processes`` has three ranks: with two virtual ranks, one rank computes nothing, so a separate all-reduce
+    # sums the control flags.
     without = processes(saved_steps, str(tmp_path / "without"), [False, False], flags)
     by_time = processes(saved_steps, str(tmp_path / "by time"), [True, False], flags)
     others = processes(saved_steps, str(tmp_path / "others"), [False, True], flags)
@@ -75,7 +76,7 @@ def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_p
     assert written["checkpoints"] == by_time[0]["costs"]
 
 
-def test_a_save_by_time_does_not_wait_for_the_write_before_it(tmp_path, monkeypatch):
+def test_no_save_by_time_begins_while_an_earlier_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(SaveClock, "due", True)
     monkeypatch.setattr(Writer, "busy", property(lambda writer: writer.thread is not None))
     assert steps_of(tmp_path) == [1, 8]

@@ -105,7 +105,7 @@ def test_a_result_without_checkpoints_is_not_overwritten_by_a_new_training(tmp_p
     alone(tmp_path, 1)
     shutil.rmtree(tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
-    with pytest.raises(UserError, match="holds the summary of a run and no good checkpoint to resume from"):
+    with pytest.raises(UserError, match="holds the summary of a run, but no good checkpoint to resume from"):
         auto(tmp_path, 2)
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
@@ -187,7 +187,7 @@ def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
 
 
 def test_of_two_checkpoints_of_one_step_that_of_the_newer_generation_is_used(monkeypatch):
-    """Rank 0's checkpoint is of generation 1, rank 1's of generation 2: rank 1's host has taken over."""
+    """Generation 1 wrote rank 0's checkpoint. Generation 2, a later process on rank 1's host, wrote rank 1's."""
     owners: list[int] = []
 
     def send(folder: Path, name: str, owner: int, backend: Any) -> tuple[dict[str, Any], str]:
@@ -223,7 +223,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(real, tmp_path):
     real(by_disk, str(tmp_path), "1")
     rank_0, rank_1 = tmp_path / "0", tmp_path / "1"
     shutil.copytree(rank_0, rank_1)
-    with connect("local") as backend:  # rank 1's host continues the training: its folder then has step 4 too
+    with connect("local") as backend:  # a job of one rank continues rank 1's copy, and adds the checkpoint of step 4
         train(backend, "--epochs", "2", "--run-dir", str(rank_1), "--resume")
     (rank_1 / "summary.json").unlink()
     shutil.rmtree(rank_0)
@@ -235,7 +235,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(real, tmp_path):
     assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
     assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(rank_1.glob("summary.json"))
-    # Now both folders have checkpoints, and one has a summary, so no rank trains.
+    # Now the folders of ranks 0 and 1 have checkpoints, and rank 0's has a summary, so no rank trains.
     assert {one["steps"] for one, _ in real(by_disk, str(tmp_path), "3")} == {6}
 
 

@@ -165,7 +165,7 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
     with connect("local") as backend:
         model = Counting()
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
-        trainer.resume(tmp_path / "state")  # a job of one rank gets the average of ``mean``, and rank 0's other buffers
+        trainer.resume(tmp_path / "state")  # one rank gets the ranks' average of ``mean``, and rank 0's other buffers
         assert model.mean.item() == sum(counts) / len(counts)
         assert (model.count.item(), model.kept.item(), model.phase.item()) == (2, 2, 2)
         assert model.grows.tolist() == [True, True]
@@ -297,7 +297,7 @@ def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
 
 
 def uneven_norms(backend, first):
-    """Train with SyncBatchNorm. The last rank lacks the second of two batches, or if ``first``, has no batch at all."""
+    """Train with SyncBatchNorm on two batches per rank, or one if ``first``. The last rank has one batch fewer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)

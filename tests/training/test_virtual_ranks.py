@@ -19,9 +19,9 @@ from tests.threads import run_threads
 from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
 
 ALL = tuple(CASES)
-#: Cases that run in Horovod's worlds, by world size. They are few, because Horovod's operations take ten times as long, and
-#: because the other worlds test all models, random numbers and dtypes. tests/backends/test_sum_order.py also tests the
-#: sums of shards on Horovod. "transformer" has the most buckets. It has 3 shards, so in a world of 4 one rank has none.
+#: Cases that run in Horovod's worlds, by world size. They are few, because Horovod's operations take ten times as long as
+#: those of the other worlds, which run all cases. tests/backends/test_sum_order.py also tests the sums of shards on
+#: Horovod. "transformer" has the most buckets. It has 3 shards, so in a world of 4 one rank has none.
 ON_HOROVOD = {2: ("convnet", "drawing"), 3: ("branches", "bf16"), 4: ("transformer",)}
 
 
@@ -40,7 +40,7 @@ def test_one_result_in_every_world(real, alone):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_one_result_on_any_number_of_threads(size, alone):
+def test_one_result_on_any_number_of_ranks_that_are_threads(size, alone):
     names = ("branches", "narrow", "double")  # no random numbers, because threads share the generators
     for found in run_threads(size, trained, names):
         assert found == {name: alone[name] for name in names}
@@ -258,7 +258,7 @@ def test_a_counter_without_a_common_value_is_refused_on_every_rank(size):
 def average_of_weights(backend):
     """Return the averaged model's buffer ``calls`` after two steps and two evaluations.
 
-    Every forward pass adds 1 to ``calls``; the shards of a step count as one.
+    Every forward pass adds 1 to ``calls``. The shards of a step start from the same value, so a step adds 1, not 4.
     """
 
     def change(model, x):

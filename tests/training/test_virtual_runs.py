@@ -23,7 +23,7 @@ from tests.training.virtual import hash_of
 TEXT = "the quick brown fox jumps over the lazy dog . " * 40
 COMMON = ("--log-every", "1", "--checkpoint-every", "1000", "--workers", "0")
 RUNS = {
-    # The last batch of an epoch has 1 sample: three shards of four are empty.
+    # The last batch of an epoch has 1 sample, so three of its four shards are empty.
     "digits": (
         *("--model", "tests.training.virtual:dropping", "--batch-size", "359", "--accumulate", "2", "--epochs", "3"),
         *("--virtual-ranks", "4", "--ema", "0.9", "--momentum", "0.9", "--lr", "0.02", "--lr-scale", "linear"),

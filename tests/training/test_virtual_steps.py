@@ -107,7 +107,7 @@ def partly_sent(backend):
     trainer.close()
 
 
-def test_a_step_after_one_that_was_partly_sent_is_refused():
+def test_the_step_after_a_partly_sent_step_is_refused():
     with connect("local") as backend:
         partly_sent(backend)
 
@@ -161,7 +161,7 @@ def refused(backend):
     with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
         plain.split(samples())
     for one, other, message in (
-        (trainer, plain, "is of a trainer with virtual_ranks=4: give that number here"),
+        (trainer, plain, "is of a trainer with virtual_ranks=4: make this trainer with the same number"),
         (trainer, trainer_with(model, backend, shards=2), "virtual_ranks=4, not 2: give virtual_ranks=4"),
     ):
         with pytest.raises(UserError, match=message):
@@ -180,12 +180,12 @@ def other_threads(backend):
     Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend).close()
 
 
-def test_ranks_with_other_numbers_of_threads_are_refused(monkeypatch):
+def test_ranks_with_different_numbers_of_threads_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + RANK.get())
     run_threads(2, lambda backend: (RANK.set(backend.rank), other_threads(backend)))
 
 
-def test_a_state_of_another_number_of_threads_causes_a_warning(monkeypatch, caplog):
+def test_a_state_saved_with_another_number_of_threads_causes_a_warning(monkeypatch, caplog):
     with connect("local") as backend:
         trainer = trainer_with(perceptron(), backend)
         state = trainer.state_dict()

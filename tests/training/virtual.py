@@ -1,4 +1,4 @@
-"""Trainings with virtual ranks whose results must have the same bits in every world, and hashes of these results."""
+"""Cases of training with virtual ranks, and hashes of the results, which must have the same bits in every world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models_for_tests import CLASSES, seeded, small_buckets
 
 
 class ConvNet(nn.Module):
-    """Model of images (n, 3, 6, 6), with BatchNorm and dropout."""
+    """Model for images (n, 3, 6, 6), with BatchNorm and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ConvNet(nn.Module):
             nn.Flatten(),
             nn.Dropout(0.3),
             nn.Linear(64, 8),
-            nn.BatchNorm1d(8, momentum=None),  # without a momentum, updates depend on the count of batches
+            nn.BatchNorm1d(8, momentum=None),  # momentum=None: updates depend on num_batches_tracked
             nn.Linear(8, CLASSES),
         )
 
@@ -38,7 +38,7 @@ class ConvNet(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Model of vectors (n, …), with BatchNorm and dropout."""
+    """Model for inputs (n, …), with BatchNorm and dropout."""
 
     def __init__(self, inputs: int = 4, outputs: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Statistics(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Model of tokens (n, length), whose input and output layers share their weights."""
+    """Model for tokens (n, length). Its embedding and output layer share their weights."""
 
     def __init__(self, length: int = 5, tokens: int = 11) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def relative(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Model of vectors (n, 4) with a running mean; one layer is frozen, one rarely used, one never used."""
+    """Model for vectors (n, 4), with a running mean of its inputs; one layer is frozen, one rarely used, one never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Branches(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Model whose forward draws from torch, numpy and Python, and keeps the numbers."""
+    """Model whose forward draws random numbers from torch, numpy and Python, and stores them in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def passes(shard: Any, accumulate: int) -> Any:
-    """Split a shard into ``accumulate`` passes, or into fewer if the shard has fewer samples."""
+    """Split a shard into ``accumulate`` batches, one per backward pass, or fewer if the shard has fewer samples."""
     if shard is None:
         return None
     count = min(accumulate, len(shard[1]))
@@ -186,7 +186,7 @@ def trainer_of(backend: Any, case: Case, **options: Any) -> Trainer:
 
 
 def step(trainer: Trainer, case: Case, number: int) -> list[float]:
-    """Take step ``number``; return the totals."""
+    """Take step ``number``; return its ``Step.totals``."""
     samples = SIZES[number % len(SIZES)]
     parts = [passes(shard, case.accumulate) for shard in trainer.split(batch(case, number, samples))]
     return trainer.step(parts, float(samples)).totals
@@ -221,14 +221,14 @@ def hash_of(*values: Any) -> str:
 
 
 def digest(trainer: Trainer, *more: Any) -> str:
-    """Hash the state of a trainer: parameters, buffers, optimizer, averages, and ``more``."""
+    """Hash the parameters and buffers of a trainer, the states of its optimizer, GradScaler and EMA, and ``more``."""
     state = trainer.state_dict()
     kept = {name: state[name] for name in ("optimizer", "scaler", "ema")}
     return hash_of(dict(trainer.model.named_parameters()), dict(trainer.model.named_buffers()), kept, more)
 
 
 def trained(backend: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """Train each case; return one hash for each case, of its state and metrics."""
+    """Train each of the cases ``names``; return, by name, a hash of the final state and all metrics."""
     results = {}
     for name in names:
         case = CASES[name]

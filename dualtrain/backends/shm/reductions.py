@@ -40,7 +40,7 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
-_VECTOR_BYTES = 1 << 10  # least number of bytes for an exchanged vector; rounded up to pages
+_VECTOR_BYTES = 1 << 10  # smallest size of the slot for an exchanged vector; a rank's two slots fill whole pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operation of this rank was interrupted
 _READY, _DONE, _VECTOR = range(3)
@@ -107,7 +107,10 @@ class SharedMemory:
         self._exchange = self.exchange_short
 
     def add_partner(self, partner: SharedMemory) -> None:
-        """Add the memory of the same backend's other operations. They progress while operations of this memory wait."""
+        """Add ``partner``, which the same backend uses for other operations.
+
+        The operations of ``partner`` progress while operations of this memory wait.
+        """
         self._partners.append(partner)
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,9 +165,9 @@ class SharedMemory:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
         All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :meth:`new_buffer` is reduced
-        without copies; ``tensor`` must then be such a buffer on every rank. With ``in_place=False``, it is copied like any
-        other tensor. With ``tree``, which requires such buffers, partial sums are added along the tree instead of in rank
-        order.
+        without copies; ``tensor`` must then be such a buffer on every rank. With ``in_place=False``, such a buffer is
+        copied like any other tensor. ``tree`` requires such a buffer: partial sums are then added along the tree instead
+        of in rank order.
         """
         with self._lock:
             flat = tensor.view(-1)

@@ -44,7 +44,8 @@ class Semaphores:
 
         self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
         self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
-        #: Results of ``timed_wait``, for each kind and rank. 0 stands for a post that the next ``try_wait`` will report.
+        #: For each kind and rank, what the C function in ``timed_wait`` returned. After 0, which means success, the next
+        #: ``try_wait`` reports the post.
         self._received: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(kinds)]
         # Calls that do not block keep the GIL, which is faster; calls that block release it.
         with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)

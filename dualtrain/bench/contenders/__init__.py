@@ -49,7 +49,10 @@ class Contender:
         self.allreduce(tensor)
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
-        """Allocate ``numbers`` float32 values in the memory that the library reduces fastest; ``None`` if it has none."""
+        """Allocate ``numbers`` float32 values in the library's own memory, which it reduces fastest.
+
+        Returns ``None`` if the library has no such memory.
+        """
         return None
 
     def feed(self, folder: str, batch: int) -> int:
@@ -61,7 +64,7 @@ class Contender:
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """Return the seconds that a step of the empty model takes, in a plain loop and in the library's trainer."""
+        """Return the seconds per step of the empty model: "by hand" (in a plain loop), and "trainer" (in the library's)."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The script of ``raw_horovod.py`` on ``dualtrain.hvd``, as ``horovodize`` runs it."""
+"""The Horovod script of ``horovod_script.py`` on ``dualtrain.hvd``, as ``horovodize`` runs such a script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from dualtrain.bench.horovod_script import HorovodScript
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """Join the world and return the contender; see ``contenders``. On the CPU, keep freed memory as ``horovodize`` does."""
+    """Join the world and return the contender; see ``contenders``.
+
+    On the CPU, call ``keep_freed_memory`` as ``horovodize`` does.
+    """
     if device.type == "cpu":
         keep_freed_memory()
     return HorovodScript(hvd, device)

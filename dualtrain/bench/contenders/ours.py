@@ -138,7 +138,7 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 
 
 def connected(name: str, transport: str, device: torch.device) -> Backend:
-    """Connect to the other ranks; on the CPU, also keep freed memory. Collective.
+    """Connect to the other ranks; on the CPU, also call ``keep_freed_memory``. Collective.
 
     Raises:
         UserError: ``transport`` requests shared memory, which these ranks or this device cannot use.

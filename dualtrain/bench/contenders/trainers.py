@@ -14,11 +14,11 @@ from dualtrain.bench.workloads import Task
 
 
 class OfTrainer(Contender):
-    """Steps of the trainer with ``parts`` batches per rank, either accumulated or as virtual ranks.
+    """Steps of the trainer with PARTS batches per rank. Each batch is a virtual rank, or the batches are accumulated.
 
     Args:
-        option: "BACKEND/TRANSPORT", "BACKEND/TRANSPORT/virtual", or with ``parts``: "BACKEND/TRANSPORT/virtual/PARTS" and
-            "BACKEND/TRANSPORT//PARTS".
+        option: "BACKEND/TRANSPORT/virtual/PARTS" with virtual ranks, "BACKEND/TRANSPORT//PARTS" without. If PARTS is left
+            out, as in "BACKEND/TRANSPORT/virtual" and "BACKEND/TRANSPORT", it is 1.
         device: the rank's device.
     """
 

@@ -42,7 +42,8 @@ def likely_causes(program: Sequence[str]) -> list[str]:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or through other modules, are read too.
 
-    Files that cannot be read as Python or are nested too deeply are left out: the comparison works without their lines.
+    Files that cannot be read as Python, or whose code is nested too deeply, are left out: the comparison does not need
+    their lines.
     """
     first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]

@@ -104,7 +104,7 @@ class _Runs:
             self._round(number, of_round)
 
     def repeat(self) -> None:
-        """Run the sides again, up to the step at which they differ, to find out whether the script is repeatable."""
+        """Run each side again, if possible up to the step at which the sides differ, to see whether its runs agree."""
         evidence, horovod = self.evidence, self.evidence.horovod[0]
         difference = first_difference(horovod, evidence.full)
         needed = 0 if difference is None else plan.steps_to_reach(difference, horovod)
@@ -137,7 +137,7 @@ class _Runs:
         dualtrain.insert(0 if longest else len(dualtrain), found)
 
     def _run(self, side: Side, steps: int | None = None, *, compat: bool = False) -> RunRecord:
-        """Run the script for ``steps`` steps, or in full if this is ``None`` or not below the first run's steps."""
+        """Run the script for ``steps`` steps, or in full if ``steps`` is ``None`` or not below the first run's steps."""
         first = self.evidence.horovod[0] if self.evidence.horovod else None
         if steps is None or (first is not None and steps >= first.steps):
             steps = self.job.steps
@@ -153,7 +153,7 @@ def _equal_so_far(horovod: RunRecord, other: RunRecord) -> bool:
 
 
 def run(job: Job, side: Side, title: str, compat: bool = False) -> RunRecord:
-    """Run the script once, and print a line."""
+    """Run the script once, and print its number of steps and its duration to standard error."""
     began = time.monotonic()
     found = job.record(side, title.replace(",", "").replace(" ", "-"), compat=compat)
     show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)

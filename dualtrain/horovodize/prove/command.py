@@ -1,17 +1,20 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
 The unmodified script runs several times under real Horovod and under torchrun with dualtrain, for --steps optimizer steps
-or fewer. In most cases, the steps of all runs on both sides add up to less than three times --steps, or less than 150.
+or fewer. In most cases, the steps of all runs on both sides add up to less than three times --steps, or to less than 150
+if --steps is below 50.
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures the
 speed of both sides.
 
 The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
-result means the same bits, if necessary with Horovod's defects reproduced. If two runs on Horovod differ from each other
-(with --against, two runs with dualtrain), dualtrain and Horovod may differ by twice the difference of these two runs.
+result means the same bits as on Horovod, in a run with dualtrain that may reproduce Horovod's defects. If two runs on
+Horovod differ from each other (with --against, two runs with dualtrain), dualtrain and Horovod may differ by twice the
+difference of these two runs.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
-copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on other hardware, weights
-may differ by 0.001 (relative), but by no more than a tenth of the distance by which training has moved them.
+copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on other hardware or
+with another version of torch, weights may differ by 0.001 (relative), but by no more than a tenth of the distance by which
+training has moved them.
 """
 
 from __future__ import annotations

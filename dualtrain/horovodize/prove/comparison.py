@@ -23,7 +23,7 @@ class Difference:
         measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
         options: the optimizer's options that differ at ``step`` or, if none do, at ``measured``: (name, value in the first
             run, value in the second run).
-        order: the place of the step in the order of all optimizers' steps on this rank.
+        order: position of the step among the steps of all optimizers on this rank, as in ``OptimizerRecord.order``.
         at_end: whether the difference was found in the weights at the end of the script, not in those after a step.
     """
 
@@ -53,7 +53,7 @@ def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
 
 
 def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
-    """Return the difference of the tensors after the last step, if both scripts have ended at the same point."""
+    """Return the difference of the tensors after the last step, if both runs have ended at the same point."""
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if not _same_end(a, b):
             continue
@@ -66,12 +66,12 @@ def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
 
 
 def _same_end(one: RankRecord, other: RankRecord) -> bool:
-    """Return whether the tensors at the end of both scripts can be compared."""
+    """Return whether the tensors at the end of both runs can be compared."""
     return _ended_alike(one, other) and [each[:3] for each in one.state] == [each[:3] for each in other.state]
 
 
 def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
-    """Return whether both scripts have ended at the same point, and recorded tensors there."""
+    """Return whether both runs have ended at the same point, and recorded tensors there."""
     if not (one.state and other.state) or one.end is None or other.end is None or one.end.reason != other.end.reason:
         return False
     return [each.steps for each in one.optimizers] == [each.steps for each in other.optimizers]

@@ -57,7 +57,7 @@ class Evidence:
 
     @property
     def changed(self) -> str:
-        """Describe the differences of the script or its arguments from --against's record; may be empty."""
+        """Text that says how the script or its arguments differ from those of --against's record; may be empty."""
         if not self.recorded or not self.dualtrain:
             return ""
         there, here = self.horovod[0].ranks[0].start, self.dualtrain[0].ranks[0].start

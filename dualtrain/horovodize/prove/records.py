@@ -55,7 +55,8 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: position of each step among the steps of all optimizers on this rank; the first entry is for step 0.
+        order: position of each step among the steps of all optimizers on this rank: 2n + 1 for the step with index n in
+            ``RankRecord.seconds``. The first entry is for step 0: 2n if n steps were recorded before it.
     """
 
     type: str
@@ -164,7 +165,7 @@ class RunRecord:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second of the optimizer that steps first after the warm-up; ``None`` if there were too few steps."""
+        """Steps per second of the optimizer that takes the first step after the warm-up; ``None`` if steps are too few."""
         return self.speed_of_first(len(self.ranks[0].seconds))
 
     def speed_of_first(self, count: int) -> float | None:

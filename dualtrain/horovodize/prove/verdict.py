@@ -24,13 +24,15 @@ from dualtrain.horovodize.prove.comparison import (
 from dualtrain.horovodize.prove.evidence import Evidence, agrees
 from dualtrain.horovodize.prove.records import RunRecord, median_of
 
-#: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
+#: Up to this relative value, the first difference of a run may be rounding.
 ROUNDING = 1e-5
+#: Up to this relative value, the difference at the end of a run on other hardware counts as rounding.
 OTHER_HARDWARE = 1e-3
-#: Largest relative difference between two runs on one side. With a larger one, an error of a library would not be seen.
+#: If two runs with the same library differ by more than this relative value, nothing is proven: so large a difference
+#: could hide an error of a library.
 LARGEST_SPREAD = 1e-2
-#: The same limit as a part of the distance by which all steps have moved the weights. It also limits the difference
-#: between the libraries that is allowed on other hardware.
+#: A second limit, as a part of the distance by which all steps have moved the weights. It applies to the difference of two
+#: runs with the same library, and to the difference between the libraries on other hardware.
 PART_OF_TRAINING = 0.1
 
 
@@ -139,8 +141,8 @@ def _by_defects(evidence: Evidence, difference: Difference, steps: str) -> Verdi
     details = _places(evidence.compat)
     apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
     details.append(
-        f"without these defects (as dualtrain runs unless DUALTRAIN_HVD_COMPAT=1), the weights differ from step "
-        f"{difference.step} on, and {_by(apart)} after step {step}"
+        f"without these defects (dualtrain reproduces them only with DUALTRAIN_HVD_COMPAT=1), the weights differ from "
+        f"step {difference.step} on, and {_by(apart)} after step {step}"
     )
     return Verdict(line, 0, details, difference)
 
@@ -160,7 +162,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
         after = first_difference(evidence.horovod[0], evidence.compat)
         details += _places(evidence.compat)
         if after is not None and after.order > difference.order:
-            # The defects explain the first difference. Report the first of those that remain.
+            # The defects explain the first difference. Report the first one that remains with the defects reproduced.
             details.append(f"without these defects, the weights differ {where(difference)}")
             difference, once = after, f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
         elif after is not None:
@@ -173,9 +175,9 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     if not any(run.steps >= difference.step for run in evidence.dualtrain[1:]):
         details.append(
             f"whether dualtrain's own runs agree up to step {difference.step} was not checked; "
-            "--rounds 4 runs both sides in full"
+            "--rounds 4 runs both sides once more, with all steps"
         )
-    details.append(f"all weights differ {_by(apart)} after step {step}{once and ', with these defects'}")
+    details.append(f"all weights together differ {_by(apart)} after step {step}{once and ', with these defects'}")
     return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
 
 
@@ -222,7 +224,7 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 
 
 def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
-    """Compare Horovod's run with ``compat`` if ``required``, else with the closer of ``compat`` and the first run."""
+    """Compare Horovod's run with ``compat`` if that is ``required`` or closer, else with dualtrain's first run."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)
@@ -284,8 +286,8 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
 def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    Both distances compare weights after the same step: the last step that at least one run on each side, and two of
-    the ``repeated`` runs, have summarized.
+    The distance between the sides is the median of all pairs of runs. Both distances compare weights after the same step.
+    It is the last step that at least one run of each side and two of the ``repeated`` runs have summarized.
     """
     steps = min(max(run.steps for run in ours), sorted(run.steps for run in repeated)[-2])
     long = [run for run in (*horovod, *ours, *repeated) if run.steps >= steps]

@@ -61,7 +61,7 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
 
 
 def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
-    """Return whether a condition that is in ``loop`` and contains ``passes`` decides if this backward pass runs."""
+    """Return whether the backward pass ``event`` is in an ``if`` in ``loop`` whose condition contains ``passes``."""
     if event.kind != "backward" or isinstance(passes, ast.Constant):
         return False
     tests = [above.test for above in source.above(event.node) if isinstance(above, ast.If) and loop in source.above(above)]
@@ -104,7 +104,7 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
 
 
 def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
-    """Return whether each iteration may use a different model: the loop variable is called to compute the loss."""
+    """Return whether each iteration may use a different model, because the loop variable is called to compute the loss."""
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
@@ -135,7 +135,10 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
 
 
 def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bool:
-    """Return whether two backward passes certainly reach the same model: one of the optimizer's, if they reach any."""
+    """Return whether two backward passes certainly reach the same model.
+
+    If any backward pass reaches a model of the optimizer, only models of the optimizer count.
+    """
     wraps = [(file, wrap) for file in source.program for name, wrap in file.wraps if name == step.optimizer]
     own = {model for file, wrap in wraps for model in models_of_optimizer(file, wrap)}
     reached = [models_of_loss(source, backward) for backward in passes]
@@ -144,7 +147,7 @@ def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bo
 
 
 def _steps_until_backward(block: list[ast.stmt]) -> int:
-    """Return the number of steps, of wrapped and other optimizers, before the next backward pass in ``block``."""
+    """Return the number of steps of all optimizers, wrapped or not, before the next backward pass in ``block``."""
     found = 0
     for call in (node for statement in block for node in ast.walk(statement) if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":

@@ -73,7 +73,7 @@ def horovod_run(source: Source) -> Iterator[Finding]:
             here = "" if isinstance(refused[0].value, ast.Constant) else f", unless this argument is None{accepted}"
             message = (
                 f"dualtrain refuses horovod.run({refused[0].arg}=…){here}: dualtrain's run() does not support other "
-                "hosts, elastic training or output files; start the script with torchrun, and call the function itself"
+                "hosts, elastic training or output files; start the script with torchrun, and call the function directly"
             )
             yield Finding(call.lineno, "unsupported", message)
         else:
@@ -104,7 +104,7 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
 
 
 def variables(source: Source) -> Iterator[Finding]:
-    """HOROVOD_… variables that the script sets, and that have no effect here."""
+    """HOROVOD_… variables that the script sets, and that have no effect with dualtrain."""
     for node in source.nodes:
         for value in _set_by(source, node):
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
@@ -145,7 +145,10 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _has_alternative(source: Source, node: ast.AST) -> bool:
-    """Return whether the same function also reads variables of torchrun or Horovod: torchrun's ranks have both."""
+    """Return whether the same function also reads variables of torchrun or Horovod: both kinds are set under torchrun.
+
+    Outside functions, only the statement of ``node`` is searched.
+    """
     inside = ast.walk(source.scope(node)) if source.scope(node) is not source.tree else ast.walk(source.statement(node))
     texts = {other.value for other in inside if isinstance(other, ast.Constant) and isinstance(other.value, str)}
     return any(re.fullmatch("(HOROVOD_)?(LOCAL_)?RANK|WORLD_SIZE|HOROVOD_(LOCAL_)?SIZE", text) for text in texts)

@@ -19,10 +19,9 @@ _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
 
 def padded_evaluation(source: Source) -> Iterator[Finding]:
-    """A DistributedSampler or ElasticSampler under a validation or test loader.
+    """A DistributedSampler or ElasticSampler of a validation or test loader.
 
-    The message says that nothing combines the ranks' results if the source is certain of that; else it is about repeated
-    samples.
+    If the source shows that nothing combines the ranks' results, the message is about that, else about repeated samples.
     """
     for call in source.calls:
         of_torch = re.fullmatch(_SAMPLER, source.name(call.func))

@@ -1,4 +1,4 @@
-"""Rules on libraries that detect the other ranks themselves."""
+"""Rules on libraries that detect ranks or average gradients independently of the script."""
 
 from __future__ import annotations
 

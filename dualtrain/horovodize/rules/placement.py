@@ -107,7 +107,7 @@ def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
 
 
 def _visible_values(source: Source, variable: ast.expr) -> list[ast.expr]:
-    """Return the values of ``variable`` that its function, or a function or module around it, assigns."""
+    """Return the values assigned to ``variable`` in the functions around it or the module; all values for an attribute."""
     if isinstance(variable, ast.Name) and variable.id in source.parameters(variable):
         return []
     text, around = ast.unparse(variable), list(source.above(variable))

@@ -20,7 +20,7 @@ class _Unmatched(NamedTuple):
 
     name: str
     call: ast.Call
-    where: tuple[ast.AST, tuple[bool, str]]  # the function, and the condition
+    where: tuple[ast.AST, tuple[bool, str]]  # the function, and the condition as in ``Guards.signature``
 
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
@@ -69,7 +69,7 @@ class _Collectives:
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         here, there = list(self._inside(body)), list(self._inside(other))
         if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
-            # If other conditions decide too, a later call with a condition of its own may be for all ranks.
+            # With ``rank == 0 and flag``, a later call in an ``if`` of its own may run on all ranks if ``flag`` is false.
             several = isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And)
             later = self._inside(self._following(branch))
             there += [(name, call) for name, call in later if not (several and self._is_conditional(call, branch))]

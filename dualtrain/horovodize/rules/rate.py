@@ -34,7 +34,7 @@ _OF_HOSTS = {
 def rate_times_size(source: Source) -> Iterator[Finding]:
     """A learning rate that grows with the number of ranks."""
     if _warms_up(source) or _is_adjusted_elsewhere(source):
-        return  # the message asks for a warm-up, and a function of another file may replace the rate
+        return  # a script with a warm-up needs no message, and a function of another file may replace the rate
     powers = _Powers(source)
     cyclic = [call for call in source.calls if source.name(call.func) in _CYCLIC]
     used = [value for value in _rates(source, cyclic) if powers.of(value) > 0]
@@ -152,7 +152,8 @@ class _Powers:
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
-        #: With Adasum, only size() counts: a rate times local_size() is correct, because the gradients of a host are added.
+        #: With Adasum, only size() counts: Horovod's guide recommends a rate times local_size(), because with NCCL the
+        #: gradients are averaged over the ranks of each host.
         self._adasum = any(source.hvd(node) == "Adasum" for node in source.nodes)
         self._properties = {
             name

@@ -248,8 +248,8 @@ def adasum(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) == "Adasum" and isinstance(node, ast.Attribute | ast.Name):
             message = (
-                "here, Adasum combines any number of ranks; Horovod needs MPI and a power of two, and on GPUs it averages "
-                "over the ranks of each host first, which gives other results; nothing to do on the CPU"
+                "with dualtrain, Adasum combines any number of ranks; Horovod needs MPI and a power of two, and on GPUs it "
+                "first averages over the ranks of each host, so results differ; nothing to do on the CPU"
             )
             yield Finding(node.lineno, "differs", message)
             return
@@ -262,8 +262,8 @@ def half_precision(source: Source) -> Iterator[Finding]:
             continue
         if not _is_for_adasum(source, node) and not _is_switched_off(source, node):
             message = (
-                "averages of fp16 values cannot overflow here; on Horovod with MPI, Gloo or NCCL before 2.10, their sums "
-                "can; nothing to do"
+                "averages of fp16 values cannot overflow with dualtrain; on Horovod with MPI, Gloo or NCCL before 2.10, "
+                "sums of these values can; nothing to do"
             )
             yield Finding(node.lineno, "differs", message)
             return

@@ -42,7 +42,7 @@ def different_splits(source: Source) -> Iterator[Finding]:
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
     """Return whether each rank may have its own ``data``: its name, or what is assigned to it, contains "rank" or "shard".
 
-    False if ``data`` is a parameter of the function, whose value is unknown.
+    Return False if ``data`` is a parameter of the function, because its value is unknown.
     """
     parameter = isinstance(data, ast.Name) and data.id in source.parameters(data)
     return not parameter and is_sharded(source, data)

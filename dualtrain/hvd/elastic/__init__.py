@@ -32,8 +32,9 @@ def run(func: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``train(state, ...)``: call ``state.sync()``, which copies the root's state to all ranks, then ``train``.
 
     After a HorovodInternalError in either call, the last commit is restored; after a HostsUpdatedInterrupt the state
-    does not change. In both cases Horovod is shut down and initialized again, the reset callbacks run, and both calls
-    are made again; if hosts were only removed, ``state.sync()`` is skipped. Other exceptions are raised to the caller.
+    does not change. In both cases Horovod is shut down and initialized again, the reset callbacks run, and then
+    ``state.sync()`` and ``train`` are called again. If hosts were only removed, ``state.sync()`` is skipped. Other
+    exceptions are raised to the caller.
 
     ``train`` must not begin with a collective, because other ranks may still be syncing.
     """

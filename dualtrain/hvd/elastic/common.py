@@ -192,7 +192,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[...,
     """Wrap ``func(state, ...)`` so that it runs again after failed collectives and changes of hosts.
 
     Args:
-        func: the training function, which gets the :class:`State` first. Must not begin with a collective.
+        func: the training function, with the :class:`State` as its first argument. It must not begin with a collective,
+            because other ranks may still be in ``state.sync()``.
         reset: leaves the world and joins the new one.
     """
 
