@@ -36,10 +36,16 @@ class Guards:
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
     def _assigned_ranks(self) -> dict[str, str]:
-        """Map each variable that is assigned one kind of rank, and no other kind, to this kind."""
+        """Map each variable that is assigned one kind of rank, and no other kind, to this kind.
+
+        An element such as ``setup["rank"]`` counts as a rank.
+        """
         kinds: dict[str, set[str]] = {}
         for target, value, _ in self.source.assignments:
-            if name := self.rank(value):
+            element = (
+                value.slice.value if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) else None
+            )
+            if name := self.rank(value) or (str(element) if element in RANKS else ""):
                 kinds.setdefault(target, set()).add(name)
         return {target: names.pop() for target, names in kinds.items() if len(names) == 1}
 
@@ -86,16 +92,16 @@ class Guards:
             inner = self.signature(test.test, depth + 1) if arms in ([True, False], [False, True]) else None
             return inner and (inner[0] is arms[0], inner[1])
         if isinstance(test, ast.BoolOp):
-            found = [part for value in test.values if (part := self.signature(value))]
+            found = [part for value in test.values if (part := self.signature(value, depth))]
             if not isinstance(test.op, ast.And) or not found:
                 return None
-            others = sorted(ast.unparse(value) for value in test.values if self.signature(value) is None)
+            others = sorted(ast.unparse(value) for value in test.values if self.signature(value, depth) is None)
             return found[0][0], " and ".join([found[0][1], *others])
         if isinstance(test, ast.Name | ast.Attribute):
             text = ast.unparse(test)
             values = self.source.values.get(text, [])
             test = self._comparisons.get(text, test)
-            if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name) and depth < 4:
+            if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name | ast.BoolOp) and depth < 4:
                 return self.signature(values[0], depth + 1)
         if isinstance(test, ast.Compare) and (rank := self._rank_constant(test)):
             return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
@@ -113,7 +119,10 @@ class Guards:
         if isinstance(test.ops[0], ast.In | ast.NotIn):
             one = len(ranks) == 1
         else:
-            one = isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt) and ranks == [test.comparators[0]]
+            alone = isinstance(test.ops[0], ast.Eq | ast.NotEq) or (
+                isinstance(test.ops[0], ast.Gt) and ast.unparse(test.comparators[0]) == "0"
+            )
+            one = alone and ranks == [test.comparators[0]]
         return ast.unparse(ranks[0]) if one else ""
 
     @staticmethod
@@ -182,12 +191,12 @@ class Guards:
                 return False
         return True
 
-    def is_certain_before(self, node: ast.AST, later: ast.AST) -> bool:
-        """Return whether every run with Horovod that reaches ``later`` has reached ``node`` before, if it enters all loops.
+    def runs_whenever(self, node: ast.AST, other: ast.AST) -> bool:
+        """Return whether every run with Horovod that reaches ``other`` also reaches ``node``, if it enters all loops.
 
-        Both nodes must be in one function, ``node`` first.
+        Both nodes must be in one function.
         """
-        around, shared = list(self.source.above(later)), list(self._conditions(later))
+        around, shared = list(self.source.above(other)), list(self._conditions(other))
         for above in self.source.above(node):
             if isinstance(above, ast.ExceptHandler | ast.match_case) and above not in around:
                 return False
@@ -221,16 +230,16 @@ class Guards:
         exits = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _EXITS
         return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
 
-    def _is_off(self, test: ast.expr, truth: bool) -> bool:
+    def _is_off(self, test: ast.expr, truth: bool, depth: int = 0) -> bool:
         """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank, or never."""
         if isinstance(test, ast.Constant):
             return bool(test.value) is not truth
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._is_off(test.operand, not truth)
+            return self._is_off(test.operand, not truth, depth)
         if isinstance(test, ast.BoolOp):
-            parts = [self._is_off(value, truth) for value in test.values]
+            parts = [self._is_off(value, truth, depth) for value in test.values]
             return any(parts) if isinstance(test.op, ast.And) is truth else all(parts)
-        means = self._means_horovod(test)
+        means = self._means_horovod(test, depth)
         return means is not None and means is not truth
 
     def _means_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
@@ -246,10 +255,22 @@ class Guards:
         if len(values) == 1 and depth < 3 and (known := self._means_horovod(values[0], depth + 1)) is not None:
             return known
         if isinstance(test, ast.Call):
+            if depth < 3 and (known := self._returns_horovod(test, depth + 1)) is not None:
+                return known
             called = self.source.hvd(test.func)
             name = ast.unparse(test.func).rpartition(".")[2]
             return True if called == "is_initialized" or (not called and _HOROVOD.search(name)) else None
         return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
+
+    def _returns_horovod(self, call: ast.Call, depth: int) -> bool | None:
+        """Return :meth:`_means_horovod` of the only value that the script's function, which ``call`` calls, returns."""
+        function = self.source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        if function is None or self.source.is_ambiguous(function.name):
+            return None
+        ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+        if len(ends) != 1 or ends[0] is None:
+            return None
+        return True if self._is_off(ends[0], False, depth) else False if self._is_off(ends[0], True, depth) else None
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
         """Return the value of a comparison when Horovod is used with several ranks; None if unknown."""

@@ -43,11 +43,11 @@ def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Ite
     """Yield the nodes that run after ``first``, and never without it in a run with Horovod."""
     guards, scope, seen = Guards(source), source.scope(first), set[Scope]()
     for node in _following(source, first):
-        if guards.is_certain_before(first, node):
+        if guards.runs_whenever(first, node):
             yield node
             if isinstance(node, ast.Call):
                 yield from _inside_called(source, node, seen)
-    if depth < 3 and guards.is_certain_before(first, scope):
+    if depth < 3 and guards.runs_whenever(first, scope):
         for call in calls_of(source, scope):
             yield from nodes_certainly_after(source, call, depth + 1)
 

@@ -99,7 +99,10 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _prepare() -> None:
-    """Install the import hook, and set HOROVOD_RANK and similar variables, which a script may read before ``hvd.init``."""
+    """Install the import hook, set up memory allocation, and set HOROVOD_RANK and similar variables.
+
+    A script may read these variables before ``hvd.init``.
+    """
     from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.horovodize.imports import install
 

@@ -211,10 +211,14 @@ class Source:
         return Counter(node.name for node in self.nodes if isinstance(node, Function))
 
     def is_ambiguous(self, name: str) -> bool:
-        """Return whether ``name`` is a method, or the script defines or assigns several things of this name."""
+        """Return whether the function ``name`` is a method, is defined several times, or is also assigned as a variable."""
         function = self.functions.get(name)
         method = function is not None and isinstance(self.parents[function], ast.ClassDef)
         return method or self._definitions_of_names[name] > 1 or name in self.values
+
+    def is_only(self, name: str) -> bool:
+        """Return whether the script defines one function or method ``name``, and assigns nothing to this name."""
+        return self._definitions_of_names[name] == 1 and name not in self.values
 
     @cached_property
     def mentions(self) -> dict[str, list[ast.AST]]:
@@ -275,7 +279,7 @@ class Source:
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Return whether the two nodes are in different branches of one ``if``, or of two with the same condition."""
+        """Return whether the nodes are in different branches of one ``if``, or of two ``if`` with the same condition."""
         arms = dict(arm for above, below in self._branches(one) for arm in self._arms(above, below))
         others = (arm for above, below in self._branches(other) for arm in self._arms(above, below))
         return any(arms.get(key, arm) is not arm for key, arm in others)
@@ -283,8 +287,9 @@ class Source:
     def _arms(self, branch: ast.AST, below: ast.AST) -> Iterator[tuple[object, bool]]:
         """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
-        The keys are the node ``branch``, and the condition's text, in its function if it contains a parameter. The text is
-        left out if it contains a call or ``:=``, because its value may then change between two evaluations.
+        The first key is the node ``branch``. The second key is the condition's text without ``not``, and the function if
+        the condition contains one of its parameters. There is no second key if the condition contains a call or ``:=``,
+        because its value may then change between two evaluations.
         """
         arm = _arm(branch, below)
         yield branch, arm

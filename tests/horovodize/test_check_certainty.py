@@ -71,7 +71,7 @@ CASES = [
         f"{WRAP}for net in nets:\n    net(x).backward()\noptimizer.step()",
     ),
     (
-        "frozen_after_wrapping",  # a target network, which the optimizer does not have
+        "frozen_after_wrapping",  # a target network, whose parameters the optimizer does not have
         f"{WRAP}for p in model.parameters():\n    p.requires_grad = False",
         f"{WRAP}for p in target.parameters():\n    p.requires_grad = False",
     ),
@@ -103,7 +103,7 @@ CASES = [
         f"def run():\n    scaler.step(optimizer)\n{WRAP}def other():\n    optimizer.synchronize()",
     ),
     (
-        "same_random_numbers",  # torch seeds numpy in worker processes, whatever the script's seed is
+        "same_random_numbers",  # in worker processes torch seeds numpy, so that the script's seed of numpy has no effect
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=0)",
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=4)",
     ),
@@ -130,14 +130,59 @@ CASES = [
     ),
     ("use_after_shutdown", "hvd.shutdown()\nhvd.rank()", "if done:\n    hvd.shutdown()\nhvd.rank()"),
     (
-        "use_after_shutdown",  # under a main guard, and after an early return, in a function that another one calls
+        "use_after_shutdown",  # no finding if stop() may return before it shuts down; an early return of run() is no reason
         "def stop():\n    hvd.shutdown()\ndef run():\n    if args.test:\n        return\n    stop()\n    hvd.rank()\n"
         "if __name__ == '__main__':\n    run()\n",
         "def stop():\n    if args.test:\n        return\n    hvd.shutdown()\ndef run():\n    stop()\n    hvd.rank()\n"
         "if __name__ == '__main__':\n    run()\n",
     ),
     (
-        "use_after_shutdown",  # one condition around both calls
+        "padded_evaluation",  # a loader in a dict
+        f"loaders = {{'test': torch.utils.data.DataLoader(test_data, sampler={SAMPLER})}}\n"
+        f"{TRAIN}for x in loaders['test']:\n    model(x)",
+        f"loaders = {{'test': torch.utils.data.DataLoader(test_data, sampler={SAMPLER})}}\n"
+        f"{TRAIN}for x in loaders['train']:\n    model(x)",
+    ),
+    (
+        "padded_evaluation",  # an entry of a dict
+        f"test_sampler = {SAMPLER}\nd = {{}}\nd['test'] = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\n"
+        f"{TRAIN}for name in ['train', 'test']:\n    run(d[name])",
+        f"test_sampler = {SAMPLER}\nd = {{}}\nd['test'] = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\n"
+        f"{TRAIN}run(d['train'])",
+    ),
+    (
+        "branch_on_build",
+        "use_adasum = args.adasum\nif use_adasum and hvd.nccl_built():\n    rate = 1",
+        "use_adasum = 0\nif use_adasum and hvd.nccl_built():\n    rate = 1",
+    ),
+    (
+        "scaler_before_synchronize",  # no finding in code for runs with one rank, if a function of the script shows this
+        f"{WRAP}scaler = GradScaler()\ndef parallel():\n    return hvd.rank() == 0\nif not parallel():\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)",
+        f"{WRAP}scaler = GradScaler()\ndef parallel():\n    return hvd.is_initialized() and hvd.size() > 1\n"
+        "if not parallel():\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)",
+    ),
+    (
+        "collective_on_some_ranks",  # a method that contains a collective call
+        f"{INIT}class T:\n    def send(self):\n        hvd.barrier()\n    def run(self):\n"
+        "        if hvd.rank() == 0:\n            self.send()",
+        f"{INIT}class T:\n    def send(self):\n        hvd.barrier()\n    def run(self):\n        self.send()\n"
+        "        if hvd.rank() == 0:\n            other.send()",
+    ),
+    (
+        "collective_on_some_ranks",  # a rank from a function of a different file
+        "place = setup()\nrank = place['rank']\nfirst = (rank == 0 and place['local_rank'] == 0)\n"
+        "if first:\n    hvd.barrier()",
+        "place = setup()\nrank = place['number']\nfirst = rank == 0\nif first:\n    hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # a flag that is part of its own new value
+        "first = hvd.rank() == 0\nif first:\n    hvd.barrier()",
+        "first = first and args.log\nif first:\n    hvd.barrier()",
+    ),
+    ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
+    (
+        "use_after_shutdown",  # a finding if one condition is around both calls; none if only a handler shuts down
         "if __name__ == '__main__':\n    if done:\n        hvd.shutdown()\n        hvd.rank()",
         "try:\n    train()\nexcept ValueError:\n    hvd.shutdown()\nhvd.rank()",
     ),
@@ -220,3 +265,10 @@ def test_the_finding_on_evaluation_says_whether_results_are_combined(more, words
     script = source(f"{INIT}{loader}{TRAIN}for x in test_loader:\n    total += model(x)\n{more}")
     (finding,) = BY_NAME["padded_evaluation"](script)
     assert words in finding.message
+
+
+@pytest.mark.parametrize(("step", "repaired"), [("optimizer.step()", True), ("if i % 2:\n    optimizer.step()", False)])
+def test_a_clip_before_a_step_that_may_be_skipped_has_no_repair(step, repaired):
+    script = source(f"import torch\n{WRAP}{CLIP}{step}\n")
+    (finding,) = BY_NAME["clip_before_synchronize"](script)
+    assert bool(finding.edits) is repaired

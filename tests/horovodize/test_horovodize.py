@@ -162,7 +162,7 @@ def test_the_names_for_check_are_those_of_horovod():
 
 @pytest.fixture
 def unprepared(monkeypatch):
-    """Skip the preparation of scripts; restore arguments, path, main module and hooks afterwards."""
+    """Skip the preparation of scripts; restore arguments, path, main module and sys.excepthook afterwards."""
     monkeypatch.setattr(run_script, "_prepare", lambda: None)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name in ("argv", "path"):

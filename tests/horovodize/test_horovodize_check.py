@@ -18,7 +18,7 @@ from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
-#: (rule, script with one finding of the rule, in the line marked HERE, and script without findings of the rule)
+#: (rule, script in which the rule has one finding (in the line marked HERE), script in which the rule has no finding)
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
@@ -317,7 +317,7 @@ CASES = [
         "def other():\n    if not is_master():\n        return\n    torch.save(x, 'y')\nother()",
     ),
     (
-        "never_broadcast",  # a separate generator's seed, or broadcast_parameters in a comment, has no effect
+        "never_broadcast",  # a torch.Generator's seed and a comment about broadcast_parameters do not hide the finding
         "g = torch.Generator()\ng.manual_seed(1)\nhvd.broadcast_optimizer_state(o, 0)  # not broadcast_parameters\n"
         + WRAP.replace("\n", "  # HERE\n")
         + f"x = {' + '.join('a' * 500)}\n",
@@ -366,7 +366,7 @@ CASES = [
         "def seed_all(seed):\n    torch.manual_seed(seed)",
     ),
     (
-        "same_random_numbers",  # a function seeds; the script sums gradients by itself
+        "same_random_numbers",  # a function seeds; the script averages gradients without DistributedOptimizer
         "import random\ndef seed_all(seed):\n    random.seed(seed)  # HERE\nclass Data:\n    def __getitem__(self, i):\n"
         "        return random.random()\nseed_all(7)\nloss.backward()\nhvd.allreduce_(g)",
         "import random\ndef seed_all(seed):\n    random.seed(seed)\nclass Data:\n    def __getitem__(self, i):\n"
@@ -681,7 +681,7 @@ CASES = [
         "        torch.save(x, self.path)\ns = Saver(f'x{hvd.rank()}')\ns.save()",
     ),
     (
-        "same_gpu",  # all ranks use GPU 0, because set_device does not change cuda:0
+        "same_gpu",  # all ranks use GPU 0: cuda:0 is the same GPU before and after set_device
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')  # HERE",
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\n"
         "device = torch.device('cuda', hvd.local_rank())\nif args.one:\n    model.to('cuda:0')",
@@ -692,7 +692,7 @@ CASES = [
         "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",
     ),
     (
-        "gpu_by_rank",  # no finding for main's local rank, although a rank outside main has the same name
+        "gpu_by_rank",  # no finding if main's variable rank is the local rank, even if the module's is not
         "def main():\n    rank = hvd.rank()\n    torch.cuda.set_device(rank)  # HERE",
         "def main():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)\nrank = hvd.rank()",
     ),
@@ -789,7 +789,7 @@ CASES = [
         "    def test(self):\n        hvd.barrier()\nif hvd.rank() == 0:\n    mean(x)\n    test(x)\n    hvd.shutdown()",
     ),
     (
-        "collective_on_some_ranks",  # no finding: in join, the other ranks take part in rank 0's call
+        "collective_on_some_ranks",  # no finding: the other ranks take part in rank 0's call while they wait in join()
         "if hvd.rank() == 0:\n    hvd.allreduce_(x)  # HERE",
         "if hvd.rank() == 0:\n    hvd.allreduce_(x)\nhvd.join()",
     ),
@@ -902,14 +902,14 @@ CASES = [
         "x = average(m.compute())",
     ),
     (
-        "lost_by_function",  # a function that returns the wrapped optimizer
+        "lost_by_function",  # no finding if the caller assigns the wrapped optimizer
         "def wrap(opt, net):\n    opt = hvd.DistributedOptimizer(opt)\n    return opt\n"
         "optimizer = torch.optim.SGD(p)\nwrap(optimizer, net)  # HERE\noptimizer.step()",
         "def wrap(opt, net):\n    return hvd.DistributedOptimizer(opt)\n"
         "optimizer = torch.optim.SGD(p)\noptimizer = wrap(optimizer, net)\noptimizer.step()",
     ),
     (
-        "lost_by_function",  # a function that keeps the wrapped optimizer
+        "lost_by_function",  # no finding if the function stores the wrapped optimizer
         "def start(net, opt):\n    opt = hvd.DistributedOptimizer(opt)\n    hvd.broadcast_optimizer_state(opt, 0)\n"
         "optimizer = torch.optim.SGD(p)\nstart(net, opt=optimizer)  # HERE\noptimizer.step()",
         "def start(net, opt):\n    opt = hvd.DistributedOptimizer(opt)\n    net.optimizer = opt\n"
@@ -944,7 +944,7 @@ CASES = [
         "def mean():\n    y = torch.zeros(3).to(device)\n    hvd.allreduce(y)\n    return y",
     ),
     (
-        "unknown_name",  # the script fails at the import
+        "unknown_name",  # the finding is in the line of the import, which fails
         "from horovod.torch.mpi_ops import AllreduceType  # HERE\nx(AllreduceType.Adasum)",
         "from horovod.torch import mpi_ops\nmpi_ops.allreduce(x)",
     ),
@@ -965,6 +965,14 @@ CASES = [
         "test_sampler = torch.utils.data.DistributedSampler(test_data, 2, 0)\n"
         "test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler, drop_last=True)\n"
         "for x in test_loader: pass",
+    ),
+    (
+        "adasum_skipping",
+        "op = hvd.Adasum if args.adasum else hvd.Average\noptimizer = hvd.DistributedOptimizer(optimizer, op=op)\n"
+        "with optimizer.skip_synchronize():  # HERE\n    optimizer.step()",
+        f"{WRAP}with optimizer.skip_synchronize():\n    optimizer.step()\n"
+        "other = hvd.DistributedOptimizer(other, op=hvd.Adasum)\nif not use_adasum:\n"
+        "    with other.skip_synchronize():\n        other.step()",
     ),
     (
         "apex_before_synchronize",
@@ -1007,7 +1015,7 @@ CASES = [
         "lr = 0.1 * hvd.size()\no = torch.optim.SGD(p, lr=lr)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1)",
     ),
     (
-        "rate_times_size",  # no finding if a condition uses the length of the warm-up; a declaration is not enough
+        "rate_times_size",  # no finding if a condition reads an option for warm-up; declaring it is not enough
         "parser.add_argument('--warmup-epochs', default=5)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nif epoch < args.warmup_epochs:\n    scheduler.step()",
     ),
@@ -1081,7 +1089,7 @@ CASES = [
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns.load_state_dict(hvd.broadcast_object(s.state_dict()))",
     ),
     (
-        "collective_on_some_ranks",  # no finding if another condition decides too: all ranks continue in training
+        "collective_on_some_ranks",  # no finding if the phase decides too: in the training phase, no rank skips the barrier
         "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
         "    hvd.barrier()  # HERE",
         "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
@@ -1098,7 +1106,7 @@ CASES = [
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nf = make_schedule(hvd.size(), args.warmup_epochs)",
     ),
     (
-        "shard_by_local_rank",  # a process group has no samples
+        "shard_by_local_rank",  # no finding for init_process_group(), which reads no samples
         "reader(rank=hvd.local_rank(), world_size=hvd.size())  # HERE",
         "torch.distributed.init_process_group('gloo', rank=hvd.local_rank(), world_size=hvd.size())",
     ),
@@ -1112,7 +1120,7 @@ CASES = [
         "for epoch in range(9):\n    for x in test(): pass",
     ),
     (
-        "undefined_names",  # in class bodies, patterns and after ``suppress``
+        "undefined_names",  # names in class bodies, in match patterns and in blocks of ``suppress(NameError)``
         "class A:\n    log = getLogger(__qualname__)  # HERE",
         "def a(v):\n    match v:\n        case [first, *rest]: print(first, rest)\n"
         "        case {'k': k, **more}: print(k, more)\n"
@@ -1140,7 +1148,7 @@ CASES = [
         "with optimizer.skip_synchronize():\n    scaler.step(optimizer)",
     ),
     (
-        "never_broadcast",  # an object with a seed of its own
+        "never_broadcast",  # the seed of one object does not make the weights equal
         "from lib import Sampler\nSampler(data, seed=seed)\n" + WRAP.replace("\n", "  # HERE\n"),
         "from lib import seed_all\nseed_all(seed)\n" + WRAP,
     ),
@@ -1173,7 +1181,7 @@ def test_a_rule_finds_only_the_marked_line(rule, wrong, right):
     assert list(BY_NAME[rule](source(right))) == []
 
 
-def test_a_lost_schedule_is_broadcast_as_its_state():
+def test_the_finding_for_a_discarded_schedule_says_to_broadcast_its_state():
     (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(scheduler_wu)"))
     assert found.message.endswith("; broadcast its state_dict(), and load the result on all ranks")
     (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(model_state)"))
@@ -1188,7 +1196,7 @@ def test_a_state_that_one_rank_loads_must_be_broadcast():
     assert found.message.endswith("; nothing to do")
 
 
-def test_weights_of_a_model_from_elsewhere_may_be_equal():
+def test_a_model_that_the_caller_makes_may_have_equal_weights_on_all_ranks():
     wrap = "hvd.init()\n    o = hvd.DistributedOptimizer(o, m.named_parameters())"
     (found,) = BY_NAME["never_broadcast"](source(f"def fit(m, o):\n    {wrap}"))
     assert "unless the code that makes the model gives all ranks the same weights" in found.message
@@ -1262,28 +1270,27 @@ def test_functions_that_nothing_uses_have_no_findings():
         ("hvd.local_size() * hvd.cross_size()", "number of ranks,"),
     ],
 )
-def test_a_rate_names_the_number_that_it_grows_with(factor, words):
+def test_the_finding_for_a_rate_names_the_number_that_multiplies_it(factor, words):
     (found,) = BY_NAME["rate_times_size"](source(f"n = {factor}\ntorch.optim.SGD(p, lr=0.1 * n)"))
     assert words in found.message
 
 
-def test_clips_by_norm_and_by_value_are_named():
+def test_the_finding_says_whether_norms_or_values_are_clipped():
     for clip, own in [("clip_grad_norm_", "norm;"), ("clip_grad_value_", "values;")]:
         (found,) = BY_NAME["clip_before_synchronize"](source(f"{WRAP}loss.backward()\n{clip}(p, 1)\noptimizer.step()"))
         assert f"by its own {own}" in found.message
 
 
-def test_the_state_of_adam_counts_only_after_wrapping():
+def test_the_finding_names_the_optimizers_state_only_if_the_broadcast_is_after_wrapping():
     call, wrap = "hvd.broadcast_optimizer_state(o, 0)\n", "o = hvd.DistributedOptimizer(o)\n"
     made = "o = torch.optim.AdamW(p)\n"
     in_function = f"{made}def start():\n    x = hvd.DistributedOptimizer(y)\n{call}start()"
     (unknown,) = BY_NAME["optimizer_state"](source(in_function))
-    assert "Adam (if used) starts" not in unknown.message
-    assert "(if any)" in unknown.message
+    assert "may change the weights" in unknown.message
     (before,) = BY_NAME["optimizer_state"](source(made + call + wrap))
     (after,) = BY_NAME["optimizer_state"](source(made + wrap + call))
-    assert "Adam (if used) starts" in after.message
-    assert "Adam (if used) starts" not in before.message
+    assert "may change its state and the weights" in after.message
+    assert "may change the weights" in before.message
 
 
 CLEAN = """
@@ -1362,7 +1369,7 @@ def test_code_of_the_driver_that_starts_the_ranks_has_no_findings_about_ranks():
     assert lines == [13, 14, 15]
 
 
-def test_code_before_a_return_that_only_runs_without_horovod_reach_has_no_findings():
+def test_code_before_a_return_that_is_reached_only_without_horovod_has_no_findings():
     start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
     found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
     assert [finding.line for finding in found] == [8]
@@ -1385,7 +1392,7 @@ def test_code_that_never_runs_has_no_findings(code):
 
 
 @pytest.mark.parametrize("operator", [" or ", " + "])
-def test_a_condition_of_some_hundred_terms_is_read(operator):
+def test_a_condition_of_several_hundred_terms_is_read(operator):
     terms = operator.join(["x"] * 400)
     found = findings(source(f"hvd.init()\nif {terms}:\n    torch.save(x, 'x')\nelse:\n    hvd.allreduce(x, name='x')"))
     assert [finding.line for finding in found] == [5, 7]
@@ -1456,7 +1463,7 @@ def test_an_optimizer_is_followed_into_functions_of_other_files(call, tmp_path):
     assert [found.line for found in BY_NAME["clip_before_synchronize"](sources[1])] == [line]
 
 
-def test_a_plain_optimizer_with_the_name_of_a_parameter_is_not_wrapped(tmp_path):
+def test_a_plain_optimizer_with_the_name_of_a_parameter_is_not_taken_for_a_wrapped_one(tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text(f"import horovod.torch as hvd\n{WRAP}\ntrain(m, optimizer)\n")
     other.write_text(
@@ -1525,7 +1532,7 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, capsys, monkeypatch):
 
 
 def refuse_to_scan(closed, scandir):
-    """Return a ``scandir`` that fails for one folder. Permissions are not enough: root can read every folder."""
+    """Return a ``scandir`` that fails for one folder, even for root, who can read a folder without permissions."""
 
     def scan(path):
         if path == closed:

@@ -275,7 +275,7 @@ def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
         (["good.py", "iso.py"], "cannot be written again byte for byte in iso2022_jp"),
     ],
 )
-def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, arguments, words, capsys):
+def test_bad_input_gives_an_error_of_one_line_and_changes_nothing(tmp_path, monkeypatch, arguments, words, capsys):
     monkeypatch.chdir(tmp_path)
     good = f"{START}torch.save(x, 'x')\n"
     Path("good.py").write_text(good)
@@ -312,7 +312,7 @@ def test_the_import_is_not_changed_in_one_file_of_a_program_alone(tmp_path, caps
 
 
 def test_repaired_scripts_with_shuffled_statements_compile():
-    """In any order of statements, a repair keeps the script valid, and a second repair changes nothing."""
+    """Repair scripts with statements in random order: they still compile, and a second repair changes nothing."""
     random_order = random.Random(0)
     parts = [before for before, _ in REPAIRS]
     for _ in range(12):
@@ -326,7 +326,7 @@ def test_repaired_scripts_with_shuffled_statements_compile():
         assert not [one for one in findings(again.source) if one.edits and one not in findings(once.source)]
 
 
-def test_positions_are_right_with_non_ascii_text_and_all_line_ends():
+def test_positions_are_right_with_non_ascii_text_and_all_line_endings():
     text = "é = 'ü\u2028'; f(\f'ä', x)\r\nß = (1,\r 2)\n"
     source = Source(text)
     layout = Layout(text, source.tree)

@@ -1,4 +1,4 @@
-"""Complete training scripts, similar to Horovod's examples, run by horovodize on ranks with torchrun's variables."""
+"""Complete training scripts, similar to Horovod's examples. They run under horovodize, with torchrun's variables set."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def simulated(tmp_path, monkeypatch):
 
 
 def stub(rank, size):
-    """Return a stub of ``horovod.torch`` whose ``DistributedOptimizer`` only makes a subclass."""
+    """Return a stub of ``horovod.torch``. Its ``DistributedOptimizer`` subclasses the optimizer, but averages nothing."""
 
     def distributed_optimizer(optimizer, named_parameters=None):
         cls = type("Wrapped", (type(optimizer),), {})
@@ -195,7 +195,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
 
 
 def test_the_recorder_needs_little_memory_for_large_tensors(tmp_path, monkeypatch):
-    """A frozen layer, if broadcast, can fill half a GPU: don't copy it whole, and don't count the recorder's own memory."""
+    """Convert a large tensor in parts, and read the script's peak memory before the last summary allocates more."""
     sizes, order, double = [], [], torch.Tensor.double
     monkeypatch.setattr(recorder, "PART", 8)
     monkeypatch.setattr(recorder, "SAMPLES", 4)
@@ -341,7 +341,7 @@ def test_equal_runs_have_the_same_bits(simulated):
 
 
 def test_tensors_that_differ_after_the_last_step_are_found(simulated):
-    """Compare all broadcast tensors at the end: also BatchNorm's averages, and weights that no hvd optimizer has."""
+    """Compare all broadcast tensors at the end, including BatchNorm's averages and weights that no hvd optimizer steps."""
 
     def change_buffer(models, optimizers):
         models[1].average += 1e-3
@@ -462,7 +462,7 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
     assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs from the script's step 6 on
 
 
-def test_the_difference_that_remains_after_the_defects_is_the_first_in_time(simulated):
+def test_the_difference_that_remains_is_later_in_time_although_its_step_number_is_lower(simulated):
     """Optimizer 1 steps in every second step of the script, so its step 3 comes after step 5 of optimizer 0."""
 
     def explained(rank, step, models, optimizers):
@@ -558,7 +558,7 @@ def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread,
     assert "--seed 1" in verdict.details[1]
 
 
-def test_the_distance_of_runs_that_are_not_repeatable_names_the_step_of_its_weights(simulated):
+def test_the_distance_of_unrepeatable_runs_is_printed_with_the_step_of_the_compared_weights(simulated):
     short = [simulated(scaled_by(factor), steps=2, until=2) for factor in (1 + 1e-4, 1 + 2e-4)]
     horovod = [simulated(), short[0]]
     verdict = verdict_of(Evidence(horovod, [simulated(), short[1]]), [])
@@ -599,7 +599,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
 
 
 def test_options_must_be_equal_on_another_machine(simulated):
-    """Compare options at each recorded step. If Horovod's defects change them, the run with the defects is compared."""
+    """Compare options at each recorded step; if Horovod's defects change them, use the run that reproduces the defects."""
 
     def rate_at(last, rate):
         def change(rank, step, models, optimizers):
@@ -687,7 +687,7 @@ def test_the_results_are_a_table_a_page_and_json_values(simulated):
     html = page("<script>.py", evidence, verdict)
     assert "&lt;script&gt;.py" in html
     assert all(cell in html for cell in rows[1])
-    columns = zip(*rows, strict=True)  # Horovod and dualtrain are columns of the page
+    columns = zip(*rows, strict=True)  # the page shows the table transposed
     assert all("".join(f"<td>{cell}</td>" for cell in column) in html for column in [*columns][1:])
     assert all(f"<dt>{name}</dt>" in html for name in ("measured", "processor", "cores", "load"))
     assert "record of" not in html
@@ -989,7 +989,7 @@ def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys
     signal.signal(signal.SIGHUP, earlier)
 
 
-def test_an_interrupt_during_the_imports_is_one_line(monkeypatch, capsys):
+def test_an_interrupt_during_the_imports_prints_one_line(monkeypatch, capsys):
     class Interrupted(types.ModuleType):
         def __getattr__(self, name):
             raise KeyboardInterrupt
@@ -1042,9 +1042,9 @@ class Script:
     """Simulated script. The strings name the change that a kind of run makes: a key of CHANGES, or "fails"."""
 
     horovod: str = ""
-    compat: str = ""  # with Horovod's defects
-    plain: str = ""  # without them
-    again: str | None = None  # the second run on Horovod
+    compat: str = ""  # the run with dualtrain that reproduces Horovod's defects
+    plain: str = ""  # the run with dualtrain without these defects
+    again: str | None = None  # the later runs on Horovod; None: the change of the first run
     first_defect: int = 0  # the first step with a reproduced defect, or 0
     recorded: bool = False  # whether a record replaces the runs on Horovod
 
@@ -1143,7 +1143,7 @@ ONCE = "once these defects of Horovod are reproduced (it takes a step)"
         ),
     ],
 )
-def test_all_runs_take_less_than_three_times_the_steps_of_one(script, rounds, further, verdict, collected):
+def test_all_runs_together_take_fewer_than_three_times_the_steps_of_one_run(script, rounds, further, verdict, collected):
     evidence, runs = collected(script, rounds)
     assert runs == FIRST[script.recorded :] + further
     assert sum(steps for kind, steps in runs if (kind, script.compat) != ("compat", "fails")) < 3 * LONG

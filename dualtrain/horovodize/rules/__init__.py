@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     single_calls.unknown_argument,
     single_calls.join_with_other_operations,
     single_calls.adasum,
+    single_calls.adasum_skipping,
     single_calls.half_precision,
     single_calls.mpi_communicator,
     undefined.undefined_names,

@@ -11,7 +11,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
 from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
 from dualtrain.horovodize.rules.sampling import is_for_other_launcher
-from dualtrain.horovodize.rules.single_calls import mpi_communicator
+from dualtrain.horovodize.rules.single_calls import is_switched_off, mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
@@ -92,6 +92,8 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
     """Branches that depend on how Horovod was built."""
     for call in source.hvd_calls(*BUILD):
         if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):
+            continue
+        if is_switched_off(source, call):
             continue
         name = source.hvd(call.func)
         if name == "mpi_threads_supported":

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
+from dualtrain.horovodize.order import called as called_function
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 #: Methods of an elastic state that broadcast.
@@ -55,10 +56,9 @@ class _Collectives:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.guards = Guards(source)
-        self.own: set[str] = set()
+        self.own: set[Function] = set()
         for _ in range(4):  # nested calls, four levels deep
-            found = {name for name, function in source.functions.items() if self._contains(function)}
-            self.own |= {name for name in found if not source.is_ambiguous(name)}
+            self.own |= {one for name, one in source.functions.items() if self._contains(one) and source.is_only(name)}
 
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
         """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank."""
@@ -108,7 +108,7 @@ class _Collectives:
         name, called = self.source.hvd(call.func), last_name(call.func)
         if name in COLLECTIVES - {"shutdown"}:  # shutdown on one rank ends Horovod on all ranks
             return name if keyword(call, "process_set") is None else ""
-        if isinstance(call.func, ast.Name) and called in self.own:
+        if called_function(self.source, call) in self.own:
             return called
         if isinstance(call.func, ast.Attribute) and called in _OF_STATE and self._is_state(call.func.value):
             return called

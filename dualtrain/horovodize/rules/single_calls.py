@@ -249,10 +249,39 @@ def adasum(source: Source) -> Iterator[Finding]:
         if source.hvd(node) == "Adasum" and isinstance(node, ast.Attribute | ast.Name):
             message = (
                 "with dualtrain, Adasum combines any number of ranks; Horovod needs MPI and a power of two, and on GPUs it "
-                "first averages over the ranks of each host, so results differ; nothing to do on the CPU"
+                "first averages over the ranks of each host, so results differ; on GPUs, compare the results"
             )
             yield Finding(node.lineno, "differs", message)
             return
+
+
+def adasum_skipping(source: Source) -> Iterator[Finding]:
+    """skip_synchronize() of an optimizer that uses Adasum: AssertionError."""
+    wraps = {
+        name: call for name, call in source.wraps if (op := keyword(call, "op")) is not None and _names_adasum(source, op)
+    }
+    for call in source.calls:
+        if last_name(call.func) != "skip_synchronize" or not isinstance(call.func, ast.Attribute):
+            continue
+        wrap = wraps.get(last_name(call.func.value))
+        if wrap is not None and not source.exclusive(call, wrap) and not _asks_adasum(source, call):
+            message = (
+                "with op=hvd.Adasum, skip_synchronize() raises AssertionError, on Horovod too; with Adasum, call step() "
+                "outside of it"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+def _names_adasum(source: Source, op: ast.expr) -> bool:
+    """Return whether ``op``, or a value that is assigned to it, may be hvd.Adasum."""
+    values = [op, *source.values.get(ast.unparse(op), ())]
+    return any(source.hvd(node) == "Adasum" for value in values for node in ast.walk(value))
+
+
+def _asks_adasum(source: Source, node: ast.AST) -> bool:
+    """Return whether a condition around ``node`` depends on Adasum."""
+    tests = (above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp))
+    return any("adasum" in ast.unparse(test).lower() for test in tests)
 
 
 def half_precision(source: Source) -> Iterator[Finding]:
@@ -260,7 +289,7 @@ def half_precision(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) != "Compression.fp16" or not isinstance(node, ast.Attribute):
             continue
-        if not _is_for_adasum(source, node) and not _is_switched_off(source, node):
+        if not _is_for_adasum(source, node) and not is_switched_off(source, node):
             message = (
                 "averages of fp16 values cannot overflow with dualtrain; on Horovod with MPI, Gloo or NCCL before 2.10, "
                 "sums of these values can; nothing to do"
@@ -269,12 +298,17 @@ def half_precision(source: Source) -> Iterator[Finding]:
             return
 
 
-def _is_switched_off(source: Source, node: ast.AST) -> bool:
-    """Return whether the variable that chooses ``node`` is certainly false: only false constants are assigned to it.
+def is_switched_off(source: Source, node: ast.AST) -> bool:
+    """Return whether the variable that decides whether ``node`` is evaluated is certainly false.
 
-    Options of a command line may have other values, and an assignment under a condition may not run.
+    That is so if only false constants are assigned to it. Options of a command line may have other values, and an
+    assignment under a condition may not run.
     """
     tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
+    for above in (node, *source.above(node)):
+        parent = source.parents.get(above)
+        if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
+            tests += parent.values[: parent.values.index(above)]  # type: ignore[arg-type]
     for test in tests:
         root = ast.unparse(test).partition(".")[0]
         parsed = any(isinstance(one, ast.Call) and "parse" in last_name(one.func) for one in source.values.get(root, ()))

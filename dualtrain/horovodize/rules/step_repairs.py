@@ -11,9 +11,10 @@ from dualtrain.horovodize.source import Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
-    """Insert synchronize() before event ``number``, and put each optimizer's next step into skip_synchronize().
+    """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize().
 
-    Return no edits unless these steps certainly follow, and the optimizers are certainly wrapped.
+    An event without an optimizer, such as clipping, is for all optimizers that step before the next backward pass. Return
+    no edits if no step follows, if an optimizer is perhaps not wrapped, or if the code around the calls prevents an edit.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]
@@ -28,6 +29,8 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     for name, step in firsts.items():
         if not can_synchronize(source, name) or skips(source, step) or step.owner is None:
             return []
+        if not Guards(source).runs_whenever(step.node, event.node):
+            return []  # after a pass without a step, synchronize() would reduce gradients that are still accumulated
         place = _common_block(source, event.node, step.node)
         skip = skip_around(source, step)
         inserted = source.layout.insert_before(place, f"{ast.unparse(step.owner)}.synchronize()") if place else []
@@ -48,7 +51,7 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
 
 
 def can_synchronize(source: Source, optimizer: str) -> bool:
-    """Return whether the variable ``optimizer`` always holds a wrapped optimizer, and not one with Adasum."""
+    """Return whether the variable ``optimizer`` certainly holds a wrapped optimizer, and the script does not use Adasum."""
     wraps = [wrap for name, wrap in source.wraps if name == optimizer]
     if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
         return False

@@ -73,8 +73,8 @@ def apex_before_synchronize(source: Source) -> Iterator[Finding]:
 def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bool:
     """Return whether another function may have averaged the gradients before event ``number``.
 
-    That is so after a call whose name says so. It is also so if the function has no backward pass before the event, and
-    the program calls ``synchronize`` anywhere.
+    True after a call of a function whose name suggests that it averages gradients. Also True if no backward pass precedes
+    the event in its function, and the program calls ``synchronize`` anywhere.
     """
     event, earlier = events[number], events[:number]
     passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
@@ -88,7 +88,7 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
 
 
-#: Names of functions that average gradients, except those of these libraries.
+#: Matches names of functions that average gradients. Functions of ``_LIBRARIES`` do not count.
 _AVERAGES = re.compile(r"(?<!a)sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORECASE)
 _LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
@@ -118,9 +118,10 @@ def second_reduction(source: Source) -> Iterator[Finding]:
 
 
 def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
-    """Return whether the script chooses between this step and a step in skip_synchronize().
+    """Return whether the script chooses between ``step`` and a step in skip_synchronize().
 
-    Every synchronize() must be under a condition too, which is most likely related to the choice.
+    Each synchronize() of the optimizer must be under an ``if`` that does not contain ``step``. The condition of this ``if``
+    most likely makes the same choice.
     """
     others = [event for event in events if event.kind in STEPS and source.exclusive(event.node, step.node)]
     if not any(skips(source, other) and other.optimizer == step.optimizer for other in others):

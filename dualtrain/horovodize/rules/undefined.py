@@ -96,7 +96,7 @@ def _is_annotation(source: Source, name: ast.Name) -> bool:
 
 
 def _is_tried(source: Source, name: ast.Name) -> bool:
-    """Return whether ``name`` is in a ``try`` statement, whose handler may be for the NameError."""
+    """Return whether ``name`` is in a ``try`` statement or in ``with suppress``, which may catch the NameError."""
     suppressed = (
         above for above in source.above(name) if isinstance(above, ast.With) and "suppress" in ast.unparse(above.items[0])
     )

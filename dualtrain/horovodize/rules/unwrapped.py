@@ -15,11 +15,13 @@ def lost_wrapper(source: Source) -> Iterator[Finding]:
     for call in source.hvd_calls("DistributedOptimizer"):
         inner = call.args[0] if call.args else keyword(call, "optimizer")
         step = f"{ast.unparse(inner)}.step" if inner is not None else ""
-        expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))  # may test for an error
+        # In a ``try`` or ``with`` statement, the script may expect that the call fails.
+        expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))
         stepped = any(ast.unparse(other.func) == step for other in source.calls)
         if isinstance(source.parents[call], ast.Expr) and stepped and not expected:
             message = (
-                "the wrapper is lost, and a step of its optimizer does not wait for averaged gradients; assign the wrapper"
+                "the wrapper is lost, and a step of the original optimizer does not wait for averaged gradients; assign "
+                "the wrapper"
             )
             yield Finding(call.lineno, "trap", message)
 
@@ -48,7 +50,10 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
 
 
 def _wrapped_parameter(source: Source, function: Function) -> str:
-    """Return the parameter that ``function`` wraps, if nothing but the function's caller gets the wrapper; else ""."""
+    """Return the parameter that ``function`` wraps, or "".
+
+    Return "" if the function may use the wrapper, except to return it or to broadcast its state.
+    """
     inside = list(ast.walk(function))
     wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
     inner = wraps[0].args[0] if len(wraps) == 1 and wraps[0].args else None
@@ -75,7 +80,7 @@ def _is_broadcast(source: Source, node: ast.AST) -> bool:
 
 
 def _given(function: Function, call: ast.Call, parameter: str) -> str | None:
-    """Return the variable that ``call`` passes for ``parameter``, as text; None if it is not known, or no variable."""
+    """Return the variable that ``call`` passes for ``parameter``, as text; None if it is unknown or not a variable."""
     names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     given = keyword(call, parameter)
     if given is None and parameter in names and names.index(parameter) < len(call.args):
@@ -107,7 +112,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
 def _is_used(source: Source, wrapper: str) -> bool:
     """Return whether anything uses the wrapper in a way that may step it.
 
-    zero_grad, param_groups, state_dict, an lr_scheduler and broadcast_optimizer_state never do.
+    These uses do not count: zero_grad, param_groups, state_dict, an lr_scheduler and broadcast_optimizer_state.
     """
     for file in {id(one): one for one in (source, *source.program)}.values():
         for node in file.nodes:

@@ -1,4 +1,4 @@
-"""Uses of samplers and loaders: whether anything reads them, and whether code in other files may."""
+"""Uses of a sampler or loader: whether anything may read its samples, and whether code outside the program may get it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dualtrain.horovodize.source import Function, Source, last_name
 
 #: Attributes of a sampler or loader that read no samples.
 _DESCRIBED_BY = {"batch_size", "dataset", "epoch", "num_replicas", "num_samples", "rank", "sampler", "set_epoch"}
-#: Functions that read no samples of an argument.
+#: Functions that read no samples from their arguments.
 _HARMLESS = {"id", "isinstance", "len", "logger", "print", "repr", "str", "type"}
 _ITERATES = {"cycle", "enumerate", "islice", "iter", "list", "map", "next", "notebook_tqdm", "tqdm", "trange", "zip"}
 
@@ -24,6 +24,8 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]
+        if key := _key_of(outer, call):
+            return _reads_entry(source, key)
         outer = source.parents[outer] if isinstance(outer, ast.keyword) else outer
         return not isinstance(outer, ast.Call) or is_read(source, outer, depth + 1)
     found = list(_loads(source, name))
@@ -33,7 +35,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
 
 
 def leaves_program(source: Source, call: ast.Call) -> bool:
-    """Return whether code in other files may get the sampler or loader that ``call`` makes."""
+    """Return whether code outside the program's files may get the sampler or loader that ``call`` makes."""
     name = _name_of(source, call)
     target = next((target for target, value, _ in source.assignments if value is call), "")
     if _is_of_other_object(source, call):
@@ -92,7 +94,9 @@ def _reads(source: Source, node: ast.AST, depth: int) -> bool:
     if isinstance(parent, ast.Attribute):
         return parent.attr not in _DESCRIBED_BY
     if isinstance(parent, ast.Compare):
-        return False  # sampler is None
+        return False  # for example, ``sampler is None``
+    if key := _key_of(parent, node):
+        return _reads_entry(source, key)
     word = parent.arg if isinstance(parent, ast.keyword) else None
     parent = source.parents[parent] if isinstance(parent, ast.keyword) else parent
     if isinstance(parent, ast.Call) and parent.func is not node:
@@ -102,6 +106,37 @@ def _reads(source: Source, node: ast.AST, depth: int) -> bool:
             return is_read(source, parent, depth + 1)
         return _reads_argument(source, parent, node, word, depth)
     return _reads_returned(source, node, depth)
+
+
+def _key_of(parent: ast.AST, value: ast.AST) -> str:
+    """Return "key" if ``parent`` is ``{"key": value}`` or ``d["key"] = value``, else an empty string."""
+    key: ast.expr | None = None
+    if isinstance(parent, ast.Dict) and value in parent.values:
+        key = parent.keys[parent.values.index(value)]
+    elif isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
+        key = parent.targets[0].slice
+    return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+
+
+def _reads_entry(source: Source, key: str) -> bool:
+    """Return whether anything may read the entry ``key`` of a dict, by its key or in a loop over all entries."""
+    files = (source, *(file for file in source.program if file.text != source.text))
+    if any(".values()" in file.code or ".items()" in file.code or _has_computed_index(file) for file in files):
+        return True
+    return any(not _is_written(file, node) for file in files for node in file.mentions.get(key, ()))
+
+
+def _has_computed_index(source: Source) -> bool:
+    """Return whether the script reads ``x[index]`` with an index that is not a constant or a slice."""
+    reads = (node for node in source.nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
+    return any(not isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp) for node in reads)
+
+
+def _is_written(source: Source, key: ast.AST) -> bool:
+    """Return whether ``key`` only writes an entry, in ``{"key": …}`` or ``d["key"] = …``; True if it is not a string."""
+    parent = source.parents[key]
+    stored = isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store)
+    return not isinstance(key, ast.Constant) or stored or (isinstance(parent, ast.Dict) and key in parent.keys)
 
 
 def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | None, depth: int) -> bool:
@@ -124,7 +159,10 @@ def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | N
 
 
 def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
-    """Return whether samples may be read through ``node`` after a function has returned it; True if none returns it."""
+    """Return whether anything may read samples through ``node`` after its function returns it.
+
+    True if its function does not return it.
+    """
     above, number = source.parents[node], None
     if isinstance(above, ast.Tuple):
         number, above = above.elts.index(node), source.parents[above]  # type: ignore[arg-type]
@@ -157,7 +195,7 @@ def _reads_result(source: Source, call: ast.Call, number: int | None, depth: int
 def _sees(source: Source, node: ast.AST, target: ast.AST) -> bool:
     """Return whether ``node`` may be the variable that ``target`` assigns, and not a variable of another function."""
     if target not in source.parents:
-        return True  # a variable of another file
+        return True  # ``target`` is in another file
     home, user = source.scope(target), source.scope(node)
     if not isinstance(node, ast.Name) or home is user:
         return True

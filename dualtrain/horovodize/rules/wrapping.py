@@ -46,7 +46,7 @@ def group_after_wrapping(source: Source) -> Iterator[Finding]:
             continue  # param_groups is replaced; the new groups may have the same parameters
         wraps = [wrap for _, wrap in source.wraps if source.scope(wrap) is source.scope(call)]
         if not wraps or call.lineno > wraps[0].lineno:
-            message = "gradients of an added group are averaged here, but not on Horovod; nothing to do"
+            message = "dualtrain averages the gradients of an added group, but Horovod does not; nothing to do"
             yield Finding(call.lineno, "differs", message)
 
 
@@ -94,28 +94,31 @@ def _has_no_state(source: Source, optimizer: str) -> bool:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state: one finding for all calls, unless Horovod's step with zero gradients has no effect."""
+    """broadcast_optimizer_state, in which Horovod steps an optimizer without state, with gradients of zeros.
+
+    The first call in which this step may have an effect has a finding; later calls have none.
+    """
     guards = Guards(source)
     for call in source.hvd_calls("broadcast_optimizer_state"):
         given = call.args[0] if call.args else keyword(call, "optimizer")
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
-        effect, resumed = "weight decay (if any) may change the weights", "ranks may differ if only rank 0 has resumed"
+        changed = "the weights"
         if given is not None and _is_wrapped_apart(source, call, given):
             if not _shows_decay(source, given):
                 continue  # Horovod's step has no effect: there is no decay, and its wrapper discards Adam's state
         elif given is None or not _may_be_wrapped_later(source, call, given):
-            adam = "" if given is not None and _is_sgd(source, given, call) else "Adam (if used) starts at step 1, "
-            effect = f"{adam}{effect}, and {resumed}"
+            changed = "its state and the weights"
         message = (
-            f"this call takes no step; on Horovod it steps an optimizer that has no state yet: {effect}; nothing to do"
+            "this call takes no step; on Horovod it steps an optimizer that has no state yet, which may change "
+            f"{changed}; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
         return
 
 
 def _is_wrapped_apart(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
-    """Return whether ``optimizer`` is not the wrapper at ``call``, and the same function wraps it, before or afterwards."""
+    """Return whether ``optimizer`` is not a wrapper at ``call``, and the function around ``call`` also wraps it."""
     text, scope = ast.unparse(optimizer), source.scope(call)
     wraps = [wrap for wrap in source.hvd_calls("DistributedOptimizer") if source.scope(wrap) is scope]
     earlier = [wrap for wrap in wraps if wrap.lineno < call.lineno and wrap in source.values.get(text, ())]
@@ -128,13 +131,6 @@ def _may_be_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -
     wraps = list(source.hvd_calls("DistributedOptimizer"))
     earlier = [wrap for name, wrap in source.wraps if name == last_name(optimizer)]
     return bool(wraps) and not earlier and all(source.scope(wrap) is not source.scope(call) for wrap in wraps)
-
-
-def _is_sgd(source: Source, optimizer: ast.expr, call: ast.Call) -> bool:
-    """Return whether ``optimizer`` is certainly torch's SGD when ``call`` runs."""
-    values = [value for value in _values_before(source, optimizer, call) if _unwrapped(source, value) is value]
-    names = [source.name(value.func) if isinstance(value, ast.Call) else "" for value in values]
-    return bool(names) and set(names) == {"torch.optim.SGD"}
 
 
 def _values_before(source: Source, variable: ast.expr, node: ast.AST) -> list[ast.expr]:
@@ -200,8 +196,8 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
     lines = {source.statement(node).lineno for node in frozen}
     for line in sorted(lines)[:1]:
         message = (
-            "a parameter frozen after wrapping does not change; Horovod gives it gradients of zeros, so that weight decay "
-            "and momentum change it; freeze before wrapping to get the same result with both libraries"
+            "dualtrain does not change a parameter frozen after wrapping; Horovod gives it gradients of zeros, so that "
+            "weight decay and momentum change it; freeze before wrapping to get the same result with both libraries"
         )
         yield Finding(line, "differs", message)
 
@@ -219,7 +215,10 @@ def _freezes(source: Source, node: ast.AST) -> bool:
 
 
 def _is_of_models(source: Source, node: ast.AST, models: set[str]) -> bool:
-    """Return whether ``node`` certainly freezes parameters of one of ``models``, maybe an argument of its function."""
+    """Return whether ``node`` certainly freezes parameters of one of ``models``.
+
+    The function that contains ``node`` may get the model as an argument.
+    """
     if isinstance(node, ast.Assign):
         loops = [above for above in source.above(node) if isinstance(above, ast.For)]
         text = ast.unparse(loops[0].iter if loops else node.targets[0])
@@ -232,7 +231,7 @@ def _is_of_models(source: Source, node: ast.AST, models: set[str]) -> bool:
 
 
 def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
-    """Return what calls pass for the parameter ``name`` of the function that contains ``node``."""
+    """Return the arguments, as text, that calls pass for the parameter ``name`` of the function that contains ``node``."""
     scope = source.scope(node)
     if not isinstance(scope, Function) or name not in source.parameters(node):
         return []
@@ -273,8 +272,8 @@ def several_evaluations(source: Source) -> Iterator[Finding]:
         for value in made:
             if isinstance(value, ast.Call) and source.name(value.func) in _CLOSURES:
                 message = (
-                    "LBFGS evaluates its closure several times per step, so Horovod raises AssertionError; here all ranks "
-                    "get averaged losses and gradients; the closure must return the loss on every rank"
+                    "LBFGS evaluates its closure several times per step, so Horovod raises AssertionError; with dualtrain "
+                    "all ranks get averaged losses and gradients; the closure must return the loss on every rank"
                 )
                 yield Finding(value.lineno, "differs", message)
 
