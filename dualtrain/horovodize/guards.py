@@ -131,6 +131,13 @@ class Guards:
         parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
+    def is_on_some_ranks(self, node: ast.AST) -> bool:
+        """Return whether a condition in its function makes ``node`` run on one rank only, or on all ranks but one."""
+        scope = self.source.scope(node)
+        return any(
+            self.signature(test) is not None for test, _ in self._conditions(node) if self.source.scope(test) is scope
+        )
+
     def looks_like_one_rank(self, node: ast.AST) -> bool:
         """Return whether ``node`` perhaps runs on some ranks only.
 
@@ -160,6 +167,9 @@ class Guards:
 
     def is_without_horovod(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs only without Horovod or with one rank."""
+        inits = list(self.source.hvd_calls("init"))
+        if inits and all(self.source.exclusive(node, init) for init in inits):
+            return True
         return any(self._is_off(test, truth) for test, truth in self._conditions(node))
 
     def is_with_horovod(self, test: ast.expr) -> bool:
@@ -215,10 +225,16 @@ class Guards:
                 yield above.test, below in body
             if isinstance(below, ast.stmt):
                 block = self.source.block(below)
-                for before in block[: block.index(below)]:
-                    if isinstance(before, ast.If) and self.leaves(before.body):
-                        yield before.test, False
+                yield from self._exits(block[: block.index(below)])
             below = above
+
+    def _exits(self, block: list[ast.stmt]) -> Iterator[tuple[ast.expr, bool]]:
+        """Yield the conditions of the exits in ``block``, and the values with which the code after the block runs."""
+        for statement in block:
+            if isinstance(statement, ast.If) and self.leaves(statement.body):
+                yield statement.test, False
+            elif isinstance(statement, ast.If) and self._is_off(statement.test, False):
+                yield from self._exits(statement.body)  # all runs with Horovod run this branch
 
     def leaves(self, block: list[ast.stmt]) -> bool:
         """Return whether the statement after ``block`` never runs, because ``block`` ends with an exit or a jump."""

@@ -169,6 +169,22 @@ class Source:
             found.setdefault(target, []).append(value)
         return found
 
+    def constant(self, value: ast.expr | None) -> ast.Constant | None:
+        """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
+
+        Return None for variables that have other values, that are parameters, or that a condition assigns.
+        """
+        if value is None or isinstance(value, ast.Constant):
+            return value
+        text = ast.unparse(value)
+        found = [(given, at) for target, given, at in self.assignments if target == text]
+        if not isinstance(value, ast.Name) or len(found) != 1 or value.id in self.parameters(value):
+            return None
+        given, at = found[0]
+        around = self.parents[at]
+        certain = isinstance(around, ast.Module | Function) or "__name__" in ast.unparse(getattr(around, "test", around))
+        return given if certain and isinstance(at, ast.Assign) and isinstance(given, ast.Constant) else None
+
     @cached_property
     def wraps(self) -> list[tuple[str, ast.Call]]:
         """Calls of hvd.DistributedOptimizer, each with the name of the variable that it is assigned to."""

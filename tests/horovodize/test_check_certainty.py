@@ -182,6 +182,33 @@ CASES = [
     ),
     ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
     (
+        "schedule_on_some_ranks",  # rank 0 sends its rate
+        "s = torch.optim.lr_scheduler.StepLR(o, 1)\nif hvd.rank() == 0:\n    s.step()",
+        "s = torch.optim.lr_scheduler.StepLR(o, 1)\nif hvd.rank() == 0:\n    s.step()\n"
+        "o.param_groups[0]['lr'] = hvd.broadcast_object(o.param_groups[0]['lr'])",
+    ),
+    (
+        "saved_by_all_ranks",  # an exit in a branch that all runs with Horovod take
+        f"{INIT}def run():\n    if args.horovod:\n        print()\n    torch.save(x, 'x')\nrun()",
+        f"{INIT}def run():\n    if args.horovod:\n        if hvd.rank() != 0:\n            return\n    torch.save(x, 'x')\nrun()",
+    ),
+    (
+        "variables_of_mpi",  # the branches of several launchers
+        "import os\nif args.platform == 'azure':\n    hvd.init()\nrank = os.environ['OMPI_COMM_WORLD_RANK']",
+        "import os\nif args.platform == 'azure':\n    hvd.init()\nelif args.platform == 'k8s':\n"
+        "    rank = os.environ['OMPI_COMM_WORLD_RANK']",
+    ),
+    (
+        "optimizer_state",  # a variable that is 0
+        "decay = 0.1\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
+        "decay = 0\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
+    ),
+    (
+        "half_precision",  # a flag in a main guard
+        "if __name__ == '__main__':\n    half = args.half\n    c = hvd.Compression.fp16 if half else hvd.Compression.none",
+        "if __name__ == '__main__':\n    half = False\n    c = hvd.Compression.fp16 if half else hvd.Compression.none",
+    ),
+    (
         "use_after_shutdown",  # a finding if one condition is around both calls; none if only a handler shuts down
         "if __name__ == '__main__':\n    if done:\n        hvd.shutdown()\n        hvd.rank()",
         "try:\n    train()\nexcept ValueError:\n    hvd.shutdown()\nhvd.rank()",
@@ -222,7 +249,7 @@ def test_a_rule_has_a_finding_only_where_the_source_shows_the_mistake(rule, cert
     assert list(BY_NAME[rule](source(unknown))) == []
 
 
-def test_a_seed_in_another_file_counts(tmp_path):
+def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text(f"import torch, horovod.torch as hvd\n{WRAP}a, b = torch.utils.data.random_split(d, [1, 2])\n")
     other.write_text("import torch\ntorch.manual_seed(1)\n")
@@ -244,7 +271,7 @@ def test_findings_with_the_same_message_are_one_line(tmp_path, capsys):
     assert summary == "1 file read: 1 trap; --fix repairs 1 of them"
 
 
-def test_an_error_that_ends_the_script_is_found_once():
+def test_only_the_first_of_consecutive_calls_that_raise_has_a_finding():
     text = "hvd.rank()\nhvd.size()\nhvd.init()\nhvd.shutdown()\nhvd.rank()\nhvd.size()"
     assert [each.line for each in findings(source(text)) if "raises an error" in each.message] == [3, 7]
 

@@ -65,7 +65,7 @@ def test_packages_of_horovod_contain_their_modules():
 
 @pytest.mark.parametrize(("module", "library"), [("horovod.spark", "pyspark"), ("horovod.ray", "ray")])
 @pytest.mark.usefixtures("hook")
-def test_an_engine_that_is_not_installed_is_named(module, library, monkeypatch):
+def test_importing_horovod_spark_or_ray_names_the_missing_library(module, library, monkeypatch):
     for name in [name for name in sys.modules if name.startswith((f"dualtrain.{module[8:]}", f"{library}."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
@@ -108,7 +108,7 @@ def test_helper_functions_that_programs_import_work():
 
 
 @pytest.mark.usefixtures("hook")
-def test_programs_can_ask_what_was_built():
+def test_programs_can_query_which_libraries_horovod_was_built_with():
     util, hvd = importlib.import_module("horovod.common.util"), importlib.import_module("horovod.torch")
     assert [util.extension_available(name) for name in ("torch", "tensorflow", "mxnet")] == [True, False, False]
     for name in ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built"):
@@ -146,7 +146,7 @@ def test_an_imported_horovod_is_not_replaced(monkeypatch):
         imports.install()
 
 
-def test_the_names_for_check_are_those_of_horovod():
+def test_the_list_of_public_names_matches_the_names_in_horovod():
     require_horovod()
     tree = ast.parse((Path(find_spec("horovod").origin).parent / "torch" / "__init__.py").read_text())
     nodes = [

@@ -122,7 +122,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("before", "after"), WHOLE)
-def test_repairs_outside_of_the_training_step(before, after):
+def test_mistakes_outside_of_the_training_step_are_repaired(before, after):
     assert repair(Source(before)).source.text == after
 
 
@@ -300,7 +300,7 @@ def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"
 
 
-def test_the_import_is_not_changed_in_one_file_of_a_program_alone(tmp_path, capsys):
+def test_the_flag_fix_changes_imports_only_if_all_files_of_the_program_are_given(tmp_path, capsys):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("import horovod.torch as hvd\nhvd.init()\n")
     other.write_text("import horovod.torch as hvd\nx = hvd.rank()\n")

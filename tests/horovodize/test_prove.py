@@ -140,7 +140,7 @@ def other_momentum(models, optimizers):
 # -- the recorder -----------------------------------------------------------------------------------------------------
 
 
-def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
+def test_a_record_contains_the_steps_weights_and_exit_reason_of_each_rank(simulated):
     run = simulated(steps=4)
     assert (run.size, run.steps) == (2, 4)
     assert run.library.startswith("horovod ")
@@ -156,7 +156,7 @@ def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
     assert run.steps_per_second > 0
 
 
-def test_optimizers_that_the_script_drops_are_not_kept(tmp_path):
+def test_the_recorder_does_not_keep_deleted_optimizers_alive(tmp_path):
     """Wrap one optimizer per epoch: Horovod fails if an earlier optimizer of the same parameters still exists."""
     watch, library, model = recorder.Recorder(recorder.Record(str(tmp_path), 0), STEPS), stub(0, 1), nn.Linear(2, 1)
     watch.patch(library)
@@ -250,7 +250,7 @@ finally:
 """
 
 
-def test_ranks_of_a_script_are_recorded_and_ended_after_the_last_step(tmp_path):
+def test_the_recorder_ends_the_ranks_after_the_requested_number_of_steps(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(SCRIPT)
     options = ["--record", folder, "--steps", 3, "--seed", 5]
@@ -285,7 +285,7 @@ for epoch in range(4):
 
 
 @pytest.mark.parametrize(("steps", "counts"), [(2, [2, 2]), (3, [2, 3]), (5, [4, 8]), (20, [8, 16])])
-def test_ranks_that_join_end_together(steps, counts, tmp_path):
+def test_ranks_with_unequal_steps_end_together_after_hvd_join(steps, counts, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(UNEVEN)
     command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", folder, "--steps", steps, script]
@@ -330,7 +330,7 @@ def test_the_reason_and_the_status_of_a_scripts_end_are_recorded(source, reason,
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def test_equal_runs_have_the_same_bits(simulated):
+def test_the_verdict_on_equal_runs_is_same_bits(simulated):
     one, other = simulated(), simulated()
     assert first_difference(one, other) is None
     assert different_end(one, other) is None
@@ -367,7 +367,7 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
     assert first_difference(one, other).names == ("weight", "bias")
 
 
-def test_parameters_of_a_group_that_is_added_are_compared(simulated):
+def test_parameters_of_an_added_parameter_group_are_compared(simulated):
     def add(change):
         def act(models, optimizers):
             extra = nn.Parameter(torch.full((3,), change))
@@ -397,7 +397,7 @@ def test_parameters_of_a_group_that_is_added_are_compared(simulated):
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_on_one_side_are_not_within_a_tolerance(value, rank, side, simulated):
+def test_nan_or_infinite_weights_of_one_run_exceed_every_tolerance(value, rank, side, simulated):
     def spoil(models, optimizers):
         with torch.no_grad():
             models[0].weight[2, 3] = value
@@ -453,7 +453,7 @@ def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank
     assert cause in verdict.line
 
 
-def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulated):
+def test_the_earliest_difference_of_several_optimizers_is_reported(simulated):
     def change(rank, step, models, optimizers):
         if (rank, step) in ((1, 5), (0, 6)):
             optimizers[step - 5].param_groups[0]["lr"] = 0.2
@@ -462,7 +462,7 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
     assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs from the script's step 6 on
 
 
-def test_the_difference_that_remains_is_later_in_time_although_its_step_number_is_lower(simulated):
+def test_a_difference_that_no_defect_explains_is_found_by_time_not_step_number(simulated):
     """Optimizer 1 steps in every second step of the script, so its step 3 comes after step 5 of optimizer 0."""
 
     def explained(rank, step, models, optimizers):
@@ -488,7 +488,7 @@ def test_the_difference_that_remains_is_later_in_time_although_its_step_number_i
     )
 
 
-def test_different_ends_are_described(simulated):
+def test_the_verdict_describes_runs_that_end_differently(simulated):
     short = simulated(until=3)
     assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} and 3 steps"
     assert verdict_of(Evidence([simulated()], [short]), []).status == 1
@@ -549,7 +549,7 @@ def scaled_by(factor):
         (0.5, 0.1, 1, "not repeatable, so nothing is proven"),
     ],
 )
-def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread, apart, status, begins, simulated):
+def test_an_unrepeatable_script_is_compared_with_the_spread_of_its_horovod_runs(spread, apart, status, begins, simulated):
     horovod = [simulated(), simulated(scaled_by(1 + spread))]
     evidence = Evidence(horovod, [simulated(scaled_by(1 + apart))])
     verdict = verdict_of(evidence, [])
@@ -558,7 +558,7 @@ def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread,
     assert "--seed 1" in verdict.details[1]
 
 
-def test_the_distance_of_unrepeatable_runs_is_printed_with_the_step_of_the_compared_weights(simulated):
+def test_the_distance_between_unrepeatable_runs_names_the_compared_step(simulated):
     short = [simulated(scaled_by(factor), steps=2, until=2) for factor in (1 + 1e-4, 1 + 2e-4)]
     horovod = [simulated(), short[0]]
     verdict = verdict_of(Evidence(horovod, [simulated(), short[1]]), [])
@@ -568,7 +568,7 @@ def test_the_distance_of_unrepeatable_runs_is_printed_with_the_step_of_the_compa
     assert f"differ by {apart:.1e} after step 2, two runs" in verdict.line
 
 
-def test_a_spread_of_dualtrain_alone_is_a_difference(simulated):
+def test_a_script_that_is_repeatable_only_on_horovod_fails_the_proof(simulated):
     """If all runs on Horovod agree, the script is repeatable: one run with dualtrain that differs is an error."""
     other = simulated(scaled_by(1 + 1e-4))
     verdict = verdict_of(Evidence([simulated() for _ in range(3)], [simulated(), simulated(), other]), [])
@@ -598,7 +598,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
-def test_options_must_be_equal_on_another_machine(simulated):
+def test_optimizer_options_must_equal_those_in_the_record_of_another_machine(simulated):
     """Compare options at each recorded step; if Horovod's defects change them, use the run that reproduces the defects."""
 
     def rate_at(last, rate):
@@ -624,7 +624,7 @@ def test_options_must_be_equal_on_another_machine(simulated):
         assert verdict_of(Evidence([there], [simulated(rate_at(5, rate))], recorded=True), []).status == status
 
 
-def test_a_difference_as_large_as_the_change_by_training_is_not_tolerated(simulated):
+def test_a_difference_comparable_to_the_weight_updates_is_not_tolerated(simulated):
     """With a low learning rate, both sides' weights stay close to each other, even if their updates differ."""
 
     def slow(factor):
@@ -676,7 +676,7 @@ def test_a_script_that_changed_since_it_was_recorded_is_the_likeliest_cause(simu
     assert verdict_of(Evidence([there], [same], recorded=True), []).details == []
 
 
-def test_the_results_are_a_table_a_page_and_json_values(simulated):
+def test_results_have_a_table_an_html_page_and_json_values(simulated):
     one, other = simulated(), simulated(at(3, 1, nudge))
     evidence = Evidence([one, one], [other], compat=one)
     verdict = verdict_of(evidence, [])
@@ -795,7 +795,7 @@ def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
     assert message in err
 
 
-def test_prove_itself_does_not_import_torch():
+def test_the_prove_command_does_not_import_torch():
     program = "import sys; import dualtrain.horovodize.prove.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([launch.sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
 
@@ -925,7 +925,7 @@ def hold_workspace(connection):
 
 
 @pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
-def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
+def test_processes_and_folders_of_the_runs_are_removed(killed, sent, tmp_path, monkeypatch):
     """The runs' processes and folders disappear when ``with workspace()`` ends or the process that runs it is killed.
 
     Batch systems send SIGTERM to all processes of a job, including the process that removes the folders.
@@ -1168,14 +1168,14 @@ def test_all_runs_together_take_fewer_than_three_times_the_steps_of_one_run(scri
         ),
     ],
 )
-def test_more_steps_are_run_if_fewer_would_prove_less(script, rounds, further, verdict, collected):
+def test_full_runs_are_added_if_short_runs_would_prove_less(script, rounds, further, verdict, collected):
     evidence, runs = collected(script, rounds)
     assert runs == FIRST + further
     assert verdict_of(evidence, []).line.startswith(verdict)
     assert evidence.compat is None
 
 
-def test_the_run_without_defects_shows_how_far_they_change_the_weights(collected):
+def test_the_verdict_shows_how_far_horovods_defects_change_the_weights(collected):
     evidence, _ = collected(Script("step 30", "step 30", "", first_defect=30))
     [place, without] = verdict_of(evidence, []).details
     assert place == "train.py:12: it takes a step"
@@ -1189,7 +1189,7 @@ def test_the_run_without_defects_shows_how_far_they_change_the_weights(collected
     assert verdict_of(evidence, []).line.endswith("it takes a step, 2.00× the speed")
 
 
-def test_a_step_that_was_not_repeated_with_dualtrain_is_noted(collected, capsys):
+def test_the_verdict_notes_that_repeatability_of_dualtrain_was_not_checked(collected, capsys):
     evidence, _ = collected(Script(compat="step 40", plain="step 40"))
     assert "whether dualtrain's own runs agree up to step 40 was not checked" in verdict_of(evidence, []).details[-2]
     evidence, _ = collected(Script(compat="fails", plain="step 3"))
@@ -1202,8 +1202,8 @@ def test_tensors_that_only_one_side_has_are_noted(simulated):
     one, other = simulated(), simulated()
     other.ranks[1].state[-1] = other.ranks[1].state[-1]._replace(name="mean")
     [note] = verdict_of(Evidence([one], [other]), []).details
-    assert note.endswith("rank 1 has broadcast different ones: only on Horovod 'average', only with dualtrain 'mean'")
+    assert note.endswith("on one side only: 'average' only on Horovod, 'mean' only with dualtrain")
     del other.ranks[1].state[-1]
     assert (
-        verdict_of(Evidence([one], [other]), []).details[0].endswith("only on Horovod 'average', only with dualtrain none")
+        verdict_of(Evidence([one], [other]), []).details[0].endswith("'average' only on Horovod, none only with dualtrain")
     )

@@ -1,15 +1,15 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
-The unmodified script runs several times under real Horovod and under torchrun with dualtrain, for --steps optimizer steps
-or fewer. In most cases, the steps of all runs on both sides add up to less than three times --steps, or to less than 150
-if --steps is below 50.
+The unmodified script runs several times under real Horovod and under torchrun with dualtrain. The first run on each side
+has --steps optimizer steps, and the later ones may have fewer. In most cases, all runs together take less than three times
+--steps, or less than 150 steps if --steps is below 50.
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures the
 speed of both sides.
 
-The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The same
-result means the same bits as on Horovod, in a run with dualtrain that may reproduce Horovod's defects. If two runs on
-Horovod differ from each other (with --against, two runs with dualtrain), dualtrain and Horovod may differ by twice the
-difference of these two runs.
+The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The result is the
+same if a run with dualtrain has the same bits as the run on Horovod; dualtrain may reproduce Horovod's defects for this
+run. If two runs on Horovod differ from each other, twice their difference is the tolerance for the comparison with
+dualtrain. With --against, the difference of two runs with dualtrain is used instead.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
 copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on other hardware or

@@ -75,8 +75,8 @@ def _not_compared(evidence: Evidence) -> list[str]:
         return []
     here, there = (repr(name) if name else "none" for name in found[1:])
     return [
-        f"note: the tensors at the end of the script were not compared, because rank {found[0]} has broadcast different "
-        f"ones: only on Horovod {here}, only with dualtrain {there}"
+        f"note: the tensors at the end of the script were not compared, because rank {found[0]} broadcast some tensors on "
+        f"one side only: {here} only on Horovod, {there} only with dualtrain"
     ]
 
 
@@ -174,8 +174,8 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     apart, step = distance(evidence.horovod[0], compared)
     if not any(run.steps >= difference.step for run in evidence.dualtrain[1:]):
         details.append(
-            f"whether dualtrain's own runs agree up to step {difference.step} was not checked; "
-            "--rounds 4 runs both sides once more, with all steps"
+            f"whether dualtrain's own runs agree up to step {difference.step} was not checked; --rounds 4 adds a run of "
+            "each side with all steps"
         )
     details.append(f"all weights together differ {_by(apart)} after step {step}{once and ', with these defects'}")
     return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)

@@ -137,9 +137,11 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
             continue
         reads = re.search("environ|getenv", ast.unparse(source.statement(node)))
-        if reads and not _has_alternative(source, node) and not is_for_other_launcher(source, node):
+        if Guards(source).is_without_horovod(node) or not reads or _has_alternative(source, node):
+            continue
+        if not is_for_other_launcher(source, node):
             message = (
-                f"torchrun does not set {node.value}, so that the script may train each rank alone; call "
+                f"torchrun does not set {node.value}, so that the script fails or trains each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
             )
             yield Finding(node.lineno, "differs", message)

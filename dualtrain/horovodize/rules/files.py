@@ -247,7 +247,7 @@ def _adds_to(call: ast.Call, writer: str) -> bool:
 
 
 def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
-    """A data set of torchvision that all ranks download to the same folder; one finding."""
+    """A data set of torchvision that all ranks download to the same folder; at most one finding."""
     guards = Guards(source)
     downloads = [call for call in source.calls if _downloads(source, call)]
     if any(guards.looks_like_one_rank(node) for call in downloads for node in (call, *_callers(source, call))):

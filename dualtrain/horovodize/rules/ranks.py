@@ -42,6 +42,35 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
             yield Finding(found.call.lineno, "trap", message)
 
 
+def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
+    """A learning-rate schedule that only some ranks step."""
+    guards = Guards(source)
+    steps = [call for call in source.calls if _steps_schedule(source, call)]
+    for call in steps:
+        others = [other for other in steps if ast.unparse(other.func) == ast.unparse(call.func) and other is not call]
+        if guards.is_on_some_ranks(call) and not others and not _sends_rate(source):
+            message = (
+                "only some ranks step the learning-rate schedule, so that learning rates, and then weights, differ between "
+                "ranks; call it on all ranks, with the same metric if it takes one"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+def _steps_schedule(source: Source, call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    values = source.values.get(ast.unparse(call.func.value), [])
+    made = [isinstance(one, ast.Call) and source.name(one.func).startswith("torch.optim.lr_scheduler.") for one in values]
+    return bool(made) and all(made)
+
+
+def _sends_rate(source: Source) -> bool:
+    """Return whether the script may send rank 0's learning rate to the other ranks, repeatedly."""
+    sends = [call for call in source.calls if last_name(call.func).startswith("broadcast")]
+    rates = any(re.search(r"\blr\b|learning_rate|param_groups|sched", ast.unparse(call)) for call in sends)
+    return rates or sum(last_name(call.func) == "broadcast_optimizer_state" for call in sends) > 1
+
+
 def _comparison(found: _Unmatched) -> str:
     """Return the part of the condition that compares the rank; its other parts may hold on all ranks."""
     return found.where[1][1].partition(" and ")[0]

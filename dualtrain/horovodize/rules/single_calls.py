@@ -314,9 +314,14 @@ def is_switched_off(source: Source, node: ast.AST) -> bool:
         parsed = any(isinstance(one, ast.Call) and "parse" in last_name(one.func) for one in source.values.get(root, ()))
         found = [(value, statement) for target, value, statement in source.assignments if target == ast.unparse(test)]
         off = [isinstance(value, ast.Constant) and not value.value for value, _ in found]
-        if off and all(off) and not parsed and not any(isinstance(source.parents[one], ast.If) for _, one in found):
+        if off and all(off) and not parsed and not any(_is_under_condition(source, one) for _, one in found):
             return True
     return False
+
+
+def _is_under_condition(source: Source, statement: ast.AST) -> bool:
+    around = source.parents[statement]
+    return isinstance(around, ast.If) and "__name__" not in ast.unparse(around.test)
 
 
 def _is_for_adasum(source: Source, node: ast.AST) -> bool:

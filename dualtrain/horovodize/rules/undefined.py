@@ -39,7 +39,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
             continue
         message = (
             f"the name {node.id!r} is not defined in this file: the line raises NameError when it runs, on Horovod too; "
-            "define or import it (findings on lines that run later apply only once it is defined)"
+            "define or import it (until then, the code after this line does not run, and its findings do not matter)"
         )
         yield Finding(node.lineno, "trap", message)
 

@@ -108,7 +108,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
             if not _shows_decay(source, given):
                 continue  # Horovod's step has no effect: there is no decay, and its wrapper discards Adam's state
         elif given is None or not _may_be_wrapped_later(source, call, given):
-            changed = "its state and the weights"
+            changed = "its state or the weights"
         message = (
             "this call takes no step; on Horovod it steps an optimizer that has no state yet, which may change "
             f"{changed}; nothing to do"
@@ -156,11 +156,12 @@ def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
     # The AdamW of a different library, such as transformers, may have no weight decay by default.
     by_default = (source.name(call.func) for call in calls if keyword(call, "weight_decay") is None)
     decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD")) for name in by_default)
-    return decays or any(not _is_zero(keyword(call, "weight_decay")) for call in calls)
+    return decays or any(not _is_zero(source, keyword(call, "weight_decay")) for call in calls)
 
 
-def _is_zero(decay: ast.expr | None) -> bool:
-    return decay is None or (isinstance(decay, ast.Constant) and decay.value == 0)
+def _is_zero(source: Source, decay: ast.expr | None) -> bool:
+    constant = source.constant(decay)
+    return decay is None or (constant is not None and constant.value == 0)
 
 
 def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: int = 0) -> bool:
@@ -178,7 +179,7 @@ def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: in
         return _is_unchanged(source, inner, call, depth + 1)
     if source.name(optimizer.func) == "torch.optim.SGD":
         known = len(optimizer.args) < 4 and all(word.arg not in (None, "dampening") for word in optimizer.keywords)
-        return known and _is_zero(keyword(optimizer, "weight_decay"))
+        return known and _is_zero(source, keyword(optimizer, "weight_decay"))
     return source.name(optimizer.func) == "torch.optim.Adagrad"
 
 
