@@ -199,7 +199,7 @@ def test_every_file_is_in_the_list_of_modules_and_packages():
         assert inside - {""} == set().union(*layers)
 
 
-def test_imports_are_from_earlier_modules_and_packages():
+def test_modules_import_only_modules_and_packages_earlier_in_the_list():
     for path in FILES:
         own = top_level(module(path))
         for name in imports(path) if own else ():
@@ -221,13 +221,13 @@ def test_files_of_a_package_import_only_from_lower_layers(package):
                 assert layer_of(name, package) < own, f"{path.name} imports {name}"
 
 
-def test_the_rendezvous_imports_no_torch():
+def test_no_file_of_the_rendezvous_imports_torch():
     for path in files_of("rendezvous"):
         names = {*imports(path), *type_imports(path)}
         assert not [name for name in names if name.partition(".")[0] == "torch"], path.name
 
 
-def test_the_rendezvous_loads_no_torch():
+def test_importing_the_rendezvous_does_not_load_torch():
     program = "import sys\n"
     program += "\n".join(f"import {module(path)}" for path in files_of("rendezvous"))
     program += "\nprint('torch' in sys.modules)"
@@ -342,7 +342,7 @@ def test_each_communication_library_is_named_in_one_file(library, file):
     assert list(users) == [file], users
 
 
-def test_only_console_prints():
+def test_only_the_console_module_prints():
     """Names of data files and of image classes can contain escape sequences, which ``console.show`` escapes."""
     calls = {
         path.relative_to(PACKAGE).as_posix()

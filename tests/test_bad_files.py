@@ -439,7 +439,7 @@ def test_an_image_of_more_than_8_bits_per_channel_is_refused(tmp_path, dtype):
         decode(tmp_path / "deep.tiff")
 
 
-def test_names_with_newlines_do_not_break_the_line(tmp_path):
+def test_errors_stay_on_one_line_if_names_contain_newlines(tmp_path):
     torch.save({"a\nb": torch.ones(1)}, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r"unexpected \('a\\nb'\)"):
         load_weights(nn.Linear(2, 2), str(tmp_path / "w.pt"))

@@ -83,7 +83,7 @@ def test_characters_that_the_locale_lacks_do_not_end_a_command(monkeypatch, enco
     assert file.getvalue() == printed
 
 
-def test_closed_streams_are_opened_so_that_no_other_file_gets_their_number(tmp_path):
+def test_no_other_file_gets_the_descriptor_of_a_closed_standard_stream(tmp_path):
     source = (
         "from dualtrain.console import open_closed_streams, show\n"
         "import os, sys\n"

@@ -95,12 +95,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_smallest_quota_between_the_cgroup_and_the_root_counts(tmp_path, name):
+def test_the_cpu_quota_is_the_smallest_of_all_cgroups_up_to_the_root(tmp_path, name):
     cgroup, mounts, quotas, expected = CASES[name]
     assert cpu_quota(tree(tmp_path, cgroup, mounts, quotas)) == expected
 
 
-def test_without_proc_there_is_no_quota(tmp_path):
+def test_no_cpu_quota_applies_if_proc_cannot_be_read(tmp_path):
     assert cpu_quota(tmp_path) is None
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
 

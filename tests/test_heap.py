@@ -84,7 +84,7 @@ def test_the_users_own_glibc_settings_are_not_changed(name, value, monkeypatch):
     heap.keep_freed_memory({name: value})
 
 
-def test_another_c_library_is_not_changed(monkeypatch):
+def test_a_c_library_without_mallopt_is_not_changed(monkeypatch):
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # without mallopt, so that a call of it would raise
     heap.keep_freed_memory({})
 

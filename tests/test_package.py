@@ -84,7 +84,7 @@ def test_the_licenses_of_code_and_data_are_named_and_included(built):
         assert file in built.in_sdist
 
 
-def test_the_metadata_name_platform_and_python_versions(built):
+def test_the_metadata_contain_the_platform_and_the_python_versions(built):
     assert built.metadata["Requires-Python"] == ">=3.11"
     assert built.metadata["Platform"] == "Linux"
     assert built.metadata["Keywords"]

@@ -79,12 +79,12 @@ def test_threads_raise_the_exception_of_the_rank_that_failed_first():
         run_threads(3, fails_on_the_last, "key")
 
 
-def test_threads_assert_that_primitives_match():
+def test_the_helper_run_threads_raises_if_primitives_of_ranks_do_not_match():
     with pytest.raises(AssertionError, match="another rank"):
         run_threads(2, unmatched_primitives)
 
 
-def test_files_are_started_in_the_order_of_their_tests():
+def test_xdist_starts_files_in_collection_order():
     """``ByFile`` keeps the order of the tests. xdist alone would start the file with most tests first."""
     config = SimpleNamespace(option=SimpleNamespace(loadscopereorder=True), getvalue=lambda _: ["popen", "popen"])
     names = ["tests/a.py::test_a@processes", *(f"tests/{file}.py::test_{n}" for file in "lm" for n in range(3))]

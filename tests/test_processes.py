@@ -125,7 +125,7 @@ def test_a_worker_whose_start_was_interrupted_prints_no_traceback(tmp_path):
     assert (end.returncode, end.stdout, end.stderr) == (3, "", "")
 
 
-def test_the_folder_of_the_parent_program_is_kept(tmp_path):
+def test_a_temporary_folder_of_the_parent_program_is_not_removed(tmp_path):
     above = tmp_path / "above"
     above.mkdir()
     with started(tmp_path, ABOVE=str(above)) as (process, folder, helpers):
@@ -159,7 +159,7 @@ time.sleep(60)
 """
 
 
-def test_a_signal_is_sent_if_the_parent_ended_before_the_call():
+def test_signal_at_parents_end_sends_at_once_if_the_parent_has_already_ended():
     received: list[int] = []
     earlier = signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
     try:

@@ -56,7 +56,7 @@ def test_example_programs_reduce_the_loss(tmp_path, ranks, program):
     assert loss_of((script,), tmp_path / "printed", ranks) < 1e-6
 
 
-def test_a_horovod_script_runs_unmodified_and_with_its_import_changed(tmp_path):
+def test_the_horovod_script_on_the_page_runs_unmodified_under_horovodize(tmp_path):
     new, old = re.fullmatch(r"(import .*?)  # was: (import .*)\n", HVD).groups()
     changed = PROGRAMS["hvd-1"]
     assert changed.count(f"{new}\n") == 1
@@ -69,7 +69,7 @@ def test_a_horovod_script_runs_unmodified_and_with_its_import_changed(tmp_path):
     assert loss_of(("-m", "dualtrain.horovodize", script), tmp_path / "printed", 2) < 1e-6
 
 
-def test_the_users_model_trains_and_its_command_can_be_repeated(tmp_path):
+def test_the_torchrun_command_of_readme_trains_and_can_be_repeated(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (line,) = re.findall(r"^torchrun .*--model mine:model .*$", README, re.MULTILINE)
     _, nproc, *command = shlex.split(line)
@@ -117,7 +117,7 @@ def missing(target, folder):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_and_the_files_that_a_page_names_exist(name):
+def test_links_and_files_mentioned_on_pages_exist(name):
     page, folder = PAGES[name], (ROOT / name).parent
     links = [link if link[0] != "#" else Path(name).name + link for link in re.findall(r"\]\(([^)]+)\)", page)]
     assert [link for link in links if "://" not in link and missing(link, folder)] == []
@@ -126,7 +126,7 @@ def test_links_and_the_files_that_a_page_names_exist(name):
     assert [path for path in named if not any((place / path).exists() for place in places)] == []
 
 
-def test_pages_that_the_code_names_exist():
+def test_pages_mentioned_in_the_code_exist():
     named = [
         (path.relative_to(ROOT).as_posix(), target)
         for folder in FOLDERS
@@ -146,6 +146,6 @@ def test_readme_is_short_and_explains_the_move_from_horovod_first():
     assert len(architecture.splitlines()) <= 80
 
 
-def test_folders_have_pages_that_readme_links():
+def test_readme_links_the_page_of_every_folder():
     links = set(re.findall(r"\]\(([\w/]+/README\.md)\)", README))
     assert links == PAGES.keys() - {"README.md"}

@@ -26,7 +26,7 @@ ENTRIES = [value for _, value in inspect.getmembers(torch_versions, inspect.isfu
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
-def test_a_function_is_removed_when_no_supported_torch_needs_it(entry):
+def test_the_oldest_supported_torch_needs_every_compatibility_function(entry):
     (version,) = re.findall(r"^ *Not needed from torch (\d+\.\d+) on: ", entry.__doc__, re.MULTILINE)
     assert Version(version) > oldest("torch"), (
         f"{entry.__name__} can be removed: setup.cfg requires torch {oldest('torch')}"
@@ -44,6 +44,6 @@ def test_shut_down_calls_the_public_or_the_private_method():
         assert ended == [True]
 
 
-def test_options_are_made_asynchronous_if_they_have_the_field():
+def test_async_op_is_set_only_on_options_that_have_this_field():
     assert torch_versions.asynchronous(SimpleNamespace(asyncOp=False)).asyncOp is True
     assert vars(torch_versions.asynchronous(SimpleNamespace(timeout=1))) == {"timeout": 1}

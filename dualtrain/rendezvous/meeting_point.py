@@ -214,8 +214,8 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     If the names differ, this function also waits, for some seconds at most, until all ranks have read them, because
     horovodrun ends all processes when the first process exits.
 
-    The function returns an empty list, without waiting, if the launcher is not ``horovodrun --gloo`` or is elastic, if the
-    world has one process or only some of the job's processes, and if this process has gathered names before.
+    Returns an empty list, without waiting, in any of these cases: the launcher is not ``horovodrun --gloo``, or is elastic;
+    the world has one process, or only some of the job's processes; this process has gathered names before.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.

@@ -145,8 +145,8 @@ class VirtualRanks:
     def _flags(self, mine: Sequence[float]) -> Sequence[float]:
         """Return the control flags that this rank sends with its first shard.
 
-        The flags that all ranks send add up to the sum of ``mine`` over all ranks. A rank without a shard sends nothing. If
-        there are such ranks, this method is collective, and rank 0 sends the sum.
+        A rank without a shard cannot send its flags. If there are such ranks, this method is collective: it sums ``mine``
+        over all ranks, and rank 0 sends the sum, while the other ranks send zeros.
         """
         if self._backend.size <= self.count:
             return mine
@@ -168,7 +168,7 @@ class VirtualRanks:
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`~dualtrain.trainer.parts.Parts`: after every step, the buffers are equal on all ranks."""
+        """See :class:`~dualtrain.trainer.parts.Parts`. Does nothing: every step leaves equal buffers on all ranks."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

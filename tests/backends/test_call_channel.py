@@ -88,7 +88,7 @@ def test_after_an_interrupted_exchange_no_rank_gets_the_answer_to_an_earlier_mes
         [root.gather(b"1") for _ in range(2)]
 
 
-def test_an_exchange_that_has_timed_out_is_finished_by_the_next_one(channels, monkeypatch):
+def test_the_next_exchange_completes_an_exchange_that_timed_out(channels, monkeypatch):
     root, other, last = channels(3)
 
     def timed_out(steps):
@@ -155,7 +155,7 @@ def answered(messages):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
-def test_the_longest_data_travels_with_any_number_of_ranks(size):
+def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(size):
     most = longest(size, one_host=True)
     for dtype in (torch.float32, torch.int64):
         data = torch.ones(most // dtype.itemsize, dtype=dtype)

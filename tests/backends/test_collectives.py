@@ -225,7 +225,7 @@ def large_integers(backend):
     assert backend.allreduce(mine, "sum").item() == sum(2**53 + 1 + 2 * rank for rank in range(backend.size))
 
 
-def test_integers_keep_every_digit(spmd):
+def test_large_integers_are_reduced_exactly(spmd):
     spmd(large_integers)
 
 
@@ -250,7 +250,7 @@ def without_history(backend):
     assert mine.requires_grad
 
 
-def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
+def test_results_have_no_autograd_history_and_leaf_tensors_may_be_reduced_in_place(spmd):
     spmd(without_history)
 
 
@@ -322,7 +322,7 @@ def reducescatter_rows(backend):
         check_reducescatter(backend, rows, ReduceOp.AVERAGE)
 
 
-def test_reducescatter_gives_the_first_ranks_one_row_more(spmd):
+def test_reducescatter_gives_remainder_rows_to_the_first_ranks(spmd):
     spmd(reducescatter_rows)
 
 
@@ -420,7 +420,7 @@ def allgather_all(backend, dtype):
         check(bits(result), torch.cat([bits(each) for each in everyone]))
 
 
-def test_allgather_of_equal_unequal_and_no_rows(typical):
+def test_allgather_of_equal_unequal_and_zero_row_counts(typical):
     typical.each(allgather_all, [(dtype,) for dtype in MOVABLE], AS_BYTES)
 
 
@@ -542,7 +542,7 @@ def groups(backend):
         backend.barrier()
 
 
-def test_group_returns_a_backend_to_its_ranks_and_none_to_the_others(spmd):
+def test_group_returns_a_backend_on_member_ranks_and_none_on_other_ranks(spmd):
     spmd(groups)
 
 
@@ -749,12 +749,12 @@ def calls_in_any_mode(backend, inference_tensor, mode):
         assert backend.allreduce(mine, "max")[0].item() == size**2
 
 
-def test_all_calls_work_in_any_mode_on_tensors_made_in_any_mode(spmd):
+def test_calls_in_every_grad_mode_accept_normal_and_inference_tensors(spmd):
     modes = (torch.inference_mode, torch.no_grad, torch.enable_grad)
     spmd.each(calls_in_any_mode, [(inference_tensor, mode) for inference_tensor in (False, True) for mode in modes])
 
 
-def test_an_ordinary_tensor_has_the_memory_and_the_layout_of_an_inference_tensor():
+def test_the_function_ordinary_returns_a_view_of_an_inference_tensor():
     with torch.inference_mode():
         z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
         tensors = [z, z.t()[1:], z.conj(), z.conj().imag, z[0, 0], z[:0], torch.ones(3).to(torch.float8_e4m3fn)]
@@ -779,7 +779,7 @@ def average_in_torchs_threads():
         torch.set_num_threads(before)  # otherwise Python threads that start later would inherit the number 2
 
 
-def test_torchs_own_threads_keep_subnormal_numbers_too():
+def test_the_worker_threads_of_torch_keep_subnormal_numbers():
     # A new Python thread has no worker threads of torch yet, so the function starts them.
     thread, found = in_thread(average_in_torchs_threads)
     thread.join()
@@ -836,7 +836,7 @@ def test_equal_calls_of_different_threads_are_not_matched(processes):
     processes(call_of_a_thread_on_rank_0)
 
 
-def test_a_thread_that_gets_the_number_of_an_ended_thread_is_another_thread():
+def test_a_new_thread_with_a_reused_id_is_not_the_first_thread():
     made, found = [], []
     first = threading.Thread(target=lambda: made.append(connect("local")))
     first.start()
@@ -891,7 +891,7 @@ def sums_beside_calls(backend, count):
         assert buffer.unique().tolist() == found[0].unique().tolist() == [backend.size]
 
 
-def test_sums_of_gradients_and_calls_may_be_in_different_orders(many):
+def test_ranks_may_order_gradient_sums_and_other_calls_differently(many):
     many.each(sums_beside_calls, [(3,), (100_000,)])
 
 
@@ -958,7 +958,7 @@ def done_by_itself(backend):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
 
 
-def test_done_becomes_true_without_a_wait_and_waits_may_be_in_any_order(spmd):
+def test_asynchronous_calls_complete_without_a_wait_and_ranks_may_wait_in_any_order(spmd):
     spmd(done_by_itself)
 
 
@@ -1076,7 +1076,7 @@ def other_calls(backend):
     assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
 
 
-def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many):
+def test_every_pair_of_different_calls_is_an_error_on_every_rank(many):
     many(other_calls)
 
 
@@ -1106,7 +1106,7 @@ def counts_sums(backend):
         backend._nccl, backend._nccl_sums = before, 0
 
 
-def test_torch_counts_the_sums_in_the_group_of_nccl(pool):
+def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
     pool.connect("torch", 2)
     assert pool.run(counts_sums) == [(1, 0)] * 2
 
@@ -1156,5 +1156,5 @@ def checks_behind_pending_calls(backend):
     return [work.wait()[0].item() for work in works]
 
 
-def test_broadcast_parameters_compares_the_ranks_after_pending_calls(many):
+def test_broadcast_parameters_runs_after_pending_asynchronous_calls(many):
     assert many(checks_behind_pending_calls) == [[float(many.size)] * 4] * many.size

@@ -39,12 +39,12 @@ ALONE = World(launcher="environment")
 ELSEWHERE = World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1))
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones():
+def test_the_refusal_of_an_unknown_backend_lists_the_known_backends():
     with pytest.raises(UserError, match=f"no backend is called 'nccl': choose one of {', '.join(NAMES)}"):
         connect("nccl")
 
 
-def test_an_unknown_backend_of_horovods_api_is_refused_with_the_known_ones():
+def test_the_refusal_of_an_unknown_dualtrain_backend_variable_lists_its_values():
     with pytest.raises(
         UserError, match="DUALTRAIN_BACKEND='nccl' is not known: set it to auto, torch or horovod, or unset it"
     ):
@@ -63,7 +63,7 @@ IMPLIED = {
 
 
 @pytest.mark.parametrize("launcher", IMPLIED)
-def test_auto_is_what_the_launcher_implies(launcher):
+def test_the_launcher_determines_the_backend_for_auto(launcher):
     assert choose("auto", World(launcher=launcher)) == IMPLIED[launcher]
     assert choose("local", World(launcher=launcher)) == "local"
 
@@ -156,12 +156,12 @@ def test_the_local_backend_under_a_launcher_of_two_ranks_is_refused():
         connect("local", world=PAIR)
 
 
-def test_torch_without_a_rendezvous_names_the_variables():
+def test_the_torch_backend_without_a_rendezvous_names_the_missing_variables():
     with pytest.raises(UserError, match=r"environment sets no MASTER_ADDR and MASTER_PORT; start with torchrun"):
         connect("torch", world=World(0, 2, 0, 2, launcher="environment"))
 
 
-def test_an_mpi4py_with_another_world_than_the_launchers_is_refused(monkeypatch):
+def test_an_mpi4py_whose_world_differs_from_the_launchers_world_is_refused(monkeypatch):
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
     with pytest.raises(UserError, match=r"mpi4py is rank 0 of 1, but mpirun started rank 0 of 2: .*rebuild"):
@@ -252,7 +252,7 @@ def test_a_missing_mpi4py_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
+def test_a_world_size_that_differs_from_the_launchers_world_size_is_refused(name, request):
     if name == "horovod":
         require_horovod()
         said = request.getfixturevalue("horovod_errors")["found"]
@@ -298,7 +298,7 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(("hosts", "numbers"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
-def test_the_ranks_of_a_host_use_its_gpus_in_turn(hosts, numbers, gpus):
+def test_the_ranks_of_a_host_are_distributed_over_its_gpus(hosts, numbers, gpus):
     gpus(0, 1)
     for rank, number in enumerate(numbers):
         rows = [[other, 0] for other in range(len(hosts))]
@@ -384,7 +384,7 @@ def test_a_call_after_close_is_refused():
         backend.allreduce_async(torch.ones(2))
 
 
-def test_a_with_statement_closes_and_lets_exceptions_through():
+def test_a_with_statement_closes_the_backend_and_propagates_exceptions():
     with connect("torch", world=ALONE) as backend:
         pass
     with pytest.raises(BackendError, match="closed"):
@@ -422,7 +422,7 @@ print(*statuses)
 """
 
 
-def test_every_wait_of_an_operation_on_a_gpu_is_without_a_timeout():
+def test_waits_for_gpu_operations_have_no_timeout():
     """NCCL may abort its communicator when a wait times out."""
     backend, waits = TorchBackend.__new__(TorchBackend), []
     operation = SimpleNamespace(wait=lambda *timeouts: waits.append(timeouts))
@@ -497,7 +497,7 @@ def free_of_the_default_group(backend, port):
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_a_program_makes_its_own_default_process_group_before_or_after_connect(pool):
+def test_a_program_may_make_its_default_process_group_before_or_after_connect(pool):
     pool.connect("torch", 2)
     pool.run(free_of_the_default_group, free_port())
     pool.run(unlike_transports, free_port())

@@ -65,7 +65,7 @@ def after_the_wait_for_a_post(backend, count):
 
 
 @pytest.mark.parametrize("count", [3, 30000])
-def test_a_post_is_not_lost_if_the_wait_for_it_is_interrupted(count):
+def test_an_interrupted_wait_for_a_semaphore_does_not_lose_its_post(count):
     run_threads(2, after_the_wait_for_a_post, count)
 
 
@@ -84,7 +84,7 @@ def at_the_start(backend):
         backend.start_sum(tensor, "later").wait()
 
 
-def test_a_sum_that_is_interrupted_at_its_start_is_an_error_on_every_rank():
+def test_the_next_sum_fails_on_every_rank_after_an_interrupted_start_of_a_sum():
     run_threads(2, at_the_start)
 
 
@@ -102,7 +102,7 @@ def call_is_interrupted(backend):
             backend.allreduce(tensor, "sum")
 
 
-def test_the_call_after_an_interrupted_call_is_an_error_on_every_rank():
+def test_every_rank_gets_an_error_after_one_rank_is_interrupted_in_a_call():
     run_threads(2, call_is_interrupted)
 
 

@@ -59,7 +59,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_is_recognised_and_read(launcher):
+def test_rank_and_size_are_read_from_the_variables_of_every_launcher(launcher):
     env = LAUNCHERS[launcher]
     world = detect_world(env)
     assert world.launcher == launcher
@@ -76,7 +76,7 @@ def test_without_a_launcher_the_world_has_one_process(monkeypatch):
     assert World().single_host
 
 
-def test_the_environment_of_the_process_is_the_default(monkeypatch):
+def test_detect_world_reads_the_process_environment_by_default(monkeypatch):
     for name, value in MPIRUN.items():
         monkeypatch.setenv(name, value)
     assert detect_world().rank == 5
@@ -102,14 +102,14 @@ def test_a_spawned_rank_is_recognised_inside_a_slurm_step_and_a_batch_script(ste
     assert detect_world({**SRUN, "SLURM_STEP_ID": step, **SPAWN}).launcher == "spawn"
 
 
-def test_a_spawned_rank_reads_what_its_parent_wrote():
+def test_a_spawned_rank_reads_its_world_from_variables_of_its_parent():
     world = detect_world(spawned(1, 3, ("127.0.0.1", 4000), "s", "j"))
     assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 3, 1, 3)
     assert (world.launcher, world.rendezvous, world.single_host) == ("spawn", ("127.0.0.1", 4000), True)
     assert (world.job, world.job_key) == ("j", "")
 
 
-def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
+def test_a_rank_of_spark_or_ray_reads_its_world_from_the_engines_variables():
     spark = detect_world(spawned(3, 4, ("node1", 4000), "s", "j", (1, 2), "spark"))
     ray = detect_world(spawned(3, 4, ("node1", 4000), "s", "j", (1, 2), "ray"))
     for world, launcher in ((spark, "spark"), (ray, "ray")):
@@ -124,7 +124,7 @@ def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
     )
 
 
-def test_a_ray_train_worker_is_recognised_inside_slurm_but_a_launcher_that_it_starts_wins():
+def test_a_ray_train_worker_is_recognised_unless_it_starts_another_launcher():
     assert detect_world(RAY_TRAIN).launcher == detect_world({**SRUN, **RAY_TRAIN}).launcher == "ray"
     assert detect_world({**RAY_TRAIN, **SPAWN}).launcher == "spawn"
     assert detect_world({**RAY_TRAIN, **TORCHRUN}).launcher == "torchrun"
@@ -133,7 +133,7 @@ def test_a_ray_train_worker_is_recognised_inside_slurm_but_a_launcher_that_it_st
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_an_environment_without_launchers_describes_no_world(launcher):
+def test_the_function_without_launchers_removes_the_variables_of_every_launcher(launcher):
     env = {**LAUNCHERS[launcher], "TORCHELASTIC_RESTART_COUNT": "1", "DUALTRAIN_SECRET": "x", "PATH": "/bin"}
     assert detect_world(without_launchers(env)) == World()
     assert without_launchers(env)["PATH"] == "/bin"
@@ -184,7 +184,7 @@ def test_a_missing_variable_is_named(launcher, name):
     assert any(f" {other}" in str(caught.value) for other in env)
 
 
-def test_srun_with_variables_of_pmi_is_srun():
+def test_srun_that_sets_pmi_variables_is_recognised_as_srun():
     pmi = {"PMI_RANK": SRUN["SLURM_PROCID"], "PMI_SIZE": SRUN["SLURM_NTASKS"]}
     assert detect_world(SRUN | pmi).launcher == "srun"
     assert detect_world(SRUN | MPIEXEC | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}).launcher == "mpiexec"
@@ -205,7 +205,7 @@ def test_a_variable_that_is_no_number_is_named(launcher, name):
 
 
 @pytest.mark.parametrize("tasks", ["x", "x(x2)", "x,3"])
-def test_tasks_per_node_that_are_no_number_are_named(tasks):
+def test_an_invalid_tasks_per_node_variable_is_named(tasks):
     with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE='x"):
         detect_world({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks})
 
@@ -225,7 +225,7 @@ def test_tasks_per_node_may_be_uneven(tasks):
         (None, "8", "127.0.0.1"),
     ],
 )
-def test_srun_meets_at_the_first_host(nodes, tasks, host):
+def test_the_rendezvous_of_srun_is_on_the_first_host(nodes, tasks, host):
     env = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_JOB_ID": "123456"}
     env |= {"SLURM_STEP_NODELIST": nodes} if nodes else {}
     world = detect_world(env)
@@ -290,7 +290,7 @@ def test_the_environment_can_name_the_job(launcher):
             detect_world({**LAUNCHERS[launcher], "DUALTRAIN_JOB": bad})
 
 
-def test_the_name_of_a_job_outlives_the_workers():
+def test_the_job_name_stays_the_same_when_workers_restart():
     assert new_job() != new_job()
     agents = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert detect_world(agents).job_key == "dualtrain/job/none"

@@ -107,7 +107,7 @@ def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_processes_with_one_rank_are_refused(backend, tmp_path):
+def test_two_processes_with_the_same_rank_are_refused(backend, tmp_path):
     require_horovod()
     program = "import os, sys, dualtrain.main\nos.environ['RANK'] = '01'[os.environ['RANK'] != '0']\n"
     program += f"sys.exit(dualtrain.main.main(['--backend', {backend!r}, '--timeout', '60']))"
@@ -196,7 +196,7 @@ class KeyValueHandler(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_every_rank_names_the_ranks_with_each_backend(launcher, shift, tmp_path):
+def test_every_rank_reports_which_ranks_chose_which_backend(launcher, shift, tmp_path):
     require_horovod()
     with LAUNCHED[launcher]() as ranks:
         ends = run_ranks(ranks, ("-c", MIXED, str(shift)), tmp_path, env=ENV)
@@ -215,7 +215,7 @@ def test_a_rank_that_does_not_reach_horovodruns_server_is_named(tmp_path):
         assert "rank 2 of 3 did not join within 1 s: check that all" in refusal(end.stderr)
 
 
-def test_a_call_without_a_timeout_gets_one():
+def test_the_function_within_adds_a_timeout_to_a_blocking_call():
     released = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
         within(0.01, released.wait, "MPI did not start")

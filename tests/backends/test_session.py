@@ -49,14 +49,14 @@ def test_keys_of_failed_attempts_are_not_used(left):
     assert not sessions & before
 
 
-def test_an_attempt_of_another_size_is_not_joined():
+def test_ranks_ignore_a_failed_attempt_with_another_world_size():
     store = dist.HashStore()
     times_out(store, 1, 4)
     times_out(store, 0, 4)
     assert len(set(attempt(store, 2))) == 1
 
 
-def test_a_running_rank_of_another_size_does_not_join():
+def test_ranks_with_different_world_sizes_do_not_join():
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as executor:
         both = [executor.submit(agree_on_session, store, rank, size, limit(1.0)) for rank, size in ((0, 2), (1, 4))]
@@ -103,7 +103,7 @@ def test_an_older_rank_0_that_still_runs_is_refused():
     ]
 
 
-def test_only_one_of_two_processes_with_one_rank_joins():
+def test_only_one_of_two_processes_with_the_same_rank_joins():
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as executor:
         both = [executor.submit(agree_on_session, store, 1, 2, limit(2.0)) for _ in range(2)]
@@ -120,7 +120,7 @@ def test_only_one_of_two_processes_with_one_rank_joins():
     assert all("rank 1 of 2 has joined already" in error or "did not answer" in error for error in errors)
 
 
-def test_a_second_process_that_gets_the_same_answer_does_not_join(monkeypatch):
+def test_a_second_process_with_the_same_rank_and_token_does_not_join(monkeypatch):
     monkeypatch.setattr(session.secrets, "token_hex", lambda _: "same")
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as executor:

@@ -159,7 +159,7 @@ def frees_memory(backend):
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 
-def test_memory_is_freed_and_has_no_name(shared):
+def test_buffers_free_their_shared_memory_and_leave_no_file(shared):
     assert shared(frees_memory) == [[]] * shared.size
 
 
@@ -267,7 +267,7 @@ def buffer_on_rank_zero(backend):
     assert tensor.tolist() == [sum(range(1, backend.size + 1))] * 3
 
 
-def test_public_calls_treat_a_part_of_a_buffer_as_any_tensor(shared):
+def test_a_slice_of_a_buffer_is_reduced_like_an_ordinary_tensor(shared):
     shared(buffer_on_rank_zero)
 
 
@@ -300,7 +300,7 @@ def short_among_other_calls(backend):
         pending.wait()
 
 
-def test_short_reductions_are_right_among_calls_that_do_not_match(shared):
+def test_short_reductions_are_correct_after_mismatched_calls(shared):
     shared(short_among_other_calls)
 
 
@@ -414,7 +414,7 @@ def falls_back(backend, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_shared_memory_reductions_use_the_library_and_one_warning_gives_the_reason(monkeypatch, caplog, fault):
+def test_a_shared_memory_fault_falls_back_to_the_library_with_one_warning(monkeypatch, caplog, fault):
     name, result, said = FAULTS[fault]
 
     def fails(*_):

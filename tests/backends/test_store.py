@@ -112,7 +112,7 @@ def test_the_port_is_closed_when_all_ranks_have_joined(job, join):
     assert clients[1].call("get", "still", wait=5.0) == server.call("get", "still") == "works"
 
 
-def test_another_secret_is_refused_at_both_ends(job, join):
+def test_a_rank_and_a_server_with_different_secrets_refuse_each_other(job, join):
     server, port = job
     with pytest.raises(UserError, match=rf"rank 1 .*{LOCAL}:{port} .*not of this job, or has another DUALTRAIN_SECRET"):
         join([port], 1, "a guess")
@@ -166,7 +166,7 @@ def test_unauthenticated_peers_do_not_delay_ranks(job, join):
         each.close()
 
 
-def test_two_processes_with_one_rank_end_the_job(job, join):
+def test_two_processes_with_the_same_rank_end_the_job(job, join):
     server, port = job
     first = join([port], 1)
     with pytest.raises(
@@ -216,7 +216,7 @@ def test_a_relay_at_another_port_is_detected(job, join):
     join([port], 1)  # rank 1 can still join
 
 
-def test_a_rank_outside_the_size_is_refused(job, join):
+def test_a_rank_outside_the_world_size_is_refused(job, join):
     server, port = job
     with pytest.raises(UserError, match=r"rank 3 \(process .*\) is not one of this job's 3 ranks: give every process"):
         join([port], 3)

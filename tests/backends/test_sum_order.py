@@ -73,7 +73,7 @@ def assert_equal(found, cases):
 
 @pytest.mark.parametrize("gathered", [0, 1 << 20], ids=["all-to-all", "all-gather"])
 @pytest.mark.parametrize("shards", COUNTS)
-def test_sums_have_the_bits_of_the_tree_on_any_number_of_ranks(shards, gathered, monkeypatch):
+def test_sums_equal_the_reference_tree_sum_bitwise_on_any_number_of_ranks(shards, gathered, monkeypatch):
     monkeypatch.setattr(tree_sum, "GATHERED_BYTES", gathered)
     cases = [(shards, numel) for numel in (1, 2, 7, 1000)]
     for size in (*range(1, shards + 1), shards + 2):
@@ -87,7 +87,7 @@ ON_HOROVOD = [(shards, numel) for shards, numel in CASES if shards in (1, 3, 4, 
 
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
-def test_every_library_and_transport_has_the_bits_of_the_tree(real):
+def test_sums_of_every_library_and_transport_equal_the_reference_tree_sum_bitwise(real):
     cases = ON_HOROVOD if real.name == "horovod" else CASES
     assert_equal(real(sums, cases), cases)
 
@@ -123,7 +123,7 @@ def test_a_rank_exchanges_few_partial_sums(shards):
             assert all(len(nodes) == 1 for nodes in order.owned)
 
 
-def test_there_is_at_least_one_shard():
+def test_a_sum_order_without_shards_is_refused():
     with pytest.raises(ValueError, match="must be 1 or more, not 0"):
         SumOrder(0, 2)
 

@@ -349,7 +349,7 @@ def test_a_hanging_rank_0_is_the_only_rank_named():
         assert said == "waited 20 s for rank 0, which has not reached this operation, or hangs"
 
 
-def test_an_error_of_the_library_names_the_ranks_that_do_not_wait():
+def test_a_library_error_names_the_ranks_that_have_not_reached_the_operation():
     failed = threading.Semaphore(0)
 
     def the_library_gives_up(backend):
@@ -654,7 +654,7 @@ def catches_the_failure(backend):
     return caught.value.failure
 
 
-def test_the_error_of_a_failed_rank_holds_the_failure():
+def test_a_peer_failed_error_contains_the_failure_and_can_be_pickled():
     assert run_threads(2, catches_the_failure)[0] == PeerFailure(1, "stopped: ValueError: boom")
 
 

@@ -95,7 +95,7 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
 @pytest.mark.parametrize(
     ("count", "rank", "level"), [(1, 1, 0.0), (2, 1, 0.5), (6, 1, 0.96875), (10, 1, 0.998), (11, 2, 0.988), (15, 3, 0.993)]
 )
-def test_the_interval_is_the_narrowest_of_order_statistics_that_holds_the_median_in_98_of_100_cases(count, rank, level):
+def test_the_interval_is_the_narrowest_with_a_confidence_level_of_98_percent(count, rank, level):
     found = estimate([float(n) for n in range(count, 0, -1)])
     assert (found.low, found.high) == (rank, count + 1 - rank)
     assert found.level == pytest.approx(level, abs=5e-4)
@@ -226,7 +226,7 @@ def test_an_import_that_prints_or_hangs_raises_a_launch_error(program, reason, m
         measure._import_seconds(20.0 if "print" in program else 0.4)
 
 
-def test_lines_that_an_import_prints_are_not_its_time(monkeypatch):
+def test_a_number_that_an_import_prints_is_not_read_as_the_measured_time(monkeypatch):
     monkeypatch.setattr(measure, "_IMPORT", "print('loading'); print(0.25)")
     assert measure._import_seconds(20.0) == 0.25
 
@@ -242,14 +242,14 @@ def test_equal_contenders_have_a_ratio_of_one():
     assert row(rows, "ddp-tuned-again", TUNED).found.value == 1.0
 
 
-def test_a_speed_with_other_weights_meets_no_target():
+def test_a_contender_with_different_weights_meets_no_speed_target():
     rows = rows_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
     found = row(rows, "shm", TUNED)
     assert (found.weights, found.verdict) == ("other numerics", NOT_MET)
     assert "meets no target" in text_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
 
 
-def test_another_raw_script_may_have_other_weights():
+def test_different_weights_of_horovod_mpi_do_not_affect_the_comparison_with_ddp():
     """With 3 ranks or more, MPI adds gradients in a different order than the other contenders."""
     rows = rows_of(results({"hvd-mpi": "in another order"}, shm=0.1, ddp_tuned=0.9, hvd_mpi=0.9))
     assert row(rows, "shm", TUNED).weights == "same"
@@ -312,7 +312,7 @@ def test_a_cost_must_stay_below_its_target():
         ({"shm": 0.1}, "Not answered: Horovod or dualtrain was not among"),
     ],
 )
-def test_the_answer_follows_the_numbers(seconds, word):
+def test_the_answer_depends_on_the_measured_speeds(seconds, word):
     found = results(**seconds)
     said = answer(found, rows_of(found))
     assert word in said
@@ -383,7 +383,7 @@ def test_the_page_has_the_answer_the_chart_the_workloads_the_machine_and_the_tab
     assert set(sweep_of(found)) == {"dualtrain torch, shared memory", "dualtrain torch, shared memory, its buffers"}
 
 
-def test_the_chart_compares_all_contenders_with_one():
+def test_the_chart_compares_all_contenders_with_one_reference():
     found = results(shm=0.1, alone=0.09, ddp_tuned=0.15, ddp_tuned_again=0.15, hvd_mpi=0.3, plain_3=0.1)
     reference, groups = chart_groups(found)
     assert reference == "raw Horovod MPI"
@@ -472,7 +472,7 @@ def test_a_contender_that_was_left_out_early_is_not_in_the_answer():
     assert "This is based on" not in said
 
 
-def test_a_fallback_answers_the_same_question():
+def test_a_fallback_contender_has_the_comparisons_and_jobs_of_the_original():
     compared = {(comparison.one, comparison.other) for comparison in COMPARISONS}
     for horovod in ("hvd-gloo", FALLBACKS["hvd-gloo"]):
         assert {("shm", horovod), (FALLBACKS["shm"], horovod)} <= compared
@@ -547,7 +547,7 @@ def test_the_trainer_runs_the_steps_of_a_task(option):
 
 
 @pytest.mark.parametrize("module", [ours, dualtrain_hvd])
-def test_calls_and_steps_of_the_scale_are_timed_on_each_rank(module):
+def test_the_scale_benchmark_times_calls_and_steps_on_each_rank(module):
     contender = module.start("local/native", CPU)
     found = worker._scale(contender, "scale", SimpleNamespace(start=2.0))
     contender.train(Task("tiny", CPU, 0.5))
@@ -586,7 +586,7 @@ def growth_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
     return growth, specs, said
 
 
-def test_a_number_of_ranks_that_fails_is_reported_and_the_others_are_measured(monkeypatch, tmp_path):
+def test_a_contender_that_fails_with_4_ranks_is_reported_and_the_rest_is_measured(monkeypatch, tmp_path):
     growth, specs, said = growth_of(monkeypatch, tmp_path)
     assert [spec.ranks for spec in specs] == [2] * 10 + [4] * 10
     assert all(0 < spec.timeout < 1000 for spec in specs)
@@ -600,7 +600,7 @@ def test_a_number_of_ranks_that_fails_is_reported_and_the_others_are_measured(mo
     assert len([line for line in said if "failed: no <memory>" in line]) == 2
 
 
-def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkeypatch, tmp_path):
+def test_the_results_of_the_scale_benchmark_have_times_ratios_and_a_chart(monkeypatch, tmp_path):
     growth, _, _ = growth_of(monkeypatch, tmp_path)
     growth.missing = {"horovod": "it is not installed"}
     said, shown = scale_page.text(growth, MACHINE), Page(scale_page.page(growth, MACHINE))
@@ -623,7 +623,7 @@ def test_the_results_of_the_scale_have_all_times_the_ratios_and_the_chart(monkey
     assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
 
 
-def test_a_ratio_has_an_interval_and_a_wide_one_around_1_is_not_shown():
+def test_a_ratio_whose_interval_contains_1_is_reported_as_not_shown():
     times = {"native": (1.0, 2.0, 3.0), "torch": (2.0, 2.0, 2.0), "hvd": (0.1, 0.2, 0.3), "horovod": (1.0, 1.0)}
     growth = scale.Growth((TWO,))
     for name, values in times.items():
@@ -658,7 +658,7 @@ def test_ranks_are_forked_and_their_results_are_collected(tmp_path):
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(monkeypatch, tmp_path, capsys):
+def test_the_scale_benchmark_writes_its_results_and_exits_with_1_without_results(monkeypatch, tmp_path, capsys):
     calls = []
 
     def measure_growth(growth, names, rounds, spec, log):
@@ -677,7 +677,7 @@ def test_the_scale_keeps_its_results_and_ends_with_status_1_if_there_are_none(mo
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
 
 
-def test_ranks_are_numbers_or_virtual_nodes_of_some_ranks_each():
+def test_the_flag_ranks_lists_numbers_of_ranks_and_of_nodes_times_ranks():
     assert layouts_of("4x2,8, 2,2x4,8") == (Layout(1, 2), Layout(1, 8), Layout(2, 4), Layout(4, 2))
     assert [str(layout) for layout in LAYOUTS] == ["2", "4", "8", "16", "32", "2x4", "4x4"]
     assert [layout.ranks for layout in LAYOUTS] == [2, 4, 8, 16, 32, 8, 16]
@@ -961,7 +961,7 @@ def test_a_fast_machine_takes_all_steps_in_all_rounds_but_the_first(monkeypatch,
     assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].step_fractions == [0.125, *[0.5] * 6]
 
 
-def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_path):
+def test_a_slow_machine_takes_fewer_steps_but_all_rounds(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 30, [8], 1140)
     assert found.step_fractions[0] == 0.125 <= found.step_fractions[1] < 1
     assert counts == [7, 7, 7]

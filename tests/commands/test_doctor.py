@@ -94,7 +94,7 @@ def test_an_incomplete_set_of_launcher_variables_is_a_problem(monkeypatch, capsy
     assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment" in said
 
 
-def test_a_rendezvous_without_a_server_ends_in_time(tmp_path):
+def test_a_rendezvous_without_a_server_fails_within_the_timeout(tmp_path):
     port = str(free_port())
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     end = run((*DOCTOR, "--timeout", "1"), tmp_path, env=ENV | place)
@@ -161,7 +161,7 @@ def test_more_ranks_than_cores_are_noted():
     assert notes == ["here has 3 ranks for 2 cores: they slow each other down; start fewer"]
 
 
-def test_a_quota_counts_as_the_cores_that_it_allows():
+def test_a_cpu_quota_limits_the_number_of_counted_cores():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
     limit = (
@@ -227,7 +227,7 @@ def test_a_rank_without_horovod_is_named_and_delays_no_other_rank(backend, secon
         assert "problem: horovod: rank 1 of 2 did not join within 1 s" in first.stdout
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests():
+def test_bus_bandwidth_is_computed_as_in_nccl_tests():
     assert bus_bandwidth(100, 2.0, 4) == 75.0
     assert bus_bandwidth(100, 2.0, 1) == 0.0
 

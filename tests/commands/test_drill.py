@@ -94,7 +94,7 @@ def test_a_run_without_a_summary_is_a_problem(tmp_path):
     assert drill.report.problems == ["the run with faults did not finish its training: dualtrain: error: no room"]
 
 
-def test_a_drill_without_a_fault_proves_nothing(tmp_path):
+def test_a_drill_that_injected_no_fault_is_a_problem(tmp_path):
     drill = exercise(tmp_path)
     drill.report.undisturbed = SUMMARY
     finished(tmp_path / "disturbed")
@@ -161,7 +161,7 @@ def test_remaining_processes_of_a_job_are_ended(rank):
     assert rank.status() == -signal.SIGTERM
 
 
-def test_end_returns_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
+def test_the_method_end_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
     """Simulate the launcher, because a test cannot make a process that survives SIGKILL."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
 
@@ -178,13 +178,13 @@ def test_end_returns_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the launcher"])
-def test_a_fault_ends_processes(name, rank):
+def test_every_sigkill_fault_kills_its_process(name, rank):
     fault = next(fault for fault in FAULTS if fault.name == name)
     fault.inject(rank, random.Random(0))
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
+def test_the_fault_damages_the_newest_checkpoint_but_not_the_best_one(rank):
     folder = rank.folder / "checkpoints"
     folder.mkdir(parents=True)
     for step in (3, 7):
@@ -248,7 +248,7 @@ def test_the_drill_fills_only_its_own_file_system_and_keeps_the_files(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith("next")] == ["file"]
 
 
-def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
+def test_a_drill_that_cannot_mount_leaves_out_the_full_disk_fault(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -259,7 +259,7 @@ def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_kills_after_one_step_stay_below_the_restart_limit(tmp_path):
+def test_repeated_kills_at_the_same_step_stay_below_the_restart_limit(tmp_path):
     steps = [7, 7, 7, 7, 8]
 
     class Slow:
@@ -277,7 +277,7 @@ def test_kills_after_one_step_stay_below_the_restart_limit(tmp_path):
     assert exercises._REPEATS < DEATHS
 
 
-def test_a_position_is_the_last_whole_line(tmp_path):
+def test_the_position_of_a_job_is_read_from_the_last_complete_line(tmp_path):
     job = Job(tmp_path, [], 2, horovod=False, restarts=0)
     assert job.position() == (0, 0)
     path = Path(tmp_path / "metrics.jsonl")

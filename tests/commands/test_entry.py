@@ -23,7 +23,7 @@ from tests.pool import ROOT
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_the_installed_command_is_this_one():
+def test_the_console_script_dualtrain_calls_entry_main():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
@@ -41,7 +41,7 @@ def test_without_arguments_and_with_help_every_command_is_listed(monkeypatch, ca
     assert list(entry.COMMANDS) == [*("train", "compare", "report", "predict", "doctor", "bench", "drill", "horovodize")]
 
 
-def test_the_version_and_a_mistyped_command(monkeypatch, capsys):
+def test_dualtrain_prints_its_version_and_refuses_a_mistyped_command(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["__main__.py", "--version"])
     assert entry.main() == 0
     assert capsys.readouterr().out == f"dualtrain {__version__}\n"
@@ -82,7 +82,7 @@ runpy.run_module("dualtrain", run_name="__main__", alter_sys=True)
 """
 
 
-def test_train_is_the_command_line_of_a_run(tmp_path):
+def test_the_train_command_starts_a_run_and_refuses_mistyped_flags(tmp_path):
     flags = ("--nproc", "2", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run")
     end = run(("-c", PROGRAM, "train", *flags), tmp_path, env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
@@ -127,7 +127,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("rank", ["0", "1", None], ids=["rank 0", "rank 1", "parent"])
 @pytest.mark.parametrize("command", [["dualtrain.main"], ["dualtrain", "train"]])
-def test_during_the_imports_there_are_lines_of_progress_and_a_ctrl_c_prints_one_line_for_the_job(tmp_path, command, rank):
+def test_imports_show_progress_and_a_ctrl_c_prints_one_line_for_the_job(tmp_path, command, rank):
     given = {"rank": "1", "process": "getppid"} if rank is None else {"rank": rank, "process": "getpid"}
     (tmp_path / "torch.py").write_text(INTERRUPTED.format(**given))
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}

@@ -55,7 +55,7 @@ def test_importing_horovod_gives_dualtrain_hvd_and_ranks_share_a_world(monkeypat
     assert run(total, (2,), nproc=2) == [("dualtrain.hvd", rank, 6.0) for rank in range(2)]
 
 
-def test_a_launcher_of_one_rank_is_not_the_ranks_launcher(monkeypatch):
+def test_dualtrain_run_ignores_a_launcher_that_started_only_one_rank(monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -78,7 +78,7 @@ def test_functions_and_results_may_be_larger_than_a_sockets_buffer():
 
 
 @pytest.mark.parametrize("name", ["-", "program.py"])
-def test_a_function_of_the_main_program_needs_no_file_and_no_guard(name, tmp_path):
+def test_a_function_of_the_main_program_needs_no_file_and_no_main_guard(name, tmp_path):
     """Run ``__main__`` from standard input, as in a notebook, and from a file."""
     source = (
         "import os, dualtrain\n"
@@ -152,7 +152,7 @@ def test_the_rank_that_caused_a_failure_is_named_and_not_one_whose_collective_fa
         run(broken, nproc=2)
 
 
-def test_without_another_reason_a_failed_collective_is_the_reason(monkeypatch):
+def test_a_failed_collective_is_the_reason_if_no_rank_gives_another(monkeypatch):
     monkeypatch.setattr(children, "GRACE_SECONDS", 0.3)
 
     def broken():
@@ -182,7 +182,7 @@ def test_a_rank_whose_process_ends_is_named(end, said):
         run(broken, nproc=2)
 
 
-def test_a_failure_after_the_result_is_a_failure():
+def test_a_rank_that_exits_with_an_error_after_its_result_is_a_failure():
     def late():
         import atexit
 
@@ -323,7 +323,7 @@ def test_an_object_that_is_not_callable_is_refused():
         run("train.py")
 
 
-def test_a_call_by_one_of_several_ranks_is_refused(monkeypatch):
+def test_a_call_of_run_inside_a_rank_of_a_larger_job_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="rank 1 of 2, started by environment, and run"):

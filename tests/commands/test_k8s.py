@@ -92,7 +92,7 @@ def test_no_pod_runs_as_root_and_every_pod_requests_resources(pod):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_share_memory(kind):
+def test_the_pods_of_ranks_mount_memory_at_dev_shm(kind):
     holders = [replica["template"]["spec"] for replica in replicas(kind).values()]
     ranks = holders if kind == "PyTorchJob" else [replicas(kind)["Worker"]["template"]["spec"]]
     for pod in ranks:
@@ -136,7 +136,7 @@ def assert_type(value: Any, kind: str, models: Any, core: Any) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubeflow") is None, reason="needs kubeflow-training: bash tests/extras.sh")
-def test_the_operators_openapi_types_have_all_fields():
+def test_all_fields_of_the_manifests_exist_in_the_operators_openapi_types():
     from kubeflow.training import models
     from kubernetes import client
 

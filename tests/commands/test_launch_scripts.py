@@ -31,7 +31,7 @@ def test_help_is_the_head_comment(name):
 
 
 @pytest.mark.parametrize("name", ["demo", "ways"])
-def test_help_of_a_comparison_starts_nothing(name, tmp_path):
+def test_help_of_the_comparison_scripts_starts_no_run(name, tmp_path):
     end = start(name, "--help", DUALTRAIN_VENV=str(tmp_path), RUNS=str(tmp_path / "runs"))
     assert (end.returncode, end.stderr) == (0, "")
     assert f"  bash launch/{name}.sh [flags of dualtrain train, for " in end.stdout
@@ -56,7 +56,7 @@ def test_several_hosts_of_torchrun_need_a_port():
     assert "PORT is not set, but the rendezvous of 2 hosts needs a port: set it to a free port of one" in end.stderr
 
 
-def test_torchrun_takes_the_number_of_ranks_of_this_host(tmp_path):
+def test_torchrun_starts_as_many_ranks_as_hosts_lists_for_this_host(tmp_path):
     launcher = tmp_path / "bin" / "torchrun"
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/sh\necho "$*"\n')

@@ -149,7 +149,7 @@ def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, erro
     assert capsys.readouterr().err == said
 
 
-def test_the_error_of_a_run_that_its_folder_forbids_says_do_not_restart(tmp_path, capsys):
+def test_a_do_not_restart_file_in_the_run_folder_forbids_a_restart(tmp_path, capsys):
     """The error begins with "do not restart" when the run fails while it trains, and in each restart."""
     flags = ["--max-steps", "4", "--threads", "1", "--run-dir", str(tmp_path), "--resume", "auto"]
     assert [command.main([*flags, "--lr", "1e30"]) for _ in range(2)] == [1, 2]
@@ -167,7 +167,7 @@ def give_up(backend) -> int:
     return command._give_up(errors[backend.size - 2], backend)
 
 
-def test_each_rank_prints_that_ranks_differ_but_only_rank_0_an_error_of_all_ranks(capsys):
+def test_only_rank_0_prints_an_error_unless_the_ranks_differ(capsys):
     assert run_threads(2, give_up) == [2, 2]
     lines = sorted(capsys.readouterr().err.splitlines())
     assert lines == [f"dualtrain: error (rank {rank} of 2): another seed" for rank in range(2)]
@@ -237,6 +237,6 @@ runpy.run_module("dualtrain.main", run_name="__main__", alter_sys=True)
 """
 
 
-def test_a_sigusr1_while_the_command_line_is_imported_or_ends_does_not_kill_it(tmp_path):
+def test_a_sigusr1_during_the_imports_or_at_exit_does_not_kill_the_command(tmp_path):
     end = run(("-c", SAVED_EARLY), tmp_path, env=ENV)
     assert (end.returncode, end.stdout) == (0, "2 True\n"), end.stderr

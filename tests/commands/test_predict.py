@@ -85,7 +85,7 @@ def test_the_likeliest_classes_come_first_with_their_names(run, digits, capsys):
     assert probabilities == sorted(probabilities, reverse=True)
 
 
-def test_an_image_of_another_size_in_colour_is_converted_to_the_digits_format(trained, digits, tmp_path):
+def test_a_colour_image_of_another_size_is_converted_to_the_format_of_digits(trained, digits, tmp_path):
     large = tmp_path / "large.jpg"
     Image.open(digits[0]).resize((160, 160), Image.Resampling.NEAREST).convert("RGB").save(large, quality=100)
     assert predict(str(trained), [str(large)])[0][0][0] == predict(str(trained), digits[:1])[0][0][0]
@@ -137,7 +137,7 @@ def other() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 
 
-def test_a_folder_is_replaced_by_the_images_below_it(trained, digits, tmp_path, capsys):
+def test_the_predict_command_expands_a_folder_to_the_images_below_it(trained, digits, tmp_path, capsys):
     (tmp_path / "more").mkdir()
     for number, name in enumerate(("b.png", "more/c.PNG", "a.png")):
         shutil.copy(digits[number], tmp_path / name)
@@ -177,7 +177,7 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
         ("config.json", {"normalize": "x"}, "--normalize must be"),
     ],
 )
-def test_runs_that_do_not_classify_known_images_are_refused(run, digits, capsys, file, values, words):
+def test_runs_whose_models_cannot_classify_image_files_are_refused(run, digits, capsys, file, values, words):
     change(run / file, **values)
     assert main([str(run), digits[0]]) == 2
     assert words in capsys.readouterr().err

@@ -177,7 +177,7 @@ def paths_of(shown: Page) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def test_the_curves_of_all_runs_are_in_the_same_charts_in_the_units_of_the_data(tmp_path):
+def test_charts_contain_the_curves_of_all_runs_in_data_coordinates(tmp_path):
     shown = Page(page(read_runs([make(tmp_path / "a"), make(tmp_path / "b")])))
     found = paths_of(shown)
     assert set(found) == {(run, kind) for run in "01" for kind in ("step", "train", "val", "mean")}
@@ -212,7 +212,7 @@ def test_runs_share_colours_if_there_are_more_runs_than_colours(tmp_path):
     assert [run.color for run in runs] == [*(f"c{number}" for number in range(COLORS)), "c0"]
 
 
-def test_no_runs_and_a_run_that_has_not_begun_have_a_page(tmp_path):
+def test_a_page_is_made_of_an_empty_list_of_runs_and_of_a_run_that_has_not_begun(tmp_path):
     assert "no run to show" in Page(page([])).text
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))
@@ -268,7 +268,7 @@ def test_a_run_that_was_resumed_after_its_end_is_not_finished(tmp_path):
     assert results(read_runs([str(folder)])).rows[1][1] == "not finished"
 
 
-def test_runs_with_one_name_are_distinguished_and_a_run_given_twice_is_shown_once(tmp_path):
+def test_runs_with_equal_names_are_distinguished_and_a_repeated_run_is_shown_once(tmp_path):
     paths = [make(tmp_path / name) for name in ("x/p/run", "y/p/run", "other")]
     runs = read_runs([*paths, str(tmp_path / "x" / ".." / "other")])
     assert [run.label for run in runs] == ["x/p/run", "y/p/run", "other"]
@@ -290,7 +290,7 @@ def test_names_of_any_kind_are_shown_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "value", ["</script><script>alert(1)", "</title><svg onload=alert(1)>", '"><img src=x onerror=alert(1)>']
 )
-def test_values_of_any_kind_are_text(value, tmp_path):
+def test_html_in_settings_and_metrics_is_shown_as_text(value, tmp_path):
     """HTML in settings, in the summary and in metrics.jsonl is shown as text."""
     folder = Path(make(tmp_path / "run", {**SUMMARY, "backend": value, "launcher": value, "weights_sha256": value}))
     (folder / "config.json").write_text(

@@ -103,7 +103,7 @@ def test_a_wheel_of_another_build_script_is_not_used(setup, tmp_path):
     assert len(list((setup.cache / "wheels").iterdir())) == 2
 
 
-def test_a_failed_step_ends_the_build(setup, tmp_path):
+def test_a_failed_step_ends_the_horovod_build_in_the_background(setup, tmp_path):
     build = 'echo $$ >"$here/pid"; exec sleep 600'
     setup.pip(
         f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'
@@ -150,7 +150,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
         ({"DUALTRAIN_WITH": "all"}, "set it to dev, integrations, tree, run or none"),
     ],
 )
-def test_setup_refuses_in_one_line(setup, env, part):
+def test_setup_refuses_bad_variables_in_one_line(setup, env, part):
     status, _, errors = setup.run(**env)
     assert (status, len(errors.splitlines())) == (2, 1), errors
     assert part in errors

@@ -192,7 +192,7 @@ def test_an_index_that_fails_is_reported_in_one_line(step, said, part, setup):
     assert part in line
 
 
-def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path):
+def test_the_requested_torch_version_is_installed_with_a_matching_torchvision(setup, tmp_path):
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.14.0")[0] == 0
     pins = (tmp_path / "constraints").read_text().splitlines()
     assert [line for line in pins if line.startswith(("torch==", "torchvision=="))] == ["torch==2.14.0"]
@@ -219,7 +219,7 @@ def test_a_set_up_with_nccl_replaces_the_cpu_build_of_torch(setup):
     assert "uninstall --yes torchvision" not in calls
 
 
-def test_a_torch_that_the_index_lacks_is_requested_by_its_version(setup):
+def test_the_error_for_a_torch_version_that_the_index_lacks_names_the_version(setup):
     # With a constraint on torch, pip does not name the missing package.
     setup.pip("""case "$* " in
       *--constraint*" torch "* | *--constraint*" torch=="*) echo "ERROR: ResolutionImpossible: for help visit"; exit 1 ;;
@@ -231,7 +231,7 @@ def test_a_torch_that_the_index_lacks_is_requested_by_its_version(setup):
 
 
 @pytest.mark.parametrize("abi", [1, 0])
-def test_without_gpu_operations_horovod_imports_no_torch_and_looks_for_no_toolkit(abi, setup, tmp_path):
+def test_a_build_without_gpu_operations_imports_no_torch_and_needs_no_toolkit(abi, setup, tmp_path):
     setup.torch("2.15.0+cu1377", "13.77", abi=abi)
     setup.pip('case "$1" in wheel) cp "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" "$here" ;; esac')
     status, output, errors = setup.run(DUALTRAIN_WITH="none")
@@ -245,7 +245,7 @@ def test_without_gpu_operations_horovod_imports_no_torch_and_looks_for_no_toolki
     assert "CUDA_HOME" not in setup.build()
 
 
-def test_the_build_begins_before_torchs_dependencies_are_installed_but_with_nccl_after(setup):
+def test_only_an_nccl_build_waits_for_the_installation_of_torchs_dependencies(setup):
     # The dependencies' installation ends only when the build has begun.
     wait = 'until [ -e "$here/began" ]; do sleep 0.02; done'
     setup.pip(f"""case "$*" in wheel*) touch "$here/began" ;;

@@ -326,7 +326,7 @@ def test_a_stop_signal_ends_the_wait_before_a_restart(monkeypatch, number):
     assert said == ([line, "interrupted"] if number == signal.SIGINT else [line])
 
 
-def test_a_checkpoint_that_is_requested_during_the_wait_is_requested_from_the_next_ranks(monkeypatch):
+def test_a_checkpoint_request_before_a_restart_is_passed_to_the_restarted_ranks(monkeypatch):
     statuses, sent = [TRY_AGAIN, 0], []
 
     def process(**_):
@@ -343,7 +343,7 @@ def test_a_checkpoint_that_is_requested_during_the_wait_is_requested_from_the_ne
     assert (signal.SIGUSR1, 0) in sent  # after the start of the second attempt
 
 
-def test_waits_before_restarts_grow_up_to_a_limit_until_an_attempt_lasts_longer():
+def test_restart_delays_double_up_to_a_limit_and_reset_after_a_long_attempt():
     waits = [0.0]
     for seconds in (1, 31, 1, 1, 1, 1, 1, 1, 31):
         waits.append(_next_wait(waits[-1], TRY_AGAIN, seconds))
@@ -364,7 +364,7 @@ def test_a_job_that_was_stopped_is_not_restarted(monkeypatch):
     assert len(started) == 1
 
 
-def test_a_job_is_not_restarted_beside_a_rank_that_cannot_be_killed(monkeypatch, capsys):
+def test_a_job_is_not_restarted_if_a_rank_survives_sigkill(monkeypatch, capsys):
     for name in ("GRACE_SECONDS", "END_SECONDS", "REPORT_SECONDS"):
         monkeypatch.setattr(f"dualtrain.spawn.{name}", 0.01)
     processes, sent = [], []
@@ -415,7 +415,7 @@ def test_a_killed_rank_is_named_by_the_others_and_gives_the_status(start, tmp_pa
     assert "resource_tracker" not in job.errors
 
 
-def test_spawned_ranks_train_on_both_backends_as_ranks_of_a_launcher_do(start, tmp_path):
+def test_spawned_ranks_give_the_weights_of_launched_ranks_on_both_backends(start, tmp_path):
     require_horovod()
     runs = {name: tmp_path / name for name in ("launcher", "torch", "horovod")}
     flags = ("--backend", "torch", "--max-steps", "5", "--run-dir", runs["launcher"])

@@ -98,14 +98,14 @@ def names(lines: list[str]) -> list[str]:
     ],
     ids=["default", "all"],
 )
-def test_the_types_are_checked_while_the_tests_run_and_printed_after_them(arguments, tests, last, script):
+def test_mypy_runs_during_the_tests_and_its_output_follows_their_output(arguments, tests, last, script):
     script.set(mypy=BESIDE.format(own="mypy", other="pytest"), pytest=BESIDE.format(own="pytest", other="mypy"))
     status, lines = script.run(*arguments)
     assert status == 0, lines
     assert names(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
 
 
-def test_the_default_command_runs_the_smoke_launches_and_no_others(script):
+def test_the_default_command_runs_only_the_smoke_test_of_the_launch_tests(script):
     (script.folder / "tests" / "test_files.py").touch()
     (command,) = (line for line in script.run()[1] if line.startswith("pytest "))
     assert command.split()[-3:] == ["tests/gradients", "tests/test_files.py", "tests/launch/test_smoke.py"]
@@ -121,7 +121,7 @@ def test_the_default_command_runs_the_smoke_launches_and_no_others(script):
     ],
     ids=["types", "tests", "both"],
 )
-def test_a_failure_is_the_exit_status_and_failed_types_are_named_after_the_tests(failed, status, arguments, script):
+def test_a_failure_sets_the_exit_status_and_mypy_failures_are_reported_last(failed, status, arguments, script):
     script.set(**failed)
     ended, lines = script.run(*arguments)
     assert ended == status

@@ -145,7 +145,7 @@ def test_a_loss_that_is_not_a_scalar_tensor_is_refused(returned, got):
             trainer.fit([(torch.zeros(4, 3), torch.zeros(4))])
 
 
-def test_errors_without_user_code_are_in_torchruns_summary_too(tmp_path, monkeypatch, capsys):
+def test_torchruns_summary_includes_errors_from_outside_of_user_code(tmp_path, monkeypatch, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     assert command.main(["--lr", "x"]) == 2

@@ -245,7 +245,7 @@ def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
     assert not state.exists() or ") Z " in state.read_text()
 
 
-def test_two_runs_in_one_folder_do_not_mix(versions):
+def test_a_second_run_in_the_same_folder_is_refused(versions):
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
     process = versions.start("2.6.0")
     deadline = time.monotonic() + SECONDS

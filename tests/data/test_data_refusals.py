@@ -49,7 +49,7 @@ def build_nonsense():
         ("tests.data.test_data_refusals:build_nonsense", {}, "must return"),
     ],
 )
-def test_an_impossible_request_is_refused_in_one_line(tmp_path, monkeypatch, name, options, part):
+def test_bad_data_options_are_refused_in_one_line(tmp_path, monkeypatch, name, options, part):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
@@ -106,7 +106,7 @@ def build_by_name(*, folder):
 
 
 @pytest.mark.parametrize("name", ["build_with", "build_by_name"])
-def test_a_function_with_other_arguments_is_refused_with_its_signature(name):
+def test_a_data_or_model_function_with_wrong_parameters_is_refused_with_its_signature(name):
     from dualtrain.models import build
 
     path = f"tests.data.test_data_refusals:{name}"
@@ -162,7 +162,7 @@ def build_loaders():
     return loader, loader
 
 
-def test_a_target_that_is_no_class_number_is_refused_with_its_sample():
+def test_the_refusal_of_a_target_that_is_no_class_index_names_its_sample():
     task = load_data("tests.data.test_data_refusals:build_targets", classes=2, workers=0)
     cpu, several = torch.device("cpu"), Batch(torch.tensor([1, 2, 7]))
     reason = r" \(%s\): targets must be class indices \(int64\) from 0 to 1; .*another --classes"
@@ -173,6 +173,6 @@ def test_a_target_that_is_no_class_number_is_refused_with_its_sample():
     assert next(task.train.stream([Batch(torch.tensor([1, 2]))], cpu))[1].tolist() == [1, -100]
 
 
-def test_a_function_that_returns_no_datasets_is_refused_with_what_it_returned():
+def test_the_refusal_of_a_function_without_datasets_shows_the_returned_types():
     with pytest.raises(UserError, match="returned a tuple of DataLoader, DataLoader: it must"):
         load_data("tests.data.test_data_refusals:build_loaders", classes=2)

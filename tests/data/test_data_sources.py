@@ -231,7 +231,7 @@ def test_normalized_channels_have_mean_0_and_deviation_1():
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_workers_read_what_the_process_itself_reads(tree):
+def test_worker_processes_deliver_the_same_batches_as_the_main_process(tree):
     alone, with_workers = (load_data("imagefolder", str(tree), image_size=24, workers=workers) for workers in (0, 2))
     assert alone.shape == (3, 24, 24)
     assert alone.classes == 2
@@ -245,7 +245,7 @@ def test_workers_read_what_the_process_itself_reads(tree):
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip", "weights"])
-def test_image_files_can_be_augmented_in_other_ways(tree, augment):
+def test_image_files_can_be_augmented_with_none_crop_flip_or_weights(tree, augment):
     task = load_data("imagefolder", str(tree), image_size=24, augment=augment, pad=2, workers=0, model="resnet18")
     inputs, targets = epoch(task.train, 0, 5)
     assert tuple(inputs.shape[1:]) == task.shape

@@ -30,7 +30,7 @@ def test_the_digits_are_those_of_scikit_learn():
         assert {ours[name].dtype for name in ours} == {numpy.dtype("uint8")}
 
 
-def test_samples_and_their_order_keep_their_bits():
+def test_the_digits_and_their_order_have_a_fixed_hash():
     digest = hashlib.sha256()
     for inputs, targets in read_digits():
         digest.update(inputs.numpy().tobytes() + targets.numpy().tobytes())

@@ -57,13 +57,13 @@ def expected(size):
 
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 3), ("shm", 2), ("shm", 3))
-def test_gradients_have_the_bits_of_the_tree(real):
+def test_canonical_sums_have_the_bits_of_the_tree_of_ranks(real):
     for found in real(averaged):
         assert found == expected(real.size)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_gradients_have_the_bits_of_the_tree_in_threads(size):
+def test_canonical_sums_have_the_bits_of_the_tree_of_ranks_in_threads(size):
     for found in run_threads(size, averaged):
         assert found == expected(size)
 
@@ -176,7 +176,7 @@ def one_changes_its_layout(backend):
     optimizer.close()
 
 
-def test_a_layout_that_one_rank_changes_is_an_error_on_all_ranks():
+def test_a_bucket_layout_that_one_rank_changes_causes_an_error_on_all_ranks():
     run_threads(3, one_changes_its_layout)
 
 

@@ -92,7 +92,7 @@ def beside_buckets(backend):
             torch.testing.assert_close(torch.tensor(grad), torch.full((4,), expected))
 
 
-def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
+def test_an_allreduce_during_backward_is_not_mixed_with_gradient_buckets(many):
     many(beside_buckets)
 
 

@@ -158,7 +158,7 @@ def strange_strides(backend):
     reducer.close()
 
 
-def test_strided_transposed_scalar_and_empty_parameters(typical):
+def test_parameters_may_be_strided_transposed_scalar_or_empty(typical):
     typical(strange_strides)
 
 
@@ -177,7 +177,7 @@ def several_hooks(backend, numel):
         reducer.close()
 
 
-def test_other_hooks_of_a_parameter_get_this_ranks_own_gradient(typical):
+def test_other_hooks_of_a_parameter_get_the_local_gradient(typical):
     typical.each(several_hooks, [(1000,), (20000,)])
 
 
@@ -202,7 +202,7 @@ def of_dtype(backend, dtype):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_gradients_of_several_dtypes(typical):
+def test_gradients_of_every_dtype_are_averaged(typical):
     typical.each(of_dtype, [(dtype,) for dtype in TOLERANCES])
 
 
@@ -360,7 +360,7 @@ def by_model_in_place(model, optimizer):
     model.zero_grad(set_to_none=False)
 
 
-def test_a_skipped_step_does_not_change_the_next_one(typical):
+def test_gradients_of_a_skipped_step_do_not_enter_the_next_step(typical):
     typical.each(skipped_then_idle, [(by_optimizer,), (by_model,), (by_model_in_place,)], [(by_optimizer,)])
 
 
@@ -464,7 +464,7 @@ def _with_other(pair, trained, loss):
     return one
 
 
-def test_two_optimizers_take_turns_and_share_a_backward(spmd):
+def test_two_optimizers_may_step_alternately_or_after_one_common_backward(spmd):
     spmd(adversaries)
 
 
@@ -634,7 +634,7 @@ def partial(backend, how):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_a_step_sends_what_has_accumulated_so_far(typical):
+def test_step_sends_gradients_that_were_accumulated_but_not_yet_sent(typical):
     typical.each(partial, [("no_sync",), ("counted",)], [("counted",)])
 
 
@@ -651,7 +651,7 @@ def nested_no_sync(backend):
     check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
 
 
-def test_no_sync_nests_and_ends_with_an_exception(typical):
+def test_no_sync_can_be_nested_and_is_left_when_an_exception_is_raised(typical):
     typical(nested_no_sync)
 
 
@@ -671,7 +671,7 @@ def different_parts(backend):
             check(gradients(model), expected)
 
 
-def test_passes_may_use_different_parameters(typical):
+def test_accumulated_passes_may_use_different_parameters(typical):
     typical(different_parts)
 
 
@@ -693,7 +693,7 @@ def retained(backend):
 
 # The filter is set here, not by each rank, because ranks that are threads share the warning filters.
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
-def test_a_graph_may_be_used_twice(typical):
+def test_backward_may_run_twice_through_a_retained_graph(typical):
     typical(retained)
 
 
@@ -738,7 +738,7 @@ def checkpointed(backend, reentrant):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_activation_checkpointing(typical):
+def test_gradients_are_averaged_with_activation_checkpointing(typical):
     typical.each(checkpointed, [(False,), (True,)], [(True,)])
 
 
@@ -784,7 +784,7 @@ def all_in_segments(backend, reentrant, passes):
         del backend.start_sum
 
 
-def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical):
+def test_each_bucket_is_reduced_once_in_a_backward_of_many_checkpointed_segments(typical):
     typical.each(all_in_segments, itertools.product([False, True], [1, 2]), [(False, 2), (True, 1)])
 
 
@@ -954,7 +954,7 @@ def fails_sent(backend):
     check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
 
 
-def test_a_pass_that_failed_after_sending_is_not_mixed_with_the_next(typical):
+def test_after_a_backward_that_failed_while_sending_synchronize_is_required(typical):
     typical(fails_sent)
 
 
@@ -1054,7 +1054,7 @@ TRANSFERS = {
 }
 
 
-def test_factors_dtypes_and_sizes_of_a_transfer(typical):
+def test_gradients_are_sent_with_the_factors_dtype_and_bucket_size_of_the_transfer(typical):
     typical.each(of_transfer, [(name,) for name in TRANSFERS], [("predivided",), ("float16",), ("one at a time",)])
 
 

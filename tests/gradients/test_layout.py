@@ -46,7 +46,7 @@ def test_the_layout_is_a_function_of_the_parameters_alone():
     assert sorted(each.number for bucket in found for each in bucket.places) == list(range(6))
 
 
-def test_a_group_shares_a_bucket_of_any_size():
+def test_a_group_of_parameters_shares_one_bucket_even_above_the_size_limit():
     params = [torch.zeros(4) for _ in range(4)]
     found = lay_out(params, Transfer(groups=[[params[0], params[2]]], bucket_bytes=0))
     assert [[each.number for each in bucket.places] for bucket in found] == [[3], [2, 0], [1]]
@@ -134,7 +134,7 @@ def test_an_incomplete_bucket_delays_the_later_ones():
     assert sent_in_a_round(schedule, [third, second, first]) == ([0, 1, 2], 1)
 
 
-def test_a_failed_pass_is_discarded_and_rounds_are_counted():
+def test_forgetting_a_failed_pass_starts_a_new_round():
     schedule = Schedule()
     schedule.use([FakeBucket(2)])
     (bucket,) = schedule.buckets

@@ -94,7 +94,7 @@ def test_an_optimizer_of_hvd_without_references_is_freed(real):
 
 
 @MAKERS
-def test_after_close_gradients_are_this_ranks_own(alone, make):
+def test_gradients_are_not_averaged_after_close(alone, make):
     model = perceptron()
     made = make(model, alone)
     made.close()
@@ -230,7 +230,7 @@ def test_a_distributed_tensor_is_refused(alone):
         dist.destroy_process_group()
 
 
-def test_a_model_in_ddp_causes_a_warning_but_similar_names_do_not(alone):
+def test_a_model_in_ddp_causes_a_warning_but_a_submodule_named_module_does_not(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(perceptron())

@@ -155,7 +155,7 @@ def state_dicts(backend):
     check(again, model)
 
 
-def test_state_dicts_pass_between_the_bare_and_the_wrapped_optimizer(typical):
+def test_bare_and_wrapped_optimizers_can_load_each_others_state_dicts(typical):
     typical(state_dicts)
 
 
@@ -319,7 +319,7 @@ def scales(backend, max_norm):
     assert scaler.get_scale() == 2.0**12
 
 
-def test_loss_scaling_with_and_without_clipping(typical):
+def test_loss_scaling_works_with_and_without_clipping(typical):
     typical.each(scales, [(None,), (0.05,)], [(0.05,)])
 
 
@@ -414,14 +414,14 @@ def autocasts(backend):
     check(model, oracle, rtol=5e-2, atol=5e-3)
 
 
-def test_autocast_to_bfloat16(typical):
+def test_a_model_trains_under_autocast_to_bfloat16(typical):
     typical(autocasts)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("overflow", [False, True], ids=["plain", "overflow"])
-def test_float16_on_a_gpu(overflow):
+def test_float16_on_a_gpu_takes_a_step_or_skips_it_on_overflow(overflow):
     from dualtrain import connect
 
     with connect("local") as backend:
@@ -526,7 +526,7 @@ def closure_of_sgd(backend):
     check(model, oracle)
 
 
-def test_a_closure_may_return_a_loss_or_anything_else(typical):
+def test_a_closures_loss_is_averaged_and_other_values_are_returned_unchanged(typical):
     typical(closure_of_sgd)
 
 
@@ -541,7 +541,7 @@ def without_names(backend):
     assert optimizer.reducer.slots[0].name == "group 0 parameter 0"
 
 
-def test_names_are_optional(typical):
+def test_names_of_parameters_are_optional(typical):
     typical(without_names)
 
 

@@ -134,7 +134,7 @@ def test_torch_and_horovod_give_the_same_bits(real, case, hashes, pool):
 
 @pytest.mark.parametrize("many", **of_two_ranks(THREADS + REAL + SHARED), indirect=True)
 @cases
-def test_two_ranks_give_the_same_bits_as_the_other_libraries(many, case, hashes):
+def test_two_ranks_give_the_same_bits_as_ddp_and_horovod(many, case, hashes):
     digest = our_hash(many, case, hashes)
     if many.name == "threads":
         assert {digest} == {found for (_, size, of), found in hashes.items() if (size, of) == (many.size, case)}
@@ -143,5 +143,5 @@ def test_two_ranks_give_the_same_bits_as_the_other_libraries(many, case, hashes)
         assert theirs == [digest] * many.size
 
 
-def test_ranks_on_parts_of_a_batch_equal_one_process_on_the_whole(spmd):
+def test_ranks_on_parts_of_a_batch_train_like_one_process_on_the_whole_batch(spmd):
     spmd(parts_of_a_batch, 10)

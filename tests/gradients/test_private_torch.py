@@ -94,7 +94,7 @@ def test_torch_copies_many_tensors_in_one_call():
     assert all(bool(target.eq(2).all()) for target in targets)
 
 
-def test_torch_shows_what_an_uncoalesced_tensor_stores():
+def test_torch_has_private_accessors_of_uncoalesced_sparse_tensors():
     grad = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), check_invariants=False)
     for name, where in {
         "_nnz": "gradients/sparse.py",
@@ -148,7 +148,7 @@ def test_fsdp_marks_its_parameters(originals, mark):
     )
 
 
-def test_gradscaler_reads_whether_an_optimizer_unscales():
+def test_gradscaler_reads_the_attribute_step_supports_amp_scaling():
     reads = []
 
     class Scaled(torch.optim.SGD):

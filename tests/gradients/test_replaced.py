@@ -135,7 +135,7 @@ def verify(backend, train, interface, replace, wanted):
 
 
 @worlds(("torch", 2), ("horovod", 2), ("shm", 2))
-def test_replaced_gradients_are_averaged_in_the_next_step(real):
+def test_gradients_are_averaged_in_the_step_after_their_tensors_were_replaced(real):
     real(replaces)
 
 
@@ -226,7 +226,7 @@ def refused(backend, change):
 
 
 @pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape, reshape_equally])
-def test_a_change_on_one_rank_is_refused_by_name_on_every_rank(change):
+def test_a_parameter_that_one_rank_changed_is_named_in_an_error_on_every_rank(change):
     run_threads(2, refused, change)
 
 
@@ -245,7 +245,7 @@ def unfrozen(backend):
     optimizer.close()
 
 
-def test_a_parameter_that_is_appended_frozen_and_unfrozen_later_is_refused():
+def test_a_frozen_parameter_that_is_appended_to_a_group_is_refused_when_unfrozen():
     run_threads(2, unfrozen)
 
 
@@ -291,7 +291,7 @@ def layout_of_one_rank(backend, change):
 
 
 @pytest.mark.parametrize("change", [unfreeze_late, add_late])
-def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
+def test_a_bucket_layout_that_only_one_rank_changes_is_refused_in_the_next_backward(many, change):
     many(layout_of_one_rank, change)
 
 
@@ -331,7 +331,7 @@ def without_the_other_rank(backend):
         vector_loss(model, backend.rank).backward()
 
 
-def test_a_backward_after_a_failed_exchange_states_its_reason():
+def test_a_backward_after_a_failed_exchange_raises_the_reason_of_the_failure():
     run_threads(2, without_the_other_rank)
 
 
@@ -348,7 +348,7 @@ def sparse_and_cast(backend):
     optimizer.close()
 
 
-def test_a_change_is_refused_even_if_all_gradients_are_sparse():
+def test_a_cast_parameter_is_refused_even_if_all_gradients_are_sparse():
     run_threads(2, sparse_and_cast)
 
 
@@ -424,7 +424,7 @@ def refused_by_hvd(backend):
 
 
 @OURS_2
-def test_hvd_refuses_on_every_rank_a_parameter_that_changed_on_one(real):
+def test_hvd_raises_on_every_rank_if_one_rank_changed_a_parameter(real):
     real(refused_by_hvd)
 
 
@@ -524,7 +524,7 @@ def swapped(backend):
     optimizer.close()
 
 
-def test_hooks_that_were_dropped_are_restored_or_the_step_is_refused():
+def test_step_is_refused_unless_zero_grad_restored_the_hooks_of_swapped_parameters():
     run_threads(2, swapped)
 
 
@@ -543,7 +543,7 @@ def swapped_with_each_other(backend):
     reducer.close()
 
 
-def test_the_hook_of_a_parameter_is_not_used_for_another_one():
+def test_gradients_are_correct_after_two_parameters_are_swapped_with_each_other():
     run_threads(2, swapped_with_each_other)
 
 
@@ -563,5 +563,5 @@ def tied_later(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_parameters_may_be_tied_or_replaced_by_frozen_ones_or_put_back():
+def test_parameters_may_be_tied_or_restored_or_replaced_by_frozen_ones():
     run_threads(2, tied_later)

@@ -46,12 +46,12 @@ def one_rank_steps(backend, zero):
 
 
 @ZERO
-def test_a_step_without_the_other_ranks_is_an_error_on_all_ranks(zero):
+def test_an_extra_step_on_one_rank_causes_an_error_on_all_ranks(zero):
     run_threads(2, one_rank_steps, zero)
 
 
 @worlds(("torch", 2), ("horovod", 2), ("shm", 2))
-def test_a_step_without_the_other_ranks_is_an_error_on_every_transport(real):
+def test_an_extra_step_on_one_rank_causes_an_error_on_every_transport(real):
     real(one_rank_steps, zero_data)
 
 
@@ -68,7 +68,7 @@ def steps_alone(backend):
     optimizer.close()
 
 
-def test_a_step_that_some_ranks_skip_is_an_error_on_all_ranks():
+def test_a_step_that_some_ranks_skip_causes_an_error_on_all_ranks():
     run_threads(3, steps_alone)
 
 

@@ -111,7 +111,7 @@ def bits(tensor):
     return tensor.contiguous().flatten().clone().view(torch.uint8)
 
 
-def test_broadcast_of_every_dtype_and_layout(typical):
+def test_tensors_of_every_dtype_and_layout_are_broadcast(typical):
     typical.each(broadcasts_layouts, [(dtype,) for dtype in DTYPES], [(torch.bool,), (torch.float32,)])
 
 
@@ -134,11 +134,11 @@ def mixed_layouts(backend):
     assert tensors["count"].item() == 0
 
 
-def test_layouts_may_differ_between_ranks(typical):
+def test_a_broadcast_accepts_different_memory_layouts_on_ranks(typical):
     typical(mixed_layouts)
 
 
-def test_tensors_that_would_be_left_out_are_refused():
+def test_broadcast_parameters_refuses_anything_but_a_flat_state_dict():
     model = nn.Linear(2, 2)
     state = torch.optim.SGD(model.parameters(), 0.1).state_dict()
     with connect("local") as backend:
@@ -157,7 +157,7 @@ def named_alike(backend):
     assert not any(t.any() for t in tensors.values())
 
 
-def test_tensors_are_sent_whatever_their_name(typical):
+def test_a_broadcast_includes_tensors_whose_names_contain_extra_state(typical):
     typical(named_alike)
 
 
@@ -169,7 +169,7 @@ class LoadsInPlace(torch.optim.SGD):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
 
-def test_an_optimizer_may_load_in_place():
+def test_an_optimizer_may_load_its_state_in_place():
     model = nn.Linear(2, 2)
     optimizer = LoadsInPlace(model.parameters(), lr=0.1)
     saved = optimizer.state_dict()
@@ -185,7 +185,7 @@ def single_elements(backend):
     assert tensors[0].item() == 0
 
 
-def test_broadcast_of_a_single_element_with_a_stride(typical):
+def test_a_single_element_with_a_stride_is_broadcast(typical):
     typical(single_elements)
 
 
@@ -198,7 +198,7 @@ def broadcasts_nothing(backend):
     average_buffers(perceptron(), backend)
 
 
-def test_there_may_be_nothing_to_send(typical):
+def test_a_broadcast_or_average_of_no_tensors_has_no_effect(typical):
     typical(broadcasts_nothing)
 
 
@@ -449,7 +449,7 @@ def averages_buffers(backend):
     assert weights_sha256(model) == before
 
 
-def test_running_statistics_become_the_average(spmd):
+def test_average_buffers_averages_running_statistics_over_ranks(spmd):
     spmd(averages_buffers)
 
 

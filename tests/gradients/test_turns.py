@@ -128,7 +128,7 @@ def norms_in_part(backend):
     return weights_sha256(model)
 
 
-def test_sync_batchnorm_with_parameters_that_only_some_ranks_use(many):
+def test_sync_batchnorm_works_with_parameters_that_only_some_ranks_use(many):
     hashes = many(norms_in_part)
     assert hashes == hashes[:1] * many.size
 
@@ -144,11 +144,11 @@ def uses_a_dropped_optimizer(backend):
     return len(optimizers)
 
 
-def test_an_optimizer_that_was_freed_on_one_rank_is_an_error_on_every_rank():
+def test_an_optimizer_freed_on_one_rank_causes_an_error_on_every_rank():
     assert run_threads(2, uses_a_dropped_optimizer) == [2, 2]
 
 
-def test_a_closed_reducer_does_not_take_turns():
+def test_buckets_of_other_reducers_do_not_wait_for_a_closed_reducer():
     backend = LocalBackend(World(), torch.device("cpu"), 60.0)
     first, second = (wrapped(model, backend) for model in two_models())
     order = turns(backend)
@@ -179,7 +179,7 @@ def steps_in_another_order(backend):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_optimizers_that_are_stepped_in_another_order_on_a_rank_are_an_error_on_every_rank(size):
+def test_stepping_optimizers_in_different_orders_causes_an_error_on_every_rank(size):
     assert run_threads(size, steps_in_another_order) == [True] * size
 
 
@@ -216,5 +216,5 @@ def overflows_in_no_sync(backend, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_of_one_rank_is_skipped_by_all(fused):
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(fused):
     assert run_threads(2, overflows_in_no_sync, fused) == [(True, 2.0)] * 2

@@ -41,7 +41,7 @@ def keeps(backend, numel, unused):
     reducer.close()
 
 
-def test_gradients_that_the_program_keeps_stay_as_they_are(typical):
+def test_later_passes_do_not_change_gradients_that_the_program_keeps(typical):
     typical.each(keeps, itertools.product(SIZES, ["zero", "none"]), [(1000, "none"), (20000, "zero")])
 
 
@@ -59,7 +59,7 @@ def keeps_over_a_new_layout(backend):
     torch.testing.assert_close(kept, before, **EXACT)
 
 
-def test_kept_gradients_stay_as_they_are_in_a_new_layout(typical):
+def test_a_new_bucket_layout_does_not_change_gradients_that_the_program_keeps(typical):
     typical(keeps_over_a_new_layout)
 
 
@@ -194,7 +194,7 @@ def nearly_overflows(backend):
             reducer.close()
 
 
-def test_averages_of_large_gradients_do_not_overflow_where_the_factor_precedes_the_sum(typical):
+def test_averages_of_large_gradients_do_not_overflow_if_the_factor_is_applied_first(typical):
     typical(nearly_overflows)
 
 
@@ -265,7 +265,7 @@ def test_a_parameter_that_is_frozen_on_some_ranks_is_refused_with_shards_too(man
     many(freezes_with_shards)
 
 
-def test_a_closed_optimizer_averages_nothing_that_is_unfrozen_later():
+def test_parameters_unfrozen_after_close_are_not_averaged():
     model = perceptron()
     model[0].requires_grad_(False)
     with connect("local") as backend:
@@ -293,7 +293,7 @@ def swaps_what_is_frozen(backend):
         optimizer.step()
 
 
-def test_gradients_are_averaged_at_once_if_frozen_and_trained_layers_are_swapped(typical):
+def test_gradients_are_averaged_right_after_frozen_and_trained_layers_are_swapped(typical):
     typical(swaps_what_is_frozen)
 
 
@@ -307,7 +307,7 @@ def own_factors(backend):
     reducer.close()
 
 
-def test_each_rank_may_have_its_own_factor_before_the_sum(many):
+def test_ranks_may_multiply_gradients_by_different_factors_before_the_sum(many):
     many(own_factors)
 
 

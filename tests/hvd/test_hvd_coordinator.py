@@ -209,7 +209,7 @@ def test_waits_for_gradients_are_reported_too():
     assert harness.answers(2, "text") == []
 
 
-def test_a_rank_that_leaves_ends_the_world_once():
+def test_the_world_ends_with_the_reason_of_the_first_rank_that_shuts_down():
     harness = Harness(2)
     harness.receive(1, "shutdown", why="rank 1: a bug")
     harness.receive(0, "shutdown")

@@ -25,7 +25,7 @@ def functions():
     return {name: value for name in module.__all__ if inspect.isfunction(value := getattr(module, name))}
 
 
-def test_every_function_is_defined_by_its_name():
+def test_every_public_function_has_a_def_of_the_same_name():
     found = functions()
     assert {"broadcast_async_", "grouped_allgather", "join", "rank"} <= set(found)
     for name, value in found.items():
@@ -36,7 +36,7 @@ def test_every_function_is_defined_by_its_name():
 
 
 @pytest.mark.parametrize("name", [*FAMILY, *(f"grouped_{name}" for name in FAMILY)])
-def test_allreduce_is_defined_in_the_module_itself(name):
+def test_allreduce_functions_are_defined_in_mpi_ops_with_horovods_parameters(name):
     assert functions()[name].__module__ == "dualtrain.hvd.mpi_ops"
     expected = ["average", "name", "compression", "op", "prescale_factor", "postscale_factor", "process_set"]
     if "async" in name or name.endswith("_"):

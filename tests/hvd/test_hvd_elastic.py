@@ -197,7 +197,7 @@ UPDATES = common.HostUpdateResult
     ],
 )
 @pytest.mark.parametrize("library", ["dualtrain", "horovod"])
-def test_a_check_raises_once_for_all_received_updates(updates, skip_sync, library):
+def test_check_host_updates_raises_once_for_all_received_updates(updates, skip_sync, library):
     if library == "dualtrain":
         held = objects(a=1)
     else:
@@ -227,7 +227,7 @@ def test_the_root_decides_whether_hosts_have_changed():
     assert interrupted(held) is None
 
 
-def test_a_check_sends_only_plain_values():
+def test_check_host_updates_sends_only_plain_values():
     held = objects(a=1)
     held._bcast_object = mock.Mock(side_effect=lambda obj: obj)
     held.on_hosts_updated(1, UPDATES.mixed)
@@ -325,7 +325,7 @@ def test_after_a_change_of_hosts_nothing_is_restored(resets, skip_sync):
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
-def test_a_failure_after_a_skipped_sync_syncs_again(resets):
+def test_a_failed_collective_after_a_skipped_sync_causes_a_sync(resets):
     held = recorded()
     attempts(elastic.HostsUpdatedInterrupt(True), elastic.HorovodInternalError("lost"), "done")(held)
     assert methods_of(held) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
@@ -363,7 +363,7 @@ def test_updates_reach_the_state_of_the_running_training(resets, sent):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_steps_after_a_restore_have_the_bits_of_those_after_the_commit(sent, kind):
+def test_steps_repeated_after_a_restore_give_the_same_bits(sent, kind):
     trained = training(kind)
     for _ in range(2):
         step(trained)
@@ -485,7 +485,7 @@ def test_the_gpus_generator_state_is_saved_only_if_cuda_is_initialized(sent):
         cuda.set_rng_state.assert_not_called()
 
 
-def test_sync_broadcasts_every_kind_from_rank_0(sent):
+def test_sync_broadcasts_every_kind_of_attribute_from_rank_0(sent):
     with world():
         sampler = elastic.ElasticSampler(range(4))
     trained = training(sampler=sampler, epoch=2)
@@ -631,7 +631,7 @@ def test_fewer_samples_than_ranks_are_repeated():
     assert parts == [[8], [9], [8], [9], [8]]
 
 
-def test_more_samples_may_be_recorded_than_exist():
+def test_record_batch_may_count_more_samples_than_the_dataset_has():
     with world(4, 1):
         sampler = elastic.ElasticSampler(range(10))
         assert len(sampler) == 3

@@ -94,7 +94,7 @@ def steps_of_deltas(backend, optimizer_class, options):
     [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.05})],
     ids=["sgd", "adam"],
 )
-def test_the_optimizer_combines_changes(real, kind, options):
+def test_an_adasum_optimizer_combines_weight_changes_instead_of_gradients(real, kind, options):
     results = real(steps_of_deltas, kind, options)
     assert results == results[:1] * real.size
 

@@ -85,7 +85,7 @@ def second_optimizer(backend):
 
 
 @EVERY
-def test_an_optimizer_that_only_one_rank_makes_has_no_effect(real):
+def test_an_unused_optimizer_on_only_one_rank_does_not_affect_other_optimizers(real):
     real(second_optimizer)
 
 
@@ -115,5 +115,5 @@ def different_thresholds(backend):
 
 
 @OURS_2
-def test_different_buckets_are_an_error_on_all_ranks(real):
+def test_different_bucket_sizes_cause_an_error_on_all_ranks(real):
     real(different_thresholds)

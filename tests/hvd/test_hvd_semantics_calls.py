@@ -83,12 +83,12 @@ def integers(backend):
 
 
 @EVERY
-def test_default_reductions_results_and_ranks(real):
+def test_allreduce_broadcast_and_rank_functions_behave_as_in_horovod(real):
     real(defaults)
 
 
 @EVERY
-def test_integer_averages_and_factors(real):
+def test_integer_averages_and_factors_round_toward_zero_as_in_horovod(real):
     real(integers)
 
 
@@ -132,7 +132,7 @@ def without_a_dimension(backend):
 
 
 @EVERY
-def test_tensors_without_dimensions(real):
+def test_allreduce_broadcast_and_allgather_accept_tensors_without_dimensions(real):
     real(without_a_dimension)
 
 
@@ -156,7 +156,7 @@ def dtypes(backend):
 
 
 @EVERY
-def test_dtypes(real):
+def test_every_dtype_is_accepted_including_those_that_horovod_refuses(real):
     real(dtypes)
 
 
@@ -181,7 +181,7 @@ def layouts(backend):
 
 
 @EVERY
-def test_memory_layouts(real):
+def test_every_memory_layout_is_accepted_including_those_that_horovod_refuses(real):
     real(layouts)
 
 
@@ -238,5 +238,5 @@ def handles(backend):
 
 
 @EVERY
-def test_handles(real):
+def test_handles_are_integers_that_can_be_synchronized_once(real):
     real(handles)

@@ -181,7 +181,7 @@ RESULTS = {}
 
 
 @PAIR
-def test_defects_have_the_same_bits(real, pool):
+def test_compat_mode_reproduces_horovods_defects_bit_for_bit(real, pool):
     titles = list(CASES)
     if real.name == "torch":
         RESULTS["plain"] = real(defective, titles, False)

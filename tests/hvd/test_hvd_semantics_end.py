@@ -124,7 +124,7 @@ def one_shuts_down(backend):
 
 
 @OURS
-def test_after_a_rank_shuts_down_other_ranks_calls_fail_and_init_works_again(real):
+def test_calls_fail_after_another_rank_shuts_down_and_a_new_init_works(real):
     real(one_shuts_down)
 
 
@@ -281,5 +281,5 @@ def initializes_for_cpus(backend, port):
 
 
 @OURS_2
-def test_init_takes_no_gpu_and_makes_no_default_process_group(real):
+def test_init_neither_initializes_cuda_nor_makes_the_default_process_group(real):
     real(initializes_for_cpus, free_port())

@@ -81,7 +81,7 @@ def table(backend):
 
 
 @EVERY
-def test_gradients_of_every_operation(fresh):
+def test_backward_works_through_every_operation(fresh):
     fresh(table)
 
 
@@ -107,7 +107,7 @@ def of_sets(backend):
 
 
 @OURS_3
-def test_gradients_in_a_process_set(real):
+def test_backward_works_through_operations_in_a_process_set(real):
     real(of_sets)
 
 
@@ -123,7 +123,7 @@ def through_a_model(backend):
 
 
 @EVERY
-def test_gradients_through_a_model(fresh):
+def test_backward_works_through_an_allreduce_inside_a_model(fresh):
     fresh(through_a_model)
 
 

@@ -53,6 +53,6 @@ def each_in_a_new_world(backend):
 
 
 @OURS_2
-def test_calls_that_hang_in_horovod_return(real):
+def test_calls_that_hang_in_horovod_do_not_hang_in_dualtrain(real):
     real(each_in_a_new_world)
     real.leave()

@@ -101,7 +101,7 @@ def afterwards(backend):
 
 
 @OURS
-def test_calls_after_join(real):
+def test_ranks_can_join_repeatedly_and_make_calls_afterwards(real):
     real(afterwards)
 
 
@@ -235,5 +235,5 @@ def without_the_optimizer(backend):
 
 
 @OURS
-def test_a_rank_that_joins_without_the_optimizer_of_other_ranks_ends_the_world(real):
+def test_joining_without_an_optimizer_that_other_ranks_use_ends_the_world(real):
     real(without_the_optimizer)

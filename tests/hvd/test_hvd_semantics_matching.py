@@ -41,7 +41,7 @@ def any_order(backend):
 
 
 @EVERY
-def test_names_match_in_any_order(real):
+def test_named_calls_match_in_any_order(real):
     real(any_order)
 
 
@@ -86,7 +86,7 @@ def pending(backend):
 
 
 @EVERY
-def test_a_pending_call_completes_when_the_other_ranks_make_it(real):
+def test_a_pending_call_completes_once_the_other_ranks_make_the_same_call(real):
     real(pending)
 
 
@@ -103,7 +103,7 @@ def asynchronous(backend):
 
 
 @EVERY
-def test_poll_is_false_at_least_once(real):
+def test_poll_can_return_false_right_after_an_asynchronous_call(real):
     real(asynchronous)
 
 
@@ -195,7 +195,7 @@ def local_mistakes(backend):
 
 
 @EVERY
-def test_mistakes_of_one_rank_raise_only_there(real):
+def test_invalid_arguments_on_one_rank_raise_only_on_that_rank(real):
     real(local_mistakes)
 
 

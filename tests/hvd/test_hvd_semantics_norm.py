@@ -50,7 +50,7 @@ def against_one_process(backend):
 
 
 @OURS
-def test_the_layer_equals_batchnorm_in_one_process_on_all_samples(real):
+def test_sync_batch_norm_equals_batchnorm_in_one_process_on_all_samples(real):
     real(against_one_process)
 
 

@@ -114,7 +114,7 @@ RESULTS = {}
 
 
 @PAIR
-def test_training_gives_horovods_weights(real, pool):
+def test_training_ends_with_the_same_weights_as_with_horovod(real, pool):
     cases = {title: options for title, (options, _) in CASES.items()}
     RESULTS[real.name] = found = real(train, cases)
     for title in CASES:
@@ -128,7 +128,7 @@ def test_training_gives_horovods_weights(real, pool):
 
 
 @OURS_3
-def test_every_option_on_three_ranks(real):
+def test_every_option_gives_all_three_ranks_the_same_weights(real):
     cases = {title: options for title, (options, _) in CASES.items()}
     cases |= {"bf16": {"compression": "bf16"}, "num_groups": {"groups": 3}, "product": {"op": "Product"}}
     cases |= {"adasum": {"op": "Adasum"}, "fp16 sum": {"compression": "fp16", "op": "Sum"}}
@@ -226,7 +226,7 @@ def recognized(backend):
 
 
 @PAIR
-def test_a_wrapped_optimizer_is_recognized_as_on_horovod(real):
+def test_type_checks_of_a_wrapped_optimizer_have_the_same_results_as_with_horovod(real):
     expected = {
         "class": False,
         "Adasum": False,
@@ -287,7 +287,7 @@ def scaled(backend, overflow):
 
 
 @PAIR
-def test_loss_scaling_as_documented_by_horovod(real):
+def test_loss_scaling_works_as_documented_by_horovod(real):
     results = real(scaled, 1)
     step = 2 * 0.5**0.5
     for weights, scales in results:

@@ -119,7 +119,7 @@ def rules(backend):
 
 
 @PAIR
-def test_rules_for_correct_use(real):
+def test_correct_use_of_the_optimizer_follows_horovods_rules(real):
     real(rules)
 
 
@@ -379,7 +379,7 @@ def only_ours(backend):
 
 
 @OURS_2
-def test_features_that_horovod_lacks(real):
+def test_optimizer_features_that_horovod_lacks_work(real):
     real(only_ours)
 
 
@@ -406,7 +406,7 @@ def alone(backend):
         hvd.shutdown()
 
 
-def test_the_rules_hold_in_a_world_of_one_rank():
+def test_the_optimizer_works_in_a_world_of_one_rank():
     from dualtrain import connect
     from tests.hvd.worlds import ours
 
@@ -458,6 +458,6 @@ def groups_and_closures(backend):
 
 
 @PAIR
-def test_predivide_in_groups_and_the_loss_of_a_closure(real):
+def test_predivided_groups_and_closure_losses_differ_from_horovods(real):
     """Both results differ between the libraries."""
     real(groups_and_closures)

@@ -29,7 +29,7 @@ def gathers(backend):
 
 
 @EVERY
-def test_allgather_of_unequal_rows(real):
+def test_allgather_accepts_different_numbers_of_rows(real):
     real(gathers)
 
 
@@ -65,7 +65,7 @@ def alltoalls(backend):
 
 
 @EVERY
-def test_alltoall_splits(real):
+def test_alltoall_sends_rows_according_to_the_splits(real):
     real(alltoalls)
 
 
@@ -117,7 +117,7 @@ def scatters(backend):
 
 
 @EVERY
-def test_reducescatter_of_unequal_rows(real):
+def test_reducescatter_accepts_a_number_of_rows_that_the_world_size_does_not_divide(real):
     real(scatters)
 
 
@@ -149,7 +149,7 @@ def groups(backend):
 
 
 @EVERY
-def test_grouped_allreduce(real):
+def test_grouped_allreduce_reduces_every_tensor(real):
     real(groups)
 
 
@@ -167,7 +167,7 @@ def sparse(backend):
 
 
 @EVERY
-def test_sparse_allreduce(real):
+def test_sparse_allreduce_equals_a_dense_one(real):
     real(sparse)
 
 
@@ -204,5 +204,5 @@ def in_a_set(backend):
 
 
 @OURS_3
-def test_every_operation_in_a_process_set(real):
+def test_every_operation_works_in_a_process_set(real):
     real(in_a_set)

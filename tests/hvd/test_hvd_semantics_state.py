@@ -160,7 +160,7 @@ def fresh_states(backend):
 
 
 @PAIR
-def test_states_of_fresh_optimizers(real):
+def test_a_broadcast_of_a_fresh_optimizer_changes_no_weights_unlike_horovods(real):
     first, second = real(fresh_states)
     if real.name == "torch":
         assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
@@ -230,7 +230,7 @@ def learning_rates(backend, compat):
 
 @pytest.mark.parametrize("compat", ["0", "1"])
 @PAIR
-def test_a_broadcast_keeps_the_objects_of_the_groups(real, compat):
+def test_a_broadcast_of_optimizer_state_keeps_the_param_group_objects(real, compat):
     assert real(learning_rates, compat) == [(0.25, 0.125)] * 2
 
 

@@ -159,7 +159,7 @@ def crossed(backend):
 
 
 @OURS_2
-def test_every_wait_advances_the_gradients_of_all_optimizers(real):
+def test_a_rank_that_waits_continues_the_exchanges_of_all_optimizers(real):
     assert real(crossed) == [[-4.5], [-6.0]]  # rank 0 joins instead of taking its last step
 
 
@@ -217,6 +217,6 @@ def different(backend):
 
 
 @OURS_2
-def test_ranks_that_cannot_share_memory_use_gloo_and_different_transports_are_refused(real):
+def test_gloo_replaces_unusable_shared_memory_and_different_transports_are_refused(real):
     real(refused)
     real(different)

@@ -55,7 +55,7 @@ def results(command, folder):
     return json.loads(line[2:])
 
 
-def test_results_are_those_of_horovod(tmp_path):
+def test_run_returns_the_same_results_as_horovods_run(tmp_path):
     require_horovod()
     theirs, ours = results([], tmp_path), results(["-m", "dualtrain.horovodize"], tmp_path)
     assert [theirs[rank].pop("library") for rank in range(2)] == ["horovod"] * 2
@@ -64,7 +64,7 @@ def test_results_are_those_of_horovod(tmp_path):
     assert ours[2:] == [[50, 60], "RuntimeError"]
 
 
-def test_every_argument_of_horovod_is_known():
+def test_every_argument_of_horovods_run_is_known():
     require_horovod()
     import horovod
 

@@ -25,7 +25,7 @@ def failure(call):
 """
 
 
-def test_actors_keep_an_object_and_train_unmodified_functions(program):
+def test_ray_actors_keep_their_object_between_calls_and_run_unmodified_functions(program):
     lines = program(
         HEAD
         + """
@@ -63,7 +63,7 @@ executor.shutdown()
     assert again == ["ray", "ray"]
 
 
-def test_failures_are_named_and_reserved_resources_are_released(program):
+def test_errors_of_ray_workers_name_the_rank_and_release_reserved_resources(program):
     lines = program(
         HEAD
         + """
@@ -108,7 +108,7 @@ failure(one_host.start)
 
 
 @pytest.mark.usefixtures("hook")
-def test_rayexecutor_of_horovods_modules_is_that_of_dualtrain():
+def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
     from horovod.ray import RayExecutor
     from horovod.ray.runner import RayExecutor as Same
 

@@ -50,7 +50,7 @@ show(run(by_value, (4,), num_proc=2, env={"MINE": "m"}))
     assert by_value == [[40, "m", "spark"], [41, "m", "spark"]]
 
 
-def test_failures_are_named_and_later_jobs_run(program):
+def test_errors_name_the_failed_rank_and_later_spark_jobs_still_run(program):
     lines = program(
         HEAD
         + """
@@ -106,7 +106,7 @@ def test_horovod_spark_is_dualtrain_spark():
         import horovod.spark.torch
 
 
-def test_the_signature_is_horovods():
+def test_spark_run_has_the_parameters_of_horovods_run():
     names = [
         *("fn", "args", "kwargs", "num_proc", "start_timeout", "use_mpi", "use_gloo", "extra_mpi_args", "env", "stdout"),
         *("stderr", "verbose", "nics", "prefix_output_with_timestamp", "executable"),

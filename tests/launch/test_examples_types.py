@@ -1,4 +1,7 @@
-"""Type checks of the pages' examples; in tests/launch because mypy takes a minute to read all of torch."""
+"""Type checks of the pages' examples.
+
+mypy takes a minute to read all of torch. So this file is in tests/launch, which only ``--all`` runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.pool import ROOT
 from tests.test_package import built  # noqa: F401 - a fixture
 from tests.test_readme import EXAMPLES
 
-pytestmark = pytest.mark.xdist_group("package")  # so that one process builds the package once
+pytestmark = pytest.mark.xdist_group("package")  # test_package.py builds the package too: not at the same time
 
 #: Uses of ``dualtrain.hvd`` that the examples lack.
 HOROVOD_SCRIPT = """
@@ -46,7 +49,7 @@ train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
 """
 
 
-def test_strict_type_checks_of_the_pages_examples_pass(built, tmp_path):  # noqa: F811
+def test_examples_in_the_documentation_pass_mypy_strict(built, tmp_path):  # noqa: F811
     """Check the examples against the unpacked wheel. mypy reads the wheel's types because the wheel has py.typed."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")

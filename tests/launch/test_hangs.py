@@ -24,7 +24,7 @@ os._exit(0)
 """
 
 
-def test_horovod_hangs_or_crashes(tmp_path):
+def test_horovod_hangs_or_crashes_in_calls_that_dualtrain_handles(tmp_path):
     require_horovod()
     # Test all calls at the same time, because the ranks mostly wait.
     ranks = [

@@ -142,7 +142,7 @@ def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, rank
 @pytest.mark.parametrize("own", ["127.0.1.1"])  # Debian's installer writes it into /etc/hosts
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_own_names_that_resolve_to_loopback_are_refused_with_horovod_only(launcher, backend, own, cluster, tmp_path):
+def test_hostnames_that_resolve_to_loopback_are_refused_only_with_horovod(launcher, backend, own, cluster, tmp_path):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     statuses = job.statuses()

@@ -62,7 +62,7 @@ def script(folder: Path, name: str, *flags: str, **variables: str) -> subprocess
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
-def test_the_demo_ends_with_a_table(tmp_path):
+def test_the_demo_ends_with_the_line_same_weights_yes(tmp_path):
     require_horovod()
     end = script(tmp_path, "demo.sh", "--epochs", "1")
     assert end.returncode == 0, end.stderr
@@ -71,7 +71,7 @@ def test_the_demo_ends_with_a_table(tmp_path):
     assert {"horovod", "torch"} == {path.name for path in (tmp_path / "runs").iterdir()}
 
 
-def test_the_default_job_has_one_result_on_four_ranks_and_on_one(tmp_path):
+def test_the_default_job_has_the_same_result_on_four_ranks_and_one_rank(tmp_path):
     require_horovod()
     ways = {"RANKS": "4", "WAYS": "torchrun-native horovodrun-gloo"}
     end = script(tmp_path, "one_result.sh", "--epochs", "12", **ways, PYTHONPATH=NO_COMPILER_PATH)

@@ -71,7 +71,7 @@ def progress(folder: Path) -> int:
 
 
 @pytest.mark.timeout(900)  # enough for one start and ten restarts, each of some seconds on an idle machine
-def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, capsys):
+def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tmp_path, capsys):
     log, port = tmp_path / "log", free_port()
 
     def wait(condition: Callable[[], object], what: str) -> None:

@@ -56,7 +56,7 @@ def end_with(folder: Path, error: BaseException, step: int, *more: str) -> None:
             auto(folder, *more)
 
 
-def test_every_recovery_is_printed_and_kept(tmp_path, capsys):
+def test_every_recovery_is_printed_and_listed_in_the_summary(tmp_path, capsys):
     whole = auto(tmp_path / "whole")
     assert whole["recoveries"] == []
     folder = tmp_path / "run"
@@ -115,7 +115,7 @@ def test_a_process_of_an_earlier_attempt_changes_nothing(tmp_path):
         new.close()
 
 
-def test_a_step_is_written_before_the_next_one(tmp_path):
+def test_the_number_of_each_step_is_recorded_before_the_next_step(tmp_path):
     with connect("local") as backend:
         attempt = Attempt(FolderLock())
         attempt.begin(tmp_path, 0, backend)
@@ -181,7 +181,7 @@ def diverge(attempt: Attempt, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"step": 8}, {"step": 6}, {"step": "8"}])
-def test_a_reported_step_counts_if_it_is_later_than_the_written_one(tmp_path, more):
+def test_a_death_has_the_later_of_the_reported_and_the_recorded_step(tmp_path, more):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **more}
     (tmp_path / attempts.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")
@@ -193,7 +193,7 @@ def test_a_reported_step_counts_if_it_is_later_than_the_written_one(tmp_path, mo
     assert death.step == (8 if more == {"step": 8} else 7)
 
 
-def test_another_ranks_report_is_the_cause(tmp_path, monkeypatch):
+def test_the_failure_of_another_rank_is_recorded_as_the_cause(tmp_path, monkeypatch):
     with connect("local") as backend:
         reports: list[PeerFailure] = []
 
@@ -223,14 +223,14 @@ def test_another_ranks_report_is_the_cause(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "error", [BackendError("the sum failed"), PeerFailedError("the sum failed", PeerFailure(1, "died"))]
 )
-def test_the_error_of_an_operation_names_the_step(tmp_path, error):
+def test_the_error_of_a_failed_collective_names_the_last_step(tmp_path, error):
     end_with(tmp_path, error, 3)
     assert str(error) == "after step 3: the sum failed"
     summary = auto(tmp_path)
     assert [(one["cause"], one["step"]) for one in summary["recoveries"]] == [("after step 3: the sum failed", 3)]
 
 
-def test_lines_that_are_not_events_are_left_out(tmp_path):
+def test_invalid_lines_of_the_event_file_are_ignored(tmp_path):
     good = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     bad = [[], {"event": []}, {"event": "start"}, {**good, "step": "2"}, {**good, "time": float("nan")}, {"event": "x"}]
     text = "\n".join(json.dumps(value) for value in [*bad, good])
@@ -244,7 +244,7 @@ def test_lines_that_are_not_events_are_left_out(tmp_path):
 # -- restarts that would end in the same way --------------------------------------------------------------------------
 
 
-def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
+def test_a_run_that_died_three_times_after_the_same_step_is_not_restarted(tmp_path, capsys):
     end_with(tmp_path, KilledError(), 1)
     end_with(tmp_path, KilledError(), 2)
     end_with(tmp_path, StoppedError("saved", 15), 2)  # a stop by a signal is not a death
@@ -275,7 +275,7 @@ def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
         ([(0, False)] * 5, None),
     ],
 )
-def test_which_deaths_count(deaths, step):
+def test_only_deaths_in_training_after_the_same_step_count_towards_the_limit(deaths, step):
     assert restarts.step_of_deaths([Death("", 0.0, "", None, False, *each) for each in deaths]) == step
     assert restarts.step_of_deaths([Death("", 0.0, "", None, True, *each) for each in deaths]) is None
 

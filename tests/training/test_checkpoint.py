@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
     assert same(checkpoint.load(old), TREE)
 
 
-def test_code_is_refused(tmp_path):
+def test_saving_a_function_in_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(TypeError, match="plain values and tensors"):
         save(tmp_path, 1, {"function": print})
 

@@ -36,7 +36,7 @@ def test_every_recipe_is_made_of_known_fields(name):
     assert parse(["--recipe", name]).run.recipe == name
 
 
-def test_a_switch_can_be_turned_off_again():
+def test_a_flag_turns_off_a_switch_that_the_recipe_turns_on():
     assert parse(["--recipe", "mnist-resnet18"]).run.deterministic
     assert not parse(["--recipe", "mnist-resnet18", "--no-deterministic"]).run.deterministic
 
@@ -148,5 +148,5 @@ def test_no_flag_takes_a_number_beyond_64_bits_or_two_dashes(name):
         ("--run-dir runs/new --resume auto", "the same command"),
     ],
 )
-def test_the_command_that_continues_a_run(flags, again):
+def test_the_command_that_continues_a_run_adds_missing_flags(flags, again):
     assert parse(flags.split()).output.again(Path("runs/new")) == again

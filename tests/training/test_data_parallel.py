@@ -85,12 +85,12 @@ def test_sums_and_gradients_of_the_parts_add_up_to_those_of_the_batch(parts):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_loss_inside_the_model_adds_no_weights():
+def test_wrapping_a_model_with_its_loss_adds_no_parameters():
     inner = model()
     assert list(WithLoss(inner).parameters()) == list(inner.parameters())
 
 
-def test_a_cpu_is_refused_in_one_line_that_names_the_cure():
+def test_data_parallel_on_a_cpu_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"needs GPUs: on the cpu .* torchrun .* --nproc N") as caught:
         replicate(WithLoss(model()), torch.device("cpu"))
     assert "\n" not in str(caught.value)

@@ -55,7 +55,7 @@ class KilledError(BaseException):
 
 @pytest.mark.parametrize("place", ["keep_as_best", "write_weights"])
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkeypatch, place, epochs):
+def test_a_resume_writes_the_best_files_that_a_killed_run_did_not_write(tmp_path, monkeypatch, place, epochs):
     whole = train(tmp_path / "whole", epochs)
     if epochs == 2:
         train(tmp_path / "run", 1)
@@ -80,7 +80,7 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, caplog):
+def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_path, caplog):
     train(tmp_path, 3)
     assert best_of(tmp_path) == (6, 6)
     earlier = checkpoint.path_of(tmp_path / "checkpoints", 4)
@@ -185,7 +185,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, caplog
     assert caplog.text.count(said) == 2  # one warning for the step, one for the evaluation
 
 
-def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
+def test_a_partly_written_metrics_line_is_removed_if_the_disk_is_full(tmp_path):
     file = MetricsFile(tmp_path, 0, print, FolderLock())
     file.write(step=1)
     raw = file._file
@@ -368,7 +368,7 @@ def test_loading_the_state_of_every_optimizer_leaves_the_random_state_unchanged(
         (lambda state, group: group.update(eps="x"), "no usable eps: it is str"),
     ],
 )
-def test_a_state_with_which_the_next_step_would_fail_is_refused(forge, part):
+def test_a_damaged_optimizer_state_is_refused_when_it_is_loaded(forge, part):
     saved = stepped(torch.optim.Adam)
     forge(saved["state"][1], saved["param_groups"][0])
     with pytest.raises(ValueError, match=part):
@@ -395,7 +395,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_job_is_saved_in_whatever_order_its_processes_get_sigterm(images, tmp_path, capsys):
+def test_sigterm_saves_a_checkpoint_whether_workers_or_the_rank_get_it_first(images, tmp_path, capsys):
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
@@ -430,7 +430,7 @@ def helpers(run: loop.Run) -> list[int]:
     return [*workers, forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
 
 
-def test_a_signal_to_save_that_arrives_before_the_first_step_causes_a_checkpoint_after_it(tmp_path):
+def test_sigusr1_before_the_first_step_saves_a_checkpoint_after_that_step(tmp_path):
     earlier = signal.getsignal(signal.SIGUSR1)
     note_early_requests()
     try:

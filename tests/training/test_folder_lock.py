@@ -132,7 +132,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_a_process_that_renews_its_file_keeps_the_folder(tmp_path, monkeypatch, caplog, number):
+def test_a_process_keeps_its_folder_without_flock_by_renewing_its_generation_file(tmp_path, monkeypatch, caplog, number):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -161,7 +161,7 @@ def test_a_lock_that_is_not_a_regular_file_is_refused(tmp_path, make):
         train(tmp_path, "--resume", "auto")
 
 
-def test_a_damaged_lock_file_names_no_process(tmp_path):
+def test_the_error_names_no_process_if_the_lock_file_is_damaged(tmp_path):
     for text in ("", "{", "[]", '{"process": 1}', "\xff"):
         with locked(tmp_path):
             path = generation.path_of(tmp_path, generation.newest(tmp_path))

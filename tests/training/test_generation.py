@@ -84,7 +84,7 @@ def renewed(folder: Path) -> Iterator[FolderLock]:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_start_on_another_host_is_refused_while_the_file_is_renewed(tmp_path, monkeypatch, caplog, waits):
+def test_a_start_on_another_host_is_refused_while_the_generation_file_is_renewed(tmp_path, monkeypatch, caplog, waits):
     with renewed(tmp_path) as first:
         monkeypatch.setattr(folder_lock, "identity", lambda: 7)
         with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .*: wait for its end"):
@@ -119,7 +119,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
         FolderLock().take(tmp_path, LIMIT)
 
 
-def test_the_process_keeps_a_folder_that_a_person_removes_or_empties(tmp_path):
+def test_a_process_keeps_its_lock_if_its_folder_is_removed_or_emptied(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = locked(folder)
@@ -133,7 +133,7 @@ def test_the_process_keeps_a_folder_that_a_person_removes_or_empties(tmp_path):
     assert not lock.is_mine()
 
 
-def test_a_file_system_without_links_has_generations_too(tmp_path, monkeypatch):
+def test_generations_work_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -146,7 +146,7 @@ def test_a_file_system_without_links_has_generations_too(tmp_path, monkeypatch):
     assert locked(tmp_path).generation == 2
 
 
-def test_a_slow_start_makes_a_generation_newer_than_those_made_meanwhile(tmp_path, monkeypatch):
+def test_a_delayed_start_gets_a_generation_above_those_created_meanwhile(tmp_path, monkeypatch):
     locked(tmp_path).release()
     create = generation.create
 
@@ -174,7 +174,7 @@ def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path)
 # -- a process that was replaced ----------------------------------------------------------------------------------
 
 
-def test_checkpoints_name_their_generation_and_those_of_earlier_versions_are_read(tmp_path):
+def test_checkpoints_with_and_without_a_generation_are_read(tmp_path):
     train(tmp_path)
     first = checkpoint.path_of(tmp_path / "checkpoints", 2)
     number, digest = checkpoint.generation_in(first)

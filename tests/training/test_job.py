@@ -103,7 +103,7 @@ def test_a_resumed_run_belongs_to_the_job_that_resumed_it(tmp_path, capsys):
     train("", 3, *flags, "--resume", "auto")
 
 
-def test_a_run_without_a_generation_is_used_only_with_resume(tmp_path):
+def test_a_run_without_a_generation_file_is_resumed_only_with_the_resume_flag(tmp_path):
     train("", 1, "--run-dir", str(tmp_path))
     (tmp_path / "generation-1").unlink()
     with pytest.raises(UserError, match="holds another run"):
@@ -125,7 +125,7 @@ def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_run_that_began_from_a_file_resumes_from_its_own_checkpoints(tmp_path, capsys, own):
+def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_in_resume(tmp_path, capsys, own):
     earlier = tmp_path / "earlier"
     train("", 3, "--run-dir", str(earlier))
     file = checkpoint.path_of(earlier / "checkpoints", 2)

@@ -57,7 +57,7 @@ def recorded(folder: Path, name: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ number of threads
 
 
-def test_the_default_is_the_smallest_share_of_the_cores_over_all_ranks(monkeypatch):
+def test_the_default_number_of_threads_is_the_smallest_share_of_cores_of_any_rank(monkeypatch):
     cores = iter([9, 6, 12])
     monkeypatch.setattr(machine, "usable_cores", lambda: next(cores))
     assert run_threads(3, machine.threads) == [2, 2, 2]
@@ -99,7 +99,7 @@ def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_de
     assert recorded(folder, "threads") == [number, number]
 
 
-def test_virtual_ranks_use_one_thread_and_a_resume_keeps_the_number_of_virtual_ranks(tmp_path, monkeypatch):
+def test_virtual_ranks_use_one_thread_and_their_number_is_kept_in_a_resume(tmp_path, monkeypatch):
     def of_a_machine(backend) -> int:
         raise AssertionError("the result must not depend on the cores of a machine")
 
@@ -129,7 +129,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_settings_that_are_declared_as_resumed_or_as_resumed_and_fixed(tmp_path, monkeypatch):
+def test_settings_marked_as_resumed_come_from_the_checkpoint_or_equal_its_value(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
@@ -149,7 +149,7 @@ def test_settings_that_are_declared_as_resumed_or_as_resumed_and_fixed(tmp_path,
     ("value", "line"),
     [("4", True), ("4,2", True), ("many", True), ("2", False), (" 2,4 ", False), ("", False), (None, False)],
 )
-def test_an_omp_num_threads_that_differs_from_the_number_used_causes_one_line_on_rank_0(monkeypatch, capsys, value, line):
+def test_an_omp_num_threads_without_effect_is_noted_once_on_rank_0(monkeypatch, capsys, value, line):
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert run_threads(2, use_two) == [2, 2]
@@ -208,7 +208,7 @@ def test_a_resume_on_another_platform_causes_one_warning_on_rank_0(real, tmp_pat
     assert recorded(tmp_path, "platform")[1]["GPU"] == "H200"
 
 
-def test_only_the_facts_that_a_checkpoint_has_are_compared(caplog):
+def test_only_platform_facts_that_the_checkpoint_recorded_are_compared(caplog):
     machine.warn_of_another({}, HERE)
     machine.warn_of_another({"CPU capability": "AVX2"}, HERE)
     assert caplog.messages == []
@@ -237,7 +237,7 @@ AMX = [*SERVER, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"
         ([], "AVX2", None),
     ],
 )
-def test_onednns_instruction_set_is_the_processors_up_to_the_limit(flags, limit, expected):
+def test_onednn_uses_the_best_instruction_set_of_the_processor_within_the_limit(flags, limit, expected):
     assert machine.onednn_set(flags, limit) == expected
 
 

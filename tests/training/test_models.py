@@ -143,7 +143,7 @@ def test_pooling_before_the_relu_changes_no_bit(name, amp, layout):
         assert torch.equal(mine, theirs)
 
 
-def test_torchvisions_names_are_known():
+def test_names_of_torchvision_models_are_known():
     assert {"resnet18", "resnet50", "inception_v3"} < set(names())
 
 
@@ -178,7 +178,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(tmp_path, suffix)
     assert "\n" not in str(refusal.value)
 
 
-def test_no_code_of_a_weights_file_runs(tmp_path):
+def test_loading_a_weights_file_runs_no_code(tmp_path):
     file, trace = tmp_path / "w.pt", tmp_path / "trace"
     torch.save({"a": Trap(trace)}, file)
     with pytest.raises(UserError, match="holds more than weights"):
@@ -199,7 +199,7 @@ def test_files_without_weights_are_refused(tmp_path, name, content):
     assert "\n" not in str(refusal.value)
 
 
-def test_published_weights_fill_all_layers_but_a_head_of_another_size(hub):
+def test_published_weights_fill_all_layers_except_a_head_of_another_size(hub):
     model = build("resnet18", (3, 32, 32), 10, pretrained=True)
     for name, tensor in hub.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]) or name.startswith("fc.")
@@ -254,7 +254,7 @@ def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monke
         ("missing.module:build", (1, 8, 8), {}, "not found"),
     ],
 )
-def test_what_cannot_be_built_is_refused_in_one_line(name, shape, options, part):
+def test_a_model_that_cannot_be_built_is_refused_in_one_line(name, shape, options, part):
     with pytest.raises(UserError) as refusal:
         build(name, shape, 10, **options)
     assert part in str(refusal.value)

@@ -40,7 +40,7 @@ WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5, 2.0, 3.0])
         (functional.cross_entropy, torch.ones(6)),
     ],
 )
-def test_a_weighted_loss_is_that_of_the_whole_batch(typical, loss, class_weights):
+def test_a_weighted_loss_over_all_ranks_equals_the_loss_of_the_whole_batch(typical, loss, class_weights):
     inputs, targets = batch()
     with connect("local") as alone:
         weight, trained, evaluated = one_step(alone, loss, [(inputs, targets)])
@@ -70,7 +70,7 @@ def on_each_rank(backend, loss):
     return one_step(backend, loss, [(inputs[mine], targets[mine])])
 
 
-def test_targets_that_are_all_ignored_have_no_weight():
+def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics():
     loss = nn.CrossEntropyLoss(ignore_index=3)
     inputs, targets = batch()
     with connect("local") as backend:

@@ -17,7 +17,7 @@ from dualtrain.training.opening import model_line, ranks_in_words, settings_line
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
 
 
-def test_the_settings_are_those_that_differ_from_the_recipe():
+def test_the_settings_line_shows_only_settings_that_differ_from_the_recipe():
     given = ["--lr", "0.25", "--batch-size", "8", "--no-drop-last", "--run-dir", "x", "--threads", "3"]
     assert settings_line(parse(given).plain(), Path("x")) == (
         "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
@@ -31,7 +31,7 @@ def test_one_process_without_a_launcher_names_neither_transport_nor_launcher():
         assert ranks_in_words(backend, 4, 2) == "1 × cpu as 4 virtual ranks, 2 threads, local backend, without a launcher"
 
 
-def test_the_model_is_one_line():
+def test_the_model_line_has_the_numbers_of_parameters_and_layers():
     MODEL[0].requires_grad_(False)
     assert model_line("mine:build", MODEL) == "model: mine:build, 12 parameters, 4 of them trainable, in 2 layers"
 
@@ -131,12 +131,12 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
         ("--lr-milestones ²", "--lr-milestones ² has no effect: it is for --schedule multistep"),
     ],
 )
-def test_a_setting_without_effect_is_one_line(flags, line):
+def test_a_setting_without_effect_is_noted_in_one_line(flags, line):
     (found,) = notes(*flags.split())
     assert found.startswith(line)
 
 
-def test_a_number_of_epochs_between_checkpoints_has_an_effect_unless_the_run_ends_in_its_first_epoch():
+def test_checkpoint_epochs_has_no_effect_only_if_the_run_ends_in_its_first_epoch():
     for number in ("2", "12", "13"):
         assert notes("--checkpoint-epochs", number) == []
     line = "--checkpoint-epochs 12 has no effect: the run ends in its first epoch"
@@ -184,7 +184,7 @@ def test_a_number_of_epochs_between_checkpoints_has_an_effect_unless_the_run_end
         ),
     ],
 )
-def test_a_setting_without_effect_on_this_run_is_one_line(flags, facts, line):
+def test_a_setting_that_this_run_does_not_use_is_noted_in_one_line(flags, facts, line):
     (found,) = notes(*flags.split(), **facts)
     assert found.startswith(line)
 

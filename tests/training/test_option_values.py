@@ -52,12 +52,12 @@ def assert_alike(one, other):
 
 
 @pytest.mark.parametrize("text", [text for text in SAME if text not in ("'", "007")])
-def test_these_values_are_the_same_as_with_yaml(text):
+def test_most_option_values_are_read_as_yaml_reads_them(text):
     assert_alike(option_value(text), with_yaml(text))
 
 
 @pytest.mark.parametrize("text", OTHERWISE)
-def test_the_values_that_are_read_differently(text):
+def test_some_option_values_are_read_differently_from_yaml(text):
     before, now = OTHERWISE[text]
     assert_alike(with_yaml(text), before)
     assert_alike(option_value(text), now)
@@ -67,11 +67,11 @@ def test_the_values_that_are_read_differently(text):
     ("text", "value"),
     [("007", 7), ("'", "'"), ("[", "["), ("{", "{"), ("@x", "@x"), ("[1", "[1"), ("[" * 10**5, "[" * 10**5)],
 )
-def test_other_texts_are_numbers_or_plain(text, value):
+def test_option_values_need_not_be_valid_yaml(text, value):
     assert option_value(text) == value
 
 
-def test_the_default_of_every_option_can_be_written():
+def test_the_default_of_every_optimizer_option_can_be_written_as_text():
     seen = 0
     for kind in optimizer_names().values():
         for parameter in list(inspect.signature(kind).parameters.values())[2:]:
@@ -91,7 +91,7 @@ def test_text_in_place_of_a_number_or_a_bool_is_refused(options):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_text_is_given_to_an_option_that_takes_one():
+def test_optimizer_options_are_read_as_tuples_bools_and_none():
     options = ["--optimizer", "adamw", "--optimizer-options", "betas=0.5:0.75,amsgrad=yes,foreach=no,fused=None"]
     (group,) = make_optimizer(parse(options).step, dropping((1, 8, 8), 10), 0.1).param_groups
     assert (group["betas"], group["amsgrad"], group["foreach"], group["fused"]) == ((0.5, 0.75), True, False, None)

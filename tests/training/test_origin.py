@@ -41,7 +41,7 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_is_that_of_the_current_folder_and_marks_changed_files(tree, monkeypatch):
+def test_the_recorded_commit_is_marked_dirty_if_tracked_files_changed(tree, monkeypatch):
     head = git("rev-parse", "HEAD")
     git("-c", "user.name=a", "-c", "user.email=a@b", "tag", "v1", "--annotate", "--message=t")
     assert origin.commit() == head
@@ -71,7 +71,7 @@ def hosts_of(backend) -> dict[str, Any]:
     return origin.origin_of(backend)
 
 
-def test_all_ranks_get_the_origin_of_rank_0_and_the_hosts_of_all(monkeypatch):
+def test_every_rank_gets_rank_0s_origin_with_the_hosts_of_all_ranks(monkeypatch):
     names = iter(["alpha", "beta", "alpha"])
     monkeypatch.setattr(origin, "socket", SimpleNamespace(gethostname=lambda: next(names)))
     first, *others = run_threads(3, hosts_of)

@@ -41,7 +41,7 @@ def test_numbers_of_numpy_in_a_state_are_saved(tmp_path):
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_the_error_of_a_state_names_the_place(tmp_path):
+def test_the_error_for_an_unsupported_value_in_a_state_names_its_path(tmp_path):
     with pytest.raises(TypeError, match=r"and \['schedule'\]\['own'\]\[1\] is a set"):
         checkpoint.write(tmp_path / "state", {"schedule": {"own": [1, {2}]}})
 
@@ -51,7 +51,7 @@ def test_a_schedule_that_needs_a_metric_is_refused():
         trainer_of(backend, lr_scheduler.ReduceLROnPlateau)
 
 
-def test_one_batch_may_be_given_to_step():
+def test_trainer_step_accepts_a_single_batch_instead_of_a_list():
     inputs, targets = batch()
     with connect("local") as backend:
         trainer = trainer_of(backend)
@@ -67,7 +67,7 @@ class Mine(nn.BatchNorm1d):
     """A layer of the user's own."""
 
 
-def test_a_shared_batchnorm_is_synchronized_everywhere_and_other_classes_are_named(caplog):
+def test_sync_batchnorm_replaces_shared_layers_and_warns_of_subclasses(caplog):
     norm = nn.BatchNorm1d(4)
     model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm), "mine": Mine(4), "frozen": Mine(4).eval()})
     with connect("local") as backend, caplog.at_level(logging.WARNING, "dualtrain"):
@@ -103,7 +103,7 @@ class Versioned(nn.Linear):
 
 
 @pytest.mark.parametrize("model", [Versioned(4, 3), nn.ModuleDict({"module": nn.Linear(4, 3)})], ids=["extra", "module"])
-def test_a_model_loads_its_own_weights(model, tmp_path):
+def test_weights_with_extra_state_or_a_module_prefix_are_loaded(model, tmp_path):
     file = tmp_path / "weights.pt"
     torch.save(model.state_dict(), file)
     wanted = [p.detach().clone() for p in model.parameters()]
@@ -116,7 +116,7 @@ def test_a_model_loads_its_own_weights(model, tmp_path):
     load_weights(model, str(file))  # weights with DDP's prefix
 
 
-def test_lazy_layers_are_trained_but_take_no_weights(tmp_path):
+def test_a_model_with_lazy_layers_trains_but_cannot_load_a_weights_file(tmp_path):
     flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
     with connect("local") as backend:
         assert loop.train(parse([*flags, "--run-dir", str(tmp_path / "run")]), backend)["steps"] == 2
@@ -125,7 +125,7 @@ def test_lazy_layers_are_trained_but_take_no_weights(tmp_path):
             loop.train(parse([*flags, "--weights", weights, "--run-dir", str(tmp_path / "other")]), backend)
 
 
-def test_validation_targets_without_a_loss_are_named(tmp_path):
+def test_a_validation_set_with_only_ignored_targets_is_refused(tmp_path):
     flags = ["--dataset", f"{__name__}:ignored", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
     with connect("local") as backend, pytest.raises(UserError, match="no validation target has a loss"):
         loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
@@ -149,7 +149,7 @@ def lazy(shape, classes):
     return nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(classes))
 
 
-def test_a_source_needs_no_close():
+def test_a_data_source_without_a_close_method_is_accepted():
     class Source:
         def __len__(self):
             return 1

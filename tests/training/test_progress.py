@@ -91,7 +91,7 @@ def test_progress_lines_name_the_phase_during_start_steps_and_evaluation(tmp_pat
     assert json.loads((tmp_path / "summary.json").read_text())["best"]["epoch"] in (1, 2)
 
 
-def test_a_line_in_an_evaluation_has_the_batches_and_the_time_left(capsys):
+def test_evaluation_lines_show_the_batch_and_the_remaining_time(capsys):
     with Progress(9, 0, shown=True, launcher="none", seconds=0.01) as progress:
         progress.phase("evaluating", 3)
         for _ in progress.counted(range(3)):
@@ -99,7 +99,7 @@ def test_a_line_in_an_evaluation_has_the_batches_and_the_time_left(capsys):
     assert "step 0/9: evaluating for 0 s, batch 2 of 3, 0 s left\n" in capsys.readouterr().out
 
 
-def test_short_phases_do_not_put_off_the_next_line(capsys):
+def test_short_phases_do_not_delay_the_next_progress_line(capsys):
     with Waiting("one", 60.0, shown=True) as one:
         pass
     with Waiting("two", 60.0, shown=True) as two:
@@ -110,7 +110,7 @@ def test_short_phases_do_not_put_off_the_next_line(capsys):
     assert one.printed == two.printed < three.printed
 
 
-def test_without_log_seconds_and_on_other_ranks_there_are_no_lines(capsys):
+def test_no_progress_lines_appear_without_log_seconds_or_on_ranks_other_than_0(capsys):
     for shown, seconds in ((True, 0.0), (False, 0.001)):
         with Progress(9, 0, shown=shown, launcher="none", seconds=seconds):
             time.sleep(0.05)
@@ -135,7 +135,7 @@ def test_the_remaining_time_is_estimated_without_the_first_step(monkeypatch):
     ("seconds", "text"),
     [(0.4, "0 s"), (61, "1 min 1 s"), (3600 * 3 + 300, "3 h 5 min"), (86400 * 2 + 3600 * 4 + 59, "2 d 4 h")],
 )
-def test_durations_have_two_units(seconds, text):
+def test_durations_show_at_most_two_units(seconds, text):
     assert duration(seconds) == text
 
 
@@ -151,7 +151,7 @@ class Writes(io.TextIOWrapper):
         return len(text)
 
 
-def test_a_line_is_one_write(monkeypatch):
+def test_each_message_is_written_in_one_call(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Writes())
     show("two\nlines")
     Progress(1, 0, shown=True, launcher="mpirun", seconds=0).print("one")

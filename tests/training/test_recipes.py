@@ -220,7 +220,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
         (["--model", "squeezenet1_1"], ["squeezenet1_1", "do not fit"]),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_run_begins(tmp_path, arguments, parts):
+def test_models_data_and_options_that_do_not_fit_are_refused_before_the_run(tmp_path, arguments, parts):
     with pytest.raises(UserError) as refusal:
         train_alone(["--max-steps", "1", "--run-dir", str(tmp_path / "run"), "--global-batch-size", "8", *arguments])
     assert "\n" not in str(refusal.value)
@@ -275,7 +275,7 @@ def test_sigusr1_saves_and_the_run_continues(places, tmp_path):
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
 
 
-def test_the_last_and_the_best_are_kept(places, tmp_path):
+def test_the_newest_checkpoints_and_the_best_one_are_kept(places, tmp_path):
     summary = train_alone([*flags("digits", places, tmp_path), "--epochs", "5", "--keep", "2", "--best", "val_accuracy"])
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["best.safetensors", "step-00000032.safetensors", "step-00000040.safetensors"]

@@ -31,7 +31,7 @@ def threads():
     torch.set_num_threads(number)
 
 
-def test_the_settings_are_those_of_the_same_command_line_today():
+def test_the_old_config_equals_the_config_that_the_same_flags_give_now():
     old = json.loads((OLD / "config.json").read_text())
     assert old.keys() <= SETTINGS.keys()
     assert Config.of(old) == parse([*FLAGS, "--run-dir", "runs/old"])
@@ -58,7 +58,7 @@ def test_the_old_run_is_resumed_and_ends_as_before(tmp_path):
     assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()
 
 
-def test_the_old_run_is_compared_reported_and_used(tmp_path, capsys):
+def test_the_commands_compare_report_and_predict_accept_the_old_run(tmp_path, capsys):
     assert compare.main([str(OLD), str(OLD)]) == 0
     assert "0.2444" in capsys.readouterr().out
     (run,) = read_runs([str(OLD)])

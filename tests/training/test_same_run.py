@@ -98,7 +98,7 @@ def changed_settings(backend, names: list[str]) -> list[str]:
     return found
 
 
-def test_every_setting_is_compared_or_may_differ_for_a_reason():
+def test_every_setting_is_either_compared_between_ranks_or_allowed_to_differ():
     assert set(SETTINGS) == COMPARED | MAY_DIFFER
     assert set(same_run.MAY_DIFFER) == MAY_DIFFER
     assert not COMPARED & MAY_DIFFER
@@ -126,11 +126,11 @@ def one_looks_for_the_run(backend) -> str:
     return message(same_run.compare_settings, parse([*resume, "--run-dir", "/run"]).plain(), backend)
 
 
-def test_resume_auto_and_the_name_of_a_file_differ():
+def test_resume_auto_on_one_rank_and_a_file_on_another_are_refused():
     assert "--resume is 'given' on rank 0 and 'auto' on rank 1" in alike(run_threads(2, one_looks_for_the_run))
 
 
-def test_paths_may_differ():
+def test_ranks_may_have_different_paths():
     run_threads(2, other_paths)
 
 
@@ -139,7 +139,7 @@ def train_with(backend, arguments: list[list[str]]) -> str:
 
 
 @pytest.mark.parametrize("flags", [["--download"], ["--pretrained", "--model", "resnet18"], ["--max-steps", "3"]])
-def test_nothing_is_begun_before_the_comparison(flags, tmp_path, monkeypatch):
+def test_settings_are_compared_before_data_are_loaded_or_files_are_written(flags, tmp_path, monkeypatch):
     def begun(*args: object) -> None:
         raise AssertionError("a rank continued")
 
@@ -154,7 +154,7 @@ def other_versions(backend) -> str:
     return message(same_run.compare_settings, parse(["--seed", str(backend.rank)]).plain(), backend)
 
 
-def test_different_versions_are_named_with_their_cure():
+def test_the_error_for_different_versions_names_them_and_the_remedy():
     text = alike(run_threads(2, other_versions))
     assert "Horovod is '0.28.0' on rank 0 and '0.28.1' on rank 1" in text
     assert text.endswith("give every rank the same command line, and install the same versions on all hosts")
@@ -301,7 +301,7 @@ def compared_data(backend, folder) -> list[str]:
     return found
 
 
-def test_data_are_compared(tmp_path):
+def test_data_are_compared_between_ranks(tmp_path):
     *answers, same_files, other_file = alike(run_threads(2, compared_data, tmp_path))
     for (name, (_, part)), text in zip(DATA.items(), answers, strict=True):
         assert part in text if part else text == "", f"{name}: {text}"

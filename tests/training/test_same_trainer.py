@@ -256,7 +256,7 @@ def make_equal(backend) -> list[str]:
     return [make(backend, case(backend.rank % 2)) for case in cases]
 
 
-def test_equal_arguments_are_accepted_in_other_processes(processes):
+def test_ranks_in_different_processes_accept_equal_trainer_arguments(processes):
     assert {text for texts in processes(make_equal) for text in texts} == {""}
 
 
@@ -264,7 +264,7 @@ def make_all(backend) -> list[str]:
     return [make(backend, case(backend.rank)) for case, _ in CASES.values()]
 
 
-def test_the_arguments_of_a_trainer_are_compared():
+def test_the_arguments_of_a_trainer_are_compared_between_ranks():
     one, other = run_threads(2, make_all)
     assert one == other
     for (name, (_, part)), text in zip(CASES.items(), one, strict=True):
@@ -276,7 +276,7 @@ def test_the_arguments_of_a_trainer_are_compared():
             assert text == "", f"{name}: {text}"
 
 
-def test_states_of_all_parameters_outside_of_the_model_are_compared():
+def test_optimizer_states_of_parameters_outside_of_the_model_are_compared():
     others = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     found = same_run._optimizer(stepped(SGD(others, 0.1), 1.0), net())
     assert len([name for name in found if name.startswith("optimizer.state of ")]) == 2
@@ -290,7 +290,7 @@ def other_epochs(backend) -> str:
     return str(error.value)
 
 
-def test_ranks_with_other_epochs_do_not_wait_for_each_other():
+def test_fit_is_refused_if_epochs_differ_between_ranks():
     one, other = run_threads(2, other_epochs)
     assert one == other
     assert "the same arguments of fit: epochs is 1 on rank 0 and 2 on rank 1; give every rank the same" in one
@@ -311,11 +311,11 @@ def test_ranks_with_other_epochs_do_not_wait_for_each_other():
         (object(), "builtins.object"),
     ],
 )
-def test_descriptions_contain_no_addresses_and_no_order_of_sets(value, text):
+def test_descriptions_of_objects_contain_no_addresses_and_sort_sets(value, text):
     assert describe(value) == text
 
 
-def test_descriptions_of_recursive_objects_end():
+def test_describing_a_recursive_object_terminates():
     loop: list[Any] = []
     loop.append(loop)
     assert len(describe(loop)) < 100

@@ -28,7 +28,7 @@ class Time:
         return self.now
 
 
-def test_a_save_is_due_after_the_seconds_and_costs_are_added_up(monkeypatch):
+def test_a_save_is_due_after_the_interval_and_the_time_of_saves_is_summed(monkeypatch):
     clock = Time()
     monkeypatch.setattr(save_clock, "time", clock)
     saves, never = SaveClock(60.0), SaveClock(0.0)
@@ -58,7 +58,7 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
 
 
 @pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
-def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_path, flags):
+def test_all_ranks_save_by_time_at_the_same_steps_without_changing_the_weights(processes, tmp_path, flags):
     # On torch, ``processes`` has three ranks: with two virtual ranks, one rank computes nothing, so a separate all-reduce
     # sums the control flags.
     without = processes(saved_steps, str(tmp_path / "without"), [False, False], flags)

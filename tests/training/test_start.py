@@ -58,7 +58,7 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
 
 
-def test_a_run_begins_then_resumes_then_does_not_train_again(tmp_path, capsys, monkeypatch):
+def test_resume_auto_begins_a_run_or_resumes_it_or_reports_its_end(tmp_path, capsys, monkeypatch):
     whole, folder = alone(tmp_path / "whole", 3), tmp_path / "run"
     trained = steps_trained(monkeypatch)
     capsys.readouterr()
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, caplog):
     assert [line.startswith("skipped: ") and str(newest) in line for line in caplog.messages] == [True]
 
 
-def test_without_a_good_checkpoint_the_run_begins_and_keeps_the_files(tmp_path, capsys):
+def test_resume_auto_begins_at_step_0_if_all_checkpoints_are_damaged(tmp_path, capsys):
     whole = alone(tmp_path, 1)
     path = checkpoint.path_of(tmp_path / "checkpoints", 2)
     path.write_bytes(b"damaged")
@@ -140,7 +140,7 @@ def test_a_checkpoint_beyond_the_last_step_of_this_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["", "checkpoints"])
-def test_other_settings_are_refused_and_nothing_is_changed(tmp_path, gone):
+def test_resume_auto_with_other_settings_is_refused_and_changes_no_file(tmp_path, gone):
     alone(tmp_path, 1)
     if gone:
         shutil.rmtree(tmp_path / gone)
@@ -152,7 +152,7 @@ def test_other_settings_are_refused_and_nothing_is_changed(tmp_path, gone):
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
-def test_without_a_config_the_settings_are_those_of_the_checkpoint(tmp_path):
+def test_settings_are_compared_with_the_checkpoint_if_there_is_no_config_file(tmp_path):
     alone(tmp_path, 1)
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match="the checkpoint was made with --seed 0"):
@@ -160,7 +160,7 @@ def test_without_a_config_the_settings_are_those_of_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["summary.json", "model.safetensors"])
-def test_results_that_are_missing_are_written(tmp_path, monkeypatch, missing):
+def test_missing_result_files_of_an_ended_run_are_written_without_training(tmp_path, monkeypatch, missing):
     whole = alone(tmp_path, 1)
     before = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / missing).unlink()
@@ -186,7 +186,7 @@ def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
         alone(tmp_path / "run", 1, "--resume", "./auto")
 
 
-def test_of_two_checkpoints_of_one_step_that_of_the_newer_generation_is_used(monkeypatch):
+def test_the_newer_generations_checkpoint_of_a_step_is_used(monkeypatch):
     """Generation 1 wrote rank 0's checkpoint. Generation 2, a later process on rank 1's host, wrote rank 1's."""
     owners: list[int] = []
 

@@ -86,7 +86,7 @@ def unequal_shares(backend) -> None:
     close(alone, model)
 
 
-def test_unequal_shares_and_several_passes_give_the_clipped_step_of_one_process(spmd):
+def test_a_clipped_step_equals_that_of_one_process_with_unequal_batches_and_several_passes(spmd):
     spmd(unequal_shares)
 
 
@@ -200,7 +200,7 @@ def own_loader(backend, folder: str) -> list[float]:
     return [values["loss"] for values in history] + [kept["val_loss"], kept["val_accuracy"]]
 
 
-def test_any_loader_trains_and_resumes(spmd, tmp_path):
+def test_fit_works_with_a_loader_of_the_user_and_after_a_resume(spmd, tmp_path):
     results = spmd(own_loader, str(tmp_path))
     assert results == results[:1] * spmd.size
     first, second, val_loss, accuracy = results[0]
@@ -214,7 +214,7 @@ def no_samples(backend) -> list[dict[str, float]]:
     return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend).fit([], epochs=1)
 
 
-def test_a_loader_without_batches_ends(typical):
+def test_fit_with_an_empty_loader_ends_with_a_loss_of_nan(typical):
     assert all(math.isnan(history[0]["loss"]) for history in typical(no_samples))
 
 
@@ -262,7 +262,7 @@ def own_objective(backend) -> tuple[list[float], dict[str, float]]:
     return done.totals, trainer.evaluate([batch])
 
 
-def test_an_objective_of_any_class_is_recognized_by_its_pair_of_results(spmd):
+def test_a_loss_of_any_class_that_returns_a_pair_is_used_as_an_objective(spmd):
     inputs, targets = data()
     loss, sums = Margin()(net()(inputs), targets)
     for totals, values in spmd(own_objective):
@@ -271,7 +271,7 @@ def test_an_objective_of_any_class_is_recognized_by_its_pair_of_results(spmd):
         assert values["val_top5"] == 1
 
 
-def test_a_loss_that_returns_something_else_is_refused():
+def test_a_loss_that_returns_neither_a_mean_nor_a_pair_is_refused():
     model = net()
     for returned in ((torch.ones(()),), (torch.ones(()), [1.0, 2.0])):
         with connect("local") as backend:
@@ -309,7 +309,7 @@ def old_names(backend) -> list[float]:
         return done.news
 
 
-def test_the_names_of_0_1_0_are_kept_with_a_warning():
+def test_deprecated_names_of_0_1_0_work_with_a_warning():
     with connect("local") as backend:
         assert old_names(backend) == [1.0, 0.0, 0.0]
 
@@ -425,11 +425,11 @@ def torchs(build, steps: int) -> list[float]:
         (["--schedule", "one-cycle"], lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20, cycle_momentum=False)),
     ],
 )
-def test_schedules_are_those_of_torch(arguments, build):
+def test_schedules_give_the_learning_rates_of_torchs_schedulers(arguments, build):
     assert rates(arguments, 20) == pytest.approx(torchs(build, 20), abs=1e-9)
 
 
-def test_the_warm_up_rises_to_the_schedule():
+def test_the_warmup_raises_the_learning_rate_linearly_to_that_of_the_schedule():
     assert rates(["--warmup-steps", "4"], 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
 
 
@@ -464,7 +464,7 @@ def test_every_optimizer_of_torch_steps(name):
         (["--schedule", "cosine", "--lr-min", "1"], ["--lr-min 1", "above"]),
     ],
 )
-def test_what_an_optimizer_does_not_have_is_refused_in_one_line(arguments, parts):
+def test_bad_options_of_optimizers_and_schedules_are_refused_in_one_line(arguments, parts):
     config = parse(["--global-batch-size", "8", *arguments])
     with pytest.raises(UserError) as refusal:
         make_schedule(config.schedule, make_optimizer(config.step, net(), config.schedule.lr), config.schedule.lr, 10)
@@ -473,7 +473,7 @@ def test_what_an_optimizer_does_not_have_is_refused_in_one_line(arguments, parts
         assert part in str(refusal.value)
 
 
-def test_options_of_an_optimizer_are_read():
+def test_optimizer_options_reach_the_optimizer():
     options = "nesterov=true,dampening=0"
     group = make_optimizer(parse(["--optimizer-options", options]).step, net(), 0.1).param_groups[0]
     assert (group["nesterov"], group["dampening"], group["momentum"]) == (True, 0, 0.9)
@@ -482,7 +482,7 @@ def test_options_of_an_optimizer_are_read():
     assert adam.param_groups[0]["eps"] == 1e-5
 
 
-def test_determinism_ends_with_its_block():
+def test_deterministic_algorithms_are_disabled_at_the_end_of_the_block():
     with determinism(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -522,7 +522,7 @@ def in_segments(backend, reentrant):
     return counts, [p.detach().clone() for p in model.parameters()]
 
 
-def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
+def test_reentrant_activation_checkpointing_changes_neither_counts_nor_weights():
     plain, reentrant = (run_threads(2, in_segments, how) for how in (None, True))
     for (counts, weights), (counted, found) in zip(plain, reentrant, strict=True):
         assert counts == counted == [10.0] * 3
@@ -568,7 +568,7 @@ print("done")
 """
 
 
-def test_a_compiled_model_trains_the_same_and_what_cannot_be_compiled_is_refused(tmp_path):
+def test_compiling_changes_no_result_and_a_model_that_cannot_be_compiled_is_refused(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     end = run(("-c", COMPILED, tmp_path), tmp_path, env=env)
     assert end.returncode == 0, end.stderr

@@ -64,7 +64,7 @@ def test_epochs_are_counted_over_all_calls_of_fit_and_a_resume(tmp_path):
     assert seen == [0, 1, "batches 2", 2, 3, 4, "batches 5", 5]
 
 
-def test_frozen_layers_keep_their_mode_and_a_failed_evaluation_restores_it():
+def test_frozen_layers_stay_in_evaluation_mode_even_after_a_failed_evaluation():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     model[1].eval()
     frozen = model[1].running_mean.clone()
@@ -175,7 +175,7 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
         trainer.load_state_dict(old)
 
 
-def test_an_average_begins_with_the_loaded_weights(tmp_path):
+def test_averaged_weights_start_from_the_weights_of_a_state_without_an_average(tmp_path):
     with connect("local") as backend:
         model = net()
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
@@ -193,7 +193,7 @@ def test_an_average_begins_with_the_loaded_weights(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_schedule_of_only_the_state_or_only_the_trainer_is_refused(saved, tmp_path):
+def test_resume_refuses_a_schedule_in_only_the_state_or_only_the_trainer(saved, tmp_path):
     with connect("local") as backend:
         for scheduled in (saved, not saved):
             model = net()
@@ -223,7 +223,7 @@ def other_files(backend, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["other", "missing"])
-def test_ranks_that_resume_other_files_are_refused(many, kind, tmp_path):
+def test_a_resume_is_refused_if_ranks_load_different_files(many, kind, tmp_path):
     messages = many(other_files, tmp_path, kind)
     assert len(set(messages)) == 1
 
@@ -263,7 +263,7 @@ def test_buffers_of_the_loss_are_restored_on_each_rank(typical, tmp_path):
     typical(losses_resume, tmp_path)
 
 
-def test_parameters_of_the_loss_belong_in_the_model():
+def test_a_loss_with_trainable_parameters_is_refused():
     model, loss = net(), Centred()
     loss.scale = nn.Parameter(torch.ones(1))
     with connect("local") as backend, pytest.raises(ValueError, match=r"parameters to train \(scale\)"):
@@ -284,7 +284,7 @@ class Cached(nn.Module):
         return self.norm(self.linear(x)) + self.cache
 
 
-def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
+def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
     model = Cached()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
@@ -308,11 +308,11 @@ def uneven_norms(backend, first):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_synchronized_layers_need_a_batch_of_every_rank(many, first):
+def test_sync_batchnorm_refuses_different_numbers_of_batches_on_ranks(many, first):
     many(uneven_norms, first)
 
 
-def test_a_default_device_does_not_change_where_sums_are_made():
+def test_sums_of_the_loss_ignore_torchs_default_device():
     model, data = net(), batch()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
@@ -351,7 +351,7 @@ class Scaled(nn.CrossEntropyLoss):
         return 7 * super().forward(outputs, targets)
 
 
-def test_a_subclass_of_torchs_cross_entropy_is_called():
+def test_the_forward_of_a_cross_entropy_subclass_is_used():
     with connect("local") as backend:
         losses = []
         for loss in (nn.CrossEntropyLoss(), Scaled()):
@@ -384,7 +384,7 @@ def test_a_loss_is_evaluated_in_evaluation_mode():
         assert loss.seen.item() == 6
 
 
-def test_a_loss_that_changes_is_refused_with_virtual_ranks():
+def test_a_loss_that_changes_its_buffers_is_refused_with_virtual_ranks():
     model = net()
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

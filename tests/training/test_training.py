@@ -63,7 +63,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
-def test_the_last_step_of_an_epoch_is_saved_if_the_end_of_the_epoch_is_not(tmp_path):
+def test_checkpoint_every_saves_at_ends_of_epochs_that_checkpoint_epochs_skips(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9
@@ -129,7 +129,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, optimizer):
     assert steps == sorted(steps)
 
 
-def test_another_batch_size_is_not_resumed(tmp_path):
+def test_a_resume_with_another_batch_size_is_refused(tmp_path):
     train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
     with pytest.raises(UserError) as refusal:
         train_alone("--max-steps", "4", "--global-batch-size", "32", "--resume", "--run-dir", str(tmp_path))
@@ -138,7 +138,7 @@ def test_another_batch_size_is_not_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
-def test_a_refusal_names_the_flag_that_starts_from_the_weights(tmp_path, resume):
+def test_the_error_of_a_refused_resume_recommends_the_weights_flag(tmp_path, resume):
     train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
     weights = f"(--weights {tmp_path / 'model.safetensors'}: with its weights"
     for flags, end in ((("--lr", "1"), f"{weights})"), (("--image-size", "9"), f"{weights}, if they fit)")):
@@ -155,7 +155,7 @@ def test_a_refusal_names_the_flag_that_starts_from_the_weights(tmp_path, resume)
         train_alone("--max-steps", "4", "--weights", checkpoint, "--run-dir", str(tmp_path / "other"))
 
 
-def test_other_settings_are_not_resumed_and_nothing_is_changed(tmp_path):
+def test_a_resume_with_other_settings_is_refused_and_changes_no_file(tmp_path):
     train_alone("--max-steps", "2", "--optimizer", "adam", "--run-dir", str(tmp_path))
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(UserError, match="--optimizer adam"):
@@ -342,7 +342,7 @@ def test_the_result_of_rank_0_is_sent_to_all_ranks(spmd):
     assert spmd(root_task, True) == ["the disk is full"] * spmd.size
 
 
-def test_runs_are_compared(tmp_path, capsys):
+def test_the_compare_command_says_whether_runs_have_the_same_weights(tmp_path, capsys):
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         train_alone("--max-steps", "1", "--seed", seed, "--run-dir", str(tmp_path / name))
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0

@@ -33,14 +33,14 @@ def alone():
 
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
-def test_one_result_in_every_world(real, alone):
+def test_virtual_ranks_give_the_same_result_on_every_backend_and_world_size(real, alone):
     names = ON_HOROVOD[real.size] if real.name == "horovod" else ALL
     for found in real(trained, names):
         assert found == {name: alone[name] for name in names}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_one_result_on_any_number_of_ranks_that_are_threads(size, alone):
+def test_virtual_ranks_give_the_same_result_on_2_to_8_ranks_in_threads(size, alone):
     names = ("branches", "narrow", "double")  # no random numbers, because threads share the generators
     for found in run_threads(size, trained, names):
         assert found == {name: alone[name] for name in names}
@@ -213,13 +213,13 @@ def refused_buffer(backend, name, message):
         ("cache", "buffer 'cache' changes its shape in forward"),
     ],
 )
-def test_buffers_without_a_common_value_are_refused_by_name(name, message):
+def test_buffers_that_cannot_be_combined_over_shards_are_refused_by_name(name, message):
     with connect("local") as backend:
         refused_buffer(backend, name, message)
 
 
 @pytest.mark.parametrize(("different", "message"), [(409, ""), (408, "unequal amounts"), (410, "by 409 at most")])
-def test_one_of_100_shards_cannot_change_a_counter_by_another_amount(different, message):
+def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(different, message):
     model = nn.Linear(1, 1)
     model.register_buffer("samples", torch.tensor(7))
     buffers = CommonBuffers(model, 100)
@@ -251,7 +251,7 @@ def unequal_on_every_rank(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_counter_without_a_common_value_is_refused_on_every_rank(size):
+def test_a_counter_that_shards_change_by_unequal_amounts_is_refused_on_every_rank(size):
     run_threads(size, unequal_on_every_rank)
 
 

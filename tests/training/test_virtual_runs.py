@@ -105,14 +105,15 @@ def alone(texts, tmp_path_factory):
     return found
 
 
-# On Horovod, this tests only "evaluation"; test_an_interrupted_run_resumes_in_any_world tests the other runs.
+# On Horovod, this tests only "evaluation".
+# test_an_interrupted_run_resumes_on_another_backend_and_world_size tests the other runs.
 @pytest.mark.parametrize(
     ("real", "name"),
     [*itertools.product([("torch", 2), ("torch", 4)], RUNS), (("horovod", 3), "evaluation")],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
     indirect=["real"],
 )
-def test_a_run_has_one_result(real, name, texts, tmp_path, alone):
+def test_a_run_with_virtual_ranks_has_the_same_result_on_one_and_several_ranks(real, name, texts, tmp_path, alone):
     hashes = real(train, arguments(name, texts, tmp_path))
     assert hashes == [alone[name][1]["weights_sha256"]] * real.size
     assert result(tmp_path) == alone[name]
@@ -122,7 +123,7 @@ CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])
-def test_an_interrupted_run_resumes_in_any_world(name, pool, texts, tmp_path, alone):
+def test_an_interrupted_run_resumes_on_another_backend_and_world_size(name, pool, texts, tmp_path, alone):
     """The last rank gets the signal. In the world of four ranks, it has none of the three shards of "text"."""
     require_horovod()
     flags = arguments(name, texts, tmp_path)
@@ -135,7 +136,7 @@ def test_an_interrupted_run_resumes_in_any_world(name, pool, texts, tmp_path, al
     assert result(tmp_path) == alone[name]
 
 
-def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
+def test_a_resume_with_another_number_of_virtual_ranks_is_refused(texts, tmp_path):
     flags = arguments("text", texts, tmp_path)
     assert "after step 1 of" in train_alone(flags, 1)
     other = [*flags, "--resume", "--virtual-ranks", "4"]
@@ -155,7 +156,7 @@ def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
         (["--sync-batchnorm"], "with --virtual-ranks 4 needs one rank for each virtual rank, and this job has 1: start 4"),
     ],
 )
-def test_settings_that_depend_on_the_ranks_are_refused(more, message, tmp_path):
+def test_settings_that_depend_on_the_world_size_are_refused_with_virtual_ranks(more, message, tmp_path):
     with pytest.raises(UserError, match=message):
         train_alone(["--virtual-ranks", "4", "--batch-size", "100", "--run-dir", str(tmp_path / "run"), *more])
     assert not (tmp_path / "run").exists()

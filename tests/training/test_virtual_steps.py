@@ -107,7 +107,7 @@ def partly_sent(backend):
     trainer.close()
 
 
-def test_the_step_after_a_partly_sent_step_is_refused():
+def test_a_step_is_refused_after_a_step_that_failed_while_sending_gradients():
     with connect("local") as backend:
         partly_sent(backend)
 
@@ -127,7 +127,7 @@ def flagged(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_control_flags_of_every_rank_arrive_on_all(size, caplog):
+def test_control_flags_of_all_ranks_are_summed_on_every_rank(size, caplog):
     with caplog.at_level(logging.WARNING, "dualtrain"):
         shards = run_threads(size, flagged)
     assert sum(map(len, shards)) == 2

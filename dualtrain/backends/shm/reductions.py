@@ -11,8 +11,8 @@ all ranks (``short.py``). This needs one signal instead of two; a signal takes l
 With several hosts, the ranks that have the same shard (one per host) all-reduce it through the backend ``across``. Then
 each of them writes the result into the buffers of its host.
 
-The caller's thread does the work: when it waits, and, as far as possible without blocking, when it starts the next
-operation. If the ranks compute on all cores, an additional thread would not make this faster.
+The caller's thread does the work, when it waits for an operation. It also does what is possible without blocking when it
+starts the next operation. If the ranks compute on all cores, an additional thread would not make this faster.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
-_VECTOR_BYTES = 1 << 10  # smallest size of the slot for an exchanged vector; a rank's two slots fill whole pages
+_VECTOR_BYTES = 1 << 10  # smallest size of a slot for exchanged vectors; a rank's two slots are enlarged to whole pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operation of this rank was interrupted
 _READY, _DONE, _VECTOR = range(3)
@@ -165,9 +165,9 @@ class SharedMemory:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
         All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :meth:`new_buffer` is reduced
-        without copies; ``tensor`` must then be such a buffer on every rank. With ``in_place=False``, such a buffer is
-        copied like any other tensor. ``tree`` requires such a buffer: partial sums are then added along the tree instead
-        of in rank order.
+        without copies. If ``tensor`` is such a buffer on one rank, it must be one on every rank. With ``in_place=False``,
+        such a buffer is copied like any other tensor. With ``tree``, which requires such a buffer, partial sums are added
+        along the tree instead of in rank order.
         """
         with self._lock:
             flat = tensor.view(-1)
