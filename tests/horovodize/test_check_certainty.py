@@ -190,7 +190,7 @@ CASES = [
     (
         "saved_by_all_ranks",  # an exit in a branch that all runs with Horovod take
         f"{INIT}def run():\n    if args.horovod:\n        print()\n    torch.save(x, 'x')\nrun()",
-        f"{INIT}def run():\n    if args.horovod:\n        if hvd.rank() != 0:\n            return\n    torch.save(x, 'x')\nrun()",
+        f"{INIT}def run():\n    if args.horovod:\n        if hvd.rank():\n            return\n    torch.save(x, 'x')\nrun()",
     ),
     (
         "variables_of_mpi",  # the branches of several launchers
