@@ -16,7 +16,7 @@ all Python files that import horovod, and prints the number of files that it ski
 with --check. --diff prints the changes as a diff for patch, and writes nothing.
 
 --prove runs the script on Horovod and on torch.distributed, and compares weights and speed (see --prove --help).
---recorder prints a program that records a script's run on a machine with Horovod and without dualtrain.
+--recorder prints a program for machines that have Horovod but not dualtrain. There, the program records a script's run.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ CASES = [
     (
         "saved_by_all_ranks",  # an exit in a branch that all runs with Horovod take
         f"{INIT}def run():\n    if args.horovod:\n        print()\n    torch.save(x, 'x')\nrun()",
-        f"{INIT}def run():\n    if args.horovod:\n        if hvd.rank():\n            return\n    torch.save(x, 'x')\nrun()",
+        f"{INIT}def run():\n    if args.hvd:\n        if hvd.rank():\n            return\n    torch.save(x, 'x')\nrun()",
     ),
     (
         "variables_of_mpi",  # the branches of several launchers
@@ -202,6 +202,16 @@ CASES = [
         "optimizer_state",  # a variable that is 0
         "decay = 0.1\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
         "decay = 0\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
+    ),
+    (
+        "half_precision",  # sums are not averages
+        "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Average)",
+        "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
+    ),
+    (
+        "schedule_on_some_ranks",  # a schedule, or none
+        "if args.s:\n    s = torch.optim.lr_scheduler.StepLR(o, 1)\nelse:\n    s = None\nif hvd.rank() == 0:\n    s.step()",
+        "s = make(o)\nif hvd.rank() == 0:\n    s.step()",
     ),
     (
         "half_precision",  # a flag in a main guard
@@ -279,8 +289,9 @@ def test_only_the_first_of_consecutive_calls_that_raise_has_a_finding():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("", "nothing combines the results of the ranks"),
-        ("losses = AverageMeter()\n", "nothing combines the results of the ranks"),
+        ("", "nothing combines the results;"),
+        ("losses = AverageMeter()\n", "nothing combines the results;"),
+        ("total = hvd.allreduce(total)\ndef test():\n    pass\nif hvd.rank() == 0:\n    test()\n", "nothing combines"),
         ("total = hvd.allreduce(total)\n", "evaluated twice"),
         ("total = mean_over_ranks(total)\n", "evaluated twice"),
         ("from lib import Metric\nloss = Metric('loss')\n", "evaluated twice"),
@@ -299,3 +310,9 @@ def test_a_clip_before_a_step_that_may_be_skipped_has_no_repair(step, repaired):
     script = source(f"import torch\n{WRAP}{CLIP}{step}\n")
     (finding,) = BY_NAME["clip_before_synchronize"](script)
     assert bool(finding.edits) is repaired
+
+
+@pytest.mark.parametrize(("made", "count"), [("args.device", 1), ("torch.device('cuda')", 0)])
+def test_code_under_a_comparison_that_is_never_true_has_no_findings(made, count):
+    script = source(f"import torch\ndevice = {made}\nif device == 'cuda':\n    if hvd.nccl_built():\n        rate = 1")
+    assert len(findings(script)) == count

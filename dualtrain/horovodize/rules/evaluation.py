@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules.uses import is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
 
@@ -31,7 +32,7 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
             continue
         combined = any(_combines(file, one) for file in source.program for one in file.calls)
         known = not combined and not leaves_program(source, call) and not _is_returned_with(source, call)
-        yield Finding(call.lineno, "trap", _PARTIAL if known else _PADDED)
+        yield Finding(call.lineno, "trap", _PARTIAL if known or _evaluates_on_some_ranks(source) else _PADDED)
 
 
 _PADDED = (
@@ -40,10 +41,19 @@ _PADDED = (
     "with op=hvd.Sum"
 )
 _PARTIAL = (
-    "each rank evaluates only its own part of the samples, and nothing combines the results of the ranks; sum results and "
-    "counts with hvd.allreduce(…, op=hvd.Sum)"
+    "the sampler gives each rank only a part of the samples, and nothing combines the results; evaluate on all ranks, and "
+    "sum results and counts with hvd.allreduce(…, op=hvd.Sum)"
 )
 _COMBINATIONS = re.compile(r"reduce(?!lr)|gather|averag|avg|sync|aggregat|mean_?(of|over|across)|merge", re.IGNORECASE)
+
+
+def _evaluates_on_some_ranks(source: Source) -> bool:
+    """Return whether the script calls its functions for evaluation only under conditions on the rank."""
+    guards = Guards(source)
+    calls = [
+        call for call in source.calls if is_evaluation(last_name(call.func)) and last_name(call.func) in source.functions
+    ]
+    return bool(calls) and all(guards.is_on_some_ranks(call) for call in calls)
 
 
 def _is_returned_with(source: Source, sampler: ast.Call) -> bool:

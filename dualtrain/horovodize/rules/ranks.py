@@ -59,7 +59,8 @@ def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
 def _steps_schedule(source: Source, call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
-    values = source.values.get(ast.unparse(call.func.value), [])
+    assigned = source.values.get(ast.unparse(call.func.value), [])
+    values = [value for value in assigned if not isinstance(value, ast.Constant)]  # None, without a schedule
     made = [isinstance(one, ast.Call) and source.name(one.func).startswith("torch.optim.lr_scheduler.") for one in values]
     return bool(made) and all(made)
 

@@ -289,7 +289,7 @@ def half_precision(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) != "Compression.fp16" or not isinstance(node, ast.Attribute):
             continue
-        if not _is_for_adasum(source, node) and not is_switched_off(source, node):
+        if _is_averaged(source, node) and not is_switched_off(source, node):
             message = (
                 "averages of fp16 values cannot overflow with dualtrain; on Horovod with MPI, Gloo or NCCL before 2.10, "
                 "sums of these values can; nothing to do"
@@ -324,10 +324,21 @@ def _is_under_condition(source: Source, statement: ast.AST) -> bool:
     return isinstance(around, ast.If) and "__name__" not in ast.unparse(around.test)
 
 
-def _is_for_adasum(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a call with ``op=hvd.Adasum``, which computes no averages."""
-    calls = [above for above in source.above(node) if isinstance(above, ast.Call)]
-    return any((op := keyword(call, "op")) is not None and source.hvd(op) == "Adasum" for call in calls)
+def _is_averaged(source: Source, node: ast.AST) -> bool:
+    """Return whether a call that gets the compression ``node`` may compute averages.
+
+    If ``node`` is not in a call, it may be for each DistributedOptimizer of the script.
+    """
+    inside = [above for above in source.above(node) if isinstance(above, ast.Call) and source.hvd(above.func)]
+    calls = inside or [wrap for _, wrap in source.wraps]
+    return not calls or any(_may_average(source, keyword(call, "op")) for call in calls)
+
+
+def _may_average(source: Source, op: ast.expr | None) -> bool:
+    """Return whether ``op`` may be Average: it is left out, or neither it nor a value of it shows which operation it is."""
+    values = [] if op is None else [op, *source.values.get(ast.unparse(op), ())]
+    names = {source.hvd(node) for value in values for node in ast.walk(value)}
+    return "Average" in names or not names & {"Adasum", "Sum"}
 
 
 def mpi_communicator(source: Source) -> Iterator[Finding]:
