@@ -92,8 +92,9 @@ def _below(cgroup: PurePosixPath | None, top: PurePosixPath) -> PurePosixPath | 
     if cgroup.is_relative_to(top):
         inside = cgroup.relative_to(top)
         return inside if ".." not in inside.parts else None
-    # A mount from outside of this process's cgroup namespace begins above the namespace's root, as in "/../..". The names
-    # of the cgroups in between are hidden, so only the quota of the mount's top cgroup can be read.
+    # The mount's top cgroup may be above the root of this process's cgroup namespace. Its path in ``mountinfo`` is relative
+    # to this root: "/../..", for example. The names of the cgroups in between are hidden, so only the quota of the mount's
+    # top cgroup can be read.
     return PurePosixPath() if set(top.parts[1:]) == {".."} else None
 
 

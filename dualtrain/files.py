@@ -24,7 +24,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-#: Errors if a directory cannot be synchronized: some network file systems do not support it, or the user may not read it.
+#: Numbers of the errors that mean that a directory cannot be synchronized. Some network file systems do not support the
+#: synchronization of directories. The user may also have no permission to read the directory.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
@@ -186,7 +187,11 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return where to put ``path`` aside: at ``name``.aside, or at ``name``.aside-2 and so on if another file is there."""
+    """Return where to put ``path`` aside: the first free path of ``name``.aside, ``name``.aside-2 and so on.
+
+    A path is free if nothing is there, or a link to the same file as ``path``. A file with two names is therefore kept
+    once, if the caller passes the same ``name`` for both.
+    """
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1

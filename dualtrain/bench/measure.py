@@ -73,7 +73,7 @@ class Plan:
         entries: names of the contenders.
         jobs: names of the jobs.
         rounds: number of rounds, if time permits.
-        most: largest fraction of the steps in ``plan.LENGTHS`` that a round runs.
+        most: each round runs at most this fraction of each workload's timed steps (``plan.LENGTHS``).
         seconds: time limit for all rounds. After the first round, only contenders that would end in time are started.
         fallbacks: for each contender that may be unable to run, the contender that replaces it.
     """

@@ -149,7 +149,11 @@ def _word(rows: Sequence[Row]) -> str:
     if not gains and not losses:
         return "No measurable difference in speed"
     jobs = ", ".join(dict.fromkeys(row.job for row in rows if row.found.low <= 1))
-    return f"Yes, except for {jobs}" if gains else f"Not for speed: slower or equal with {jobs}"
+    return (
+        f"Yes, except for {jobs}"
+        if gains
+        else f"Not for speed (torch is slower or not measurably different in these jobs: {jobs})"
+    )
 
 
 def _range(rows: Sequence[Row]) -> str:

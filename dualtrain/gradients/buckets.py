@@ -71,7 +71,8 @@ class Bucket:
         if in_place and _averages_first(backend, transfer):
             self.factor = torch.tensor(self._before * self._after, dtype=real, device="cpu")
             self._before = self._after = 1.0
-        #: Whether ``add_shard`` adds one copy of ``wire``, because gradients are converted or scaled before the sum.
+        #: If true, ``add_shard`` adds a copy of ``wire``, which holds the converted or scaled gradients. If false, it adds
+        #: the separate gradients, which need neither, and does not copy ``wire``.
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
@@ -85,7 +86,8 @@ class Bucket:
         self._shapes = [slot.shape for slot in self.slots]
         self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
         start = self.values.data_ptr()
-        #: First address of the gradients, and the address past the last. ``make_buckets`` adds the other buckets'.
+        #: Where this bucket's gradients lie in memory: (first address, address past the last). ``make_buckets`` replaces
+        #: this list by the sorted ranges of all buckets.
         self.ranges = [(start, start + self.values.nbytes)]
         #: Slots whose gradients were copied to the bucket, or will be created there by ``unpack``.
         self._copied: list[Slot] = []
@@ -215,9 +217,10 @@ class Bucket:
         return grads
 
     def add_shard(self) -> None:
-        """Add the gradients and the extra scalars to the partial sums, as a shard that is not this rank's last one.
+        """Add the gradients and the extra scalars of a shard to the partial sums.
 
-        The partial sums reuse the gradients' memory, so no two gradients may share memory.
+        Not for this rank's last shard: :meth:`pack` copies it to the buffer, and :meth:`start` adds it. The partial sums
+        reuse the gradients' memory, so no two gradients may share memory.
         """
         if self._adds_wire:
             self.pack()
@@ -310,7 +313,8 @@ def _wire_form(layout: BucketLayout, transfer: Transfer) -> tuple[int, torch.dty
 def buffer_sizes(slots: Sequence[Slot], extra: int, transfer: Transfer) -> list[int]:
     """Return the sizes in bytes of the buffers on the CPU that :func:`make_buckets` allocates for ``slots``.
 
-    Each size includes ``extra`` scalars: any of these buckets may become the last one, if some gradients are sparse.
+    Only the last bucket holds the ``extra`` scalars. Each size includes them, because sparse gradients get no bucket: if
+    all gradients of the last bucket are sparse, an earlier bucket becomes the last one.
     """
     layouts = [layout for layout in lay_out([slot.param for slot in slots], transfer) if layout.device.type == "cpu"]
     forms = [_wire_form(layout, transfer) for layout in layouts]

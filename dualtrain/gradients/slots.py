@@ -17,7 +17,7 @@ LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucke
 
 
 class SlotBucket(Protocol):
-    """The attributes and methods of a bucket that its slots, and the users of these slots, need."""
+    """Interface of a bucket for its slots, and for the code that uses the slots."""
 
     pending: int
     work: Work[None] | None
@@ -116,7 +116,7 @@ REFERENCES = sys.getrefcount(_EXAMPLE.alias)
 def separate_gradients(slots: Sequence[Slot]) -> None:
     """Copy each gradient that shares its memory with another gradient or is a part of a larger tensor.
 
-    Autograd makes such gradients, for example for the two inputs of a sum of reshaped parameters.
+    Autograd makes such gradients, for example for the parameters ``p`` and ``q`` in ``p.view(-1) + q.view(-1)``.
     """
     seen = set()
     for slot in slots:

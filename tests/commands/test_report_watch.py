@@ -77,7 +77,7 @@ def test_the_page_is_served_only_to_requests_with_the_secret(tmp_path):
         assert urlsplit(server.url).path != secret
 
 
-def test_clients_that_send_no_request_or_do_not_read_do_not_block_the_server(tmp_path, capfd):
+def test_the_server_still_answers_after_clients_that_send_no_request_or_read_no_answer(tmp_path, capfd):
     with serving(make(tmp_path / "run")) as server:
         address = server.server_address[:2]
         for sent in (b"", b"GET / HTTP/1.1\r\nHost", f"GET {server.path} HTTP/1.0\r\n\r\n".encode()):

@@ -125,7 +125,7 @@ def barriers(backend, folder):
         pair = hvd.add_process_set([0, 1])
         hvd.barrier()
         if me == 1:
-            time.sleep(0.15)  # time in which rank 0 would leave a barrier that does not wait
+            time.sleep(0.15)  # if the barrier does not wait for rank 1, rank 0 leaves it in this time
             (folder / "enters 1").touch()
         if me == 2:
             # Ranks 0 and 1 must leave the barrier of their set before rank 2 enters its next barrier.
@@ -224,7 +224,7 @@ def adasum_outside(backend):
 
 
 @OURS_3
-def test_a_rank_outside_of_the_set_of_adasum_steps_alone(real):
+def test_with_adasum_a_rank_outside_of_the_set_steps_alone(real):
     first, second, outside = real(adasum_outside)
     assert first == second
     assert outside == [-3, -3]

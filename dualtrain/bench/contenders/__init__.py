@@ -64,7 +64,10 @@ class Contender:
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """Return the seconds per step of the empty model: "by hand" (in a plain loop), and "trainer" (in the library's)."""
+        """Return the seconds per step of the empty model.
+
+        The keys of the result are "by hand" (for a plain loop) and "trainer" (for the library's trainer).
+        """
         raise NotImplementedError
 
     def close(self) -> None:

@@ -36,7 +36,8 @@ def run(func: Callable[P, R]) -> Callable[P, R]:
     ``state.sync()`` and ``train`` are called again. If hosts were only removed, ``state.sync()`` is skipped. Other
     exceptions are raised to the caller.
 
-    ``train`` must not begin with a collective, because other ranks may still be syncing.
+    Call no collective between ``init`` and ``train``: a process that joins the job later would call it while the other
+    ranks call ``state.sync()``.
     """
     return run_fn(func, _reset)
 

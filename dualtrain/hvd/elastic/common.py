@@ -139,7 +139,8 @@ class ObjectState(State):
 
     ``save`` keeps a deep copy of the objects; ``restore`` sets the attributes to copies of the saved objects. ``sync``
     sends every rank the root's current objects and saves them, so that all ranks restore the same state if a failure comes
-    before the next commit. (Horovod sends the objects of the last commit, but current weights.)
+    before the next commit. (Horovod sends the objects of the last commit. They may be older than the model's weights,
+    because Horovod's ``TorchState`` sends the current weights.)
 
     Args:
         bcast_object: returns the root's object on every rank.
@@ -192,8 +193,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[...,
     """Wrap ``func(state, ...)`` so that it runs again after failed collectives and changes of hosts.
 
     Args:
-        func: the training function, with the :class:`State` as its first argument. It must not begin with a collective,
-            because other ranks may still be in ``state.sync()``.
+        func: the training function, with the :class:`State` as its first argument. Call no collective before the
+            wrapped function: a process that joins the job later would call it while the other ranks call ``state.sync()``.
         reset: leaves the world and joins the new one.
     """
 
