@@ -57,7 +57,8 @@ def measure_growth(
     counts = {layout: rounds or rounds_with(layout.ranks) for layout in growth.layouts}
     cores = usable_cores()
     seconds = sum(expected_seconds(layout.ranks, len(names), number, cores) for layout, number in counts.items())
-    log(f"this will take roughly {max(1, round(seconds / 60))} minutes on {cores} core{'s' * (cores > 1)}")
+    minutes = max(1, round(seconds / 60))
+    log(f"this will take roughly {minutes} minute{'s' * (minutes > 1)} on {cores} core{'s' * (cores > 1)}")
     context = fork_server(tuple(CONTENDERS[name].module for name in names), spec.threads)
     for layout, count in counts.items():
         bounded = replace(spec, ranks=layout.ranks, timeout=timeout_of(layout.ranks))
@@ -90,7 +91,7 @@ def _measure_layout(
                 found = run_forked(context, CONTENDERS[name], JOBS, spec, step_fraction(layout.ranks))
                 if not found:
                     raise LaunchError("its ranks printed no results")
-            except LaunchError as error:
+            except (LaunchError, OSError) as error:  # OSError: a socket on a virtual node, for example
                 growth.failures[layout, name] = str(error)
                 log(f"{title}: failed: {error}")
             else:
@@ -134,7 +135,13 @@ def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
 
 def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield names and contents of the files. The JSON file is first, so that it is not lost if the chart fails."""
-    values = {"machine": machine, "milliseconds": plain(growth), "ratios": plain_ratios(growth), "missing": growth.missing}
+    values = {
+        "machine": machine,
+        "milliseconds": plain(growth),
+        "ratios": plain_ratios(growth),
+        "missing": growth.missing,
+        "unavailable": {str(layout): reason for layout, reason in growth.unavailable.items()},
+    }
     yield "bench.json", json.dumps(values, indent=1)
     yield "bench.html", page(growth, machine)
     if charted(growth):

@@ -117,7 +117,7 @@ def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str,
 
     listen = partial(HttpStore, address)
     with closing(spec.nodes[0].listen(listen) if spec.nodes else listen()) as store:
-        shared = {"NCCL_SOCKET_IFNAME": loopback()}
+        shared = {"NCCL_SOCKET_IFNAME": INTERFACE if spec.nodes else loopback()}
         shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
         shared |= {"HOROVOD_GLOO_IFACE": INTERFACE} if spec.nodes else {}
         names = [spec.nodes[world.cross_rank].name if spec.nodes else socket.gethostname() for world in worlds]

@@ -595,7 +595,7 @@ def test_a_contender_that_fails_with_4_ranks_is_reported_and_the_rest_is_measure
     assert growth.ratio("metric", "hvd", "horovod", TWO).value == 0.5
     assert growth.ratio("metric", "shm", "torch", FOUR) is None
     assert scale_page.plain(growth)["barrier"]["shm"] == {"2": 4.0, "4": "no <memory>"}
-    assert said[0].startswith("this will take roughly 1 minutes on ")
+    assert said[0].startswith("this will take roughly 1 minute on ")
     assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
     assert len([line for line in said if "failed: no <memory>" in line]) == 2
 
@@ -698,6 +698,7 @@ def test_virtual_nodes_that_cannot_be_made_are_reported_and_the_rest_is_measured
     assert growth.unavailable == {Layout(2, 4): "not permitted"}
     assert said[-1] == "2 × 4 ranks: not measured: not permitted"
     assert said[-1] in scale_page.text(growth, MACHINE)
+    assert json.loads(dict(scale._files(growth, MACHINE))["bench.json"])["unavailable"] == {"2x4": "not permitted"}
     assert scale_page.charted(growth) == [TWO]
     only_nodes = scale.Growth((Layout(2, 4),), rounds={(Layout(2, 4), "torch"): {0: dict.fromkeys(MEASURES, 0.5)}})
     assert "500.0" in scale_page.page(only_nodes, MACHINE)
