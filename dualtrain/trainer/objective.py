@@ -6,6 +6,7 @@ Sums of any batches on any ranks can be added; means cannot.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import eq
@@ -150,20 +151,21 @@ class Adapted:
 
 
 class TorchCrossEntropy:
-    """``nn.CrossEntropyLoss`` as torch defines it; for class indices, correct predictions are counted too."""
+    """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it. Counts correct predictions for class indices."""
 
-    def __init__(self, loss: nn.CrossEntropyLoss) -> None:
-        plain = loss.weight is None and loss.reduction == "mean" and loss.ignore_index == IGNORED
-        self._counting = CrossEntropy(loss.label_smoothing) if plain else None
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         self._loss, self._other = loss, Adapted(loss)
+        self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
+        plain = isinstance(loss, nn.CrossEntropyLoss) and not self._weighted
+        self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. With class weights, a target has the weight of its class, in the accuracy too.
+        """See :class:`Objective`. With class weights, a target has its class's weight, in the accuracy too.
 
-        For class probabilities as targets, and for outputs of more than two dimensions, each sample has weight 1, and
-        correct predictions are not counted.
+        Each sample has weight 1, and correct predictions are not counted, if the targets are class probabilities, or if the
+        outputs (n, classes, …) have more than two dimensions, and neither ``weight`` nor ``ignore_index`` is given.
         """
-        if outputs.dim() != 2 or targets.dtype != torch.int64 or self._loss.reduction != "mean":
+        if targets.dtype != torch.int64 or outputs.dim() < 2 or (outputs.dim() > 2 and not self._weighted):
             return self._other(outputs, targets)
         if self._counting is not None:
             return self._counting(outputs, targets)
@@ -173,12 +175,25 @@ class TorchCrossEntropy:
             weights = kept.double()
             if self._loss.weight is not None:
                 weights = weights * self._loss.weight.double()[targets.where(kept, 0)]
+            if len(targets):
+                weights = weights * (len(targets) / targets.numel())  # the weights of a sample's pixels add up to about 1
             best = outputs.topk(min(5, outputs.shape[1]), 1).indices == targets[:, None]
             total = weights.sum()
             sums = torch.stack([total, (weights * best[:, 0]).sum(), (weights * best.any(1)).sum()]).tolist()
         if not sums[0]:  # torch's mean is then 0/0
             return outputs.sum() * 0.0, [0.0] * len(NAMES)
         return loss, [loss.item() * sums[0], *sums]
+
+
+#: Functions of torch whose options a module has too.
+_MODULES = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
+
+
+def _as_module(loss: Loss | Objective) -> Loss | Objective:
+    """Return the module for a function in ``_MODULES``, also for one in ``functools.partial``; else ``loss`` itself."""
+    function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
+    made = _MODULES.get(function) if isinstance(function, types.FunctionType) else None
+    return made(**options) if made is not None else loss
 
 
 def _reduction(loss: Loss | Objective) -> object:
@@ -200,8 +215,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
         return CrossEntropy()
     if isinstance(loss, CrossEntropy):
         return loss
-    if loss is functional.cross_entropy:
-        loss = nn.CrossEntropyLoss()
+    loss = _as_module(loss)
     reduction = _reduction(loss)
     if reduction in ("sum", "none"):
         raise UserError(
@@ -209,7 +223,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
             'that steps do not depend on the number of ranks: use reduction="mean", and adapt the learning rate'
         )
     # A user's subclass may compute a different loss (a focal loss, for example).
-    if isinstance(loss, nn.CrossEntropyLoss) and type(loss).forward is nn.CrossEntropyLoss.forward:
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss).forward.__module__ == nn.NLLLoss.__module__:
         return TorchCrossEntropy(loss)
     return Adapted(loss)
 

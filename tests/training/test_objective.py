@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,9 @@ WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5, 2.0, 3.0])
         (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1, label_smoothing=0.1), WEIGHTS * (torch.arange(6) != 1)),
         (nn.CrossEntropyLoss(ignore_index=2), (torch.arange(6) != 2).float()),
         (functional.cross_entropy, torch.ones(6)),
+        (partial(functional.cross_entropy, weight=WEIGHTS), WEIGHTS),
+        (nn.NLLLoss(weight=WEIGHTS, ignore_index=1), WEIGHTS * (torch.arange(6) != 1)),
+        (partial(functional.nll_loss, ignore_index=2), (torch.arange(6) != 2).float()),
     ],
 )
 def test_a_weighted_loss_over_all_ranks_equals_the_loss_of_the_whole_batch(typical, loss, class_weights):
@@ -68,6 +73,59 @@ def on_each_rank(backend, loss):
     cut = 0 if backend.rank == 0 else 5 + 10 * (backend.rank - 1), 5 if backend.rank == 0 else 5 + 10 * backend.rank
     mine = slice(cut[0], len(inputs) if backend.rank == backend.size - 1 else cut[1])
     return one_step(backend, loss, [(inputs[mine], targets[mine])])
+
+
+PIXELS = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)
+
+
+def segmentation_step(backend, parts):
+    model = nn.Conv1d(1, 6, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 6).view(6, 1, 1))
+        model.bias.zero_()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), PIXELS, backend=backend)
+    history = trainer.fit(parts)
+    trainer.close()
+    return model, history[0]
+
+
+def uneven_segmentation(backend):
+    """Train on images with different numbers of ignored pixels; rank 0's first image has no other pixel."""
+    inputs, targets = pixels()
+    model, metrics = segmentation_step(
+        backend,
+        [
+            (part, of)
+            for part, of in zip(
+                inputs.tensor_split(backend.size)[backend.rank :][:1],
+                targets.tensor_split(backend.size)[backend.rank :][:1],
+                strict=True,
+            )
+        ],
+    )
+    return model.weight.detach(), metrics
+
+
+def pixels():
+    draw = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, 6, (6, 8), generator=draw)
+    targets[0] = 1
+    return torch.randn(6, 1, 8, generator=draw), targets
+
+
+def test_a_weighted_loss_of_pixels_over_all_ranks_equals_the_loss_of_the_whole_batch(typical):
+    inputs, targets = pixels()
+    with connect("local") as alone:
+        model, metrics = segmentation_step(alone, [(inputs, targets)])
+    other = nn.Conv1d(1, 6, 1)
+    with torch.no_grad():
+        other.weight.copy_(torch.linspace(-1, 1, 6).view(6, 1, 1))
+        other.bias.zero_()
+    PIXELS(other(inputs), targets).backward()
+    torch.testing.assert_close(model.weight, other.weight - 0.5 * other.weight.grad)
+    for weight, found in typical(uneven_segmentation):
+        torch.testing.assert_close(weight, model.weight.detach())
+        assert found == pytest.approx(metrics)
 
 
 def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics():
