@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -261,6 +262,8 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> A
         name = f"t{len(tensors)}"
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return ["tensor", name]
+    if isinstance(value, Counter):  # the milestones of MultiStepLR
+        return ["counter", [[key, count] for key, count in value.items()]]
     if isinstance(value, dict):
         return ["dict", [[key, _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()]]
     if isinstance(value, list | tuple):
@@ -277,6 +280,8 @@ def _rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     kind, content = value
     if kind == "tensor":
         return tensors[content]
+    if kind == "counter":
+        return Counter(dict(content))
     if kind == "dict":
         return {key: _rebuild(item, tensors) for key, item in content}
     if kind in ("list", "tuple"):

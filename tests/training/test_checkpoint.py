@@ -89,6 +89,22 @@ def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
     assert same(checkpoint.load(old), TREE)
 
 
+def test_a_schedule_with_milestones_goes_on_after_its_state_was_saved(tmp_path):
+    def made():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+        later = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.1)
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, later], [2])
+
+    (optimizer, schedule), (other, loaded) = made(), made()
+    for steps in (1, 6):
+        loaded.load_state_dict(checkpoint.load(save(tmp_path, steps, schedule.state_dict())))
+        for _ in range(steps):
+            for one in (optimizer, schedule, other, loaded):
+                one.step()
+            assert loaded.get_last_lr() == schedule.get_last_lr()
+
+
 def test_saving_a_function_in_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(TypeError, match="plain values and tensors"):
         save(tmp_path, 1, {"function": print})
