@@ -38,15 +38,21 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on rank 0, and return its result (plain values, tensors) on every rank. Collective; blocks.
 
     Raises:
-        UserError: on every rank, if the task raised UserError or OSError.
+        UserError: on every rank, if the task raised UserError or OSError; on the other ranks, if it raised anything else,
+            which rank 0 raises.
     """
     answer: tuple[T | None, _Problem | None] = (None, None)
+    failure: Exception | None = None
     if backend.rank == 0:
         try:
             answer = (task(), None)
         except (UserError, OSError) as error:
             answer = (None, _problem(what, error))
+        except Exception as error:
+            failure, answer = error, (None, (f"{what}: rank 0 failed with {type(error).__name__}: {error}", False, False))
     result, problem = backend.broadcast_object(answer, name=what)
+    if failure is not None:
+        raise failure
     if problem is not None:
         raise _shared(problem)
     return result  # type: ignore[no-any-return]

@@ -325,21 +325,24 @@ def test_an_error_on_one_rank_is_raised_on_all(spmd):
     assert set(spmd(refuse_on, spmd.size)) == {"done"}
 
 
-def root_task(backend, fails: bool) -> Any:
+def root_task(backend, error: Exception | None) -> Any:
     def task() -> dict[str, int]:
-        if fails:
-            raise UserError("the disk is full")
+        if error is not None:
+            raise error
         return {"rank": backend.rank}
 
     try:
         return on_rank_zero(backend, "a task", task)
-    except UserError as error:
-        return str(error)
+    except (UserError, TypeError) as raised:
+        assert backend.allreduce(torch.ones(1), "sum").item() == backend.size  # the backend is still usable
+        return str(raised)
 
 
 def test_the_result_of_rank_0_is_sent_to_all_ranks(spmd):
-    assert spmd(root_task, False) == [{"rank": 0}] * spmd.size
-    assert spmd(root_task, True) == ["the disk is full"] * spmd.size
+    assert spmd(root_task, None) == [{"rank": 0}] * spmd.size
+    assert spmd(root_task, UserError("the disk is full")) == ["the disk is full"] * spmd.size
+    others = ["a task: rank 0 failed with TypeError: no set"] * (spmd.size - 1)
+    assert spmd(root_task, TypeError("no set")) == ["no set", *others]
 
 
 def test_the_compare_command_says_whether_runs_have_the_same_weights(tmp_path, capsys):
