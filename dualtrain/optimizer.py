@@ -90,14 +90,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.follow(optimizer)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's own parameter groups."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's own state."""
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     def __getattr__(self, name: str) -> Any:
         # Reads are passed on, because optimizers may have methods of their own, such as train() and eval() of schedule-free
@@ -223,7 +231,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients as the wrapped optimizer does; averages that no step has used are lost."""
         self.reducer.renew()
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if set_to_none:
+            self.optimizer.zero_grad()  # without the argument, which some optimizers do not have
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank."""

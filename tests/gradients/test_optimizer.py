@@ -621,3 +621,25 @@ def test_transfer_can_be_imported_from_its_former_place():
     assert Former is Transfer
     with pytest.raises(ImportError, match="lay_out"):
         from dualtrain.buckets import lay_out  # noqa: F401
+
+
+class WithoutOptions(torch.optim.SGD):
+    """An optimizer whose ``zero_grad`` takes no argument."""
+
+    def zero_grad(self):
+        super().zero_grad()
+
+
+def test_the_wrapper_passes_on_assignments_to_state_and_groups_and_calls_zero_grad_without_arguments():
+    p = nn.Parameter(torch.ones(2))
+    inner = WithoutOptions([p], 1.0, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, [("p", p)], backend=LocalBackend(World(), torch.device("cpu"), 10.0))
+    p.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert p.grad is None
+    optimizer.state = {}
+    assert inner.state == {}
+    groups = [dict(inner.param_groups[0], lr=0.5)]
+    optimizer.param_groups = groups
+    assert inner.param_groups is groups
