@@ -122,14 +122,18 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 @contextmanager
 def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
     """Average the buffers for the block, and restore each rank's own values after it. Collective."""
-    own = [(buffer, buffer.clone()) for _, buffer in local_buffers(model)]
+    own = [(name, buffer, buffer.clone()) for name, buffer in local_buffers(model)]
     average_buffers(model, backend)
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in own:
+            for name, buffer, before in own:
                 buffer.copy_(before)
+                path, _, key = name.rpartition(".")
+                module = model.get_submodule(path)
+                if getattr(module, key) is not buffer:
+                    setattr(module, key, buffer)  # a forward pass has put a different tensor there
 
 
 def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:

@@ -72,7 +72,8 @@ class Passes:
                 load()
             # The optimizer averages gradients over parts. Scale the loss, so that the result is the mean over all samples.
             share = found[1] * self._parts / expected
-            self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
+            with self._precision.without_autocast():
+                self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def load(self, more: torch.Tensor | None = None) -> None:
         """Write this part's scalars, then the numbers in ``more``, into the buffer that is sent with the gradients."""

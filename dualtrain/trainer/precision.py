@@ -38,14 +38,33 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss."""
-        if self._dtype is None and not torch.is_autocast_enabled(self._device_type):
+        if self._dtype is None:
+            return self.without_autocast()
+        return _casting(self._device_type, self._dtype)
+
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for the backward pass: the caller's own autocast has no effect in it."""
+        if not torch.is_autocast_enabled(self._device_type):
             return nullcontext()  # entering a disabled autocast can take longer than a small tensor operation
-        return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
+        return torch.autocast(self._device_type, enabled=False)
 
     def skipped_step_allowed(self) -> AbstractContextManager[None]:
         """Return a context that hides torch's warning in ``schedule.step()`` after a skipped first optimizer step."""
         # Filter warnings only with a scaler: the filter can take longer than ``schedule.step()``.
         return _ignore_order_warning() if self.scaler.is_enabled() else nullcontext()
+
+
+@contextmanager
+def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Use autocast. Afterwards, discard the weights that it has cast, because the next step changes the weights.
+
+    torch discards them only at the end of the outermost autocast, which may be the caller's own.
+    """
+    try:
+        with torch.autocast(device_type, dtype):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ for each batch; your own program can do the same, or pass a loader to ``fit``.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,7 +63,8 @@ class Trainer:
 
     Raises:
         ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or, for a model with SyncBatchNorm layers,
-            differs from the number of ranks; a parameter's gradient cannot be averaged; ``schedule`` is ReduceLROnPlateau;
+            differs from the number of ranks; a parameter's gradient cannot be averaged; ``schedule`` is ReduceLROnPlateau,
+            or the schedule of a different optimizer; ``clip_norm`` is not above 0; ``compress`` is not known;
             or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
@@ -92,6 +94,11 @@ class Trainer:
                 "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
                 'the scheduler\'s step(values["val_loss"]) on every rank'
             )
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
+        if compress != "none" and compress not in DTYPES:
+            raise ValueError(f"compress={compress!r} is not known: choose none, fp16 or bf16")
+        _check_schedule(schedule, optimizer)
         self._loss = _stateful(loss, model, optimizer)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
@@ -123,7 +130,8 @@ class Trainer:
             transfer=Transfer(dtype=None if piggyback else DTYPES[compress]),
             sum_order=self._parts.order,
         )
-        measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
+        run, objective = self._forward, self.objective  # not self, which would be in a reference cycle
+        measured = measure or (lambda inputs, targets: objective(run(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
         self._epochs = 0  # epochs that fit() has completed
         self._ema_updated = False
@@ -167,9 +175,14 @@ class Trainer:
             news: deprecated name of ``control_flags``.
 
         Raises:
+            ValueError: ``expected`` is not above 0, or not finite.
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number.
             BackendError: a rank failed, or the timeout passed.
         """
+        if not 0 < expected < math.inf:
+            raise ValueError(
+                f"expected={expected!r} is no weight of a step: give the number of samples on all ranks, for example"
+            )
         if news is not None:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
@@ -439,6 +452,14 @@ def _add_buffers(average: nn.Module, model: nn.Module) -> None:
                 copied.register_buffer(name, buffer.detach().clone())
             elif getattr(copied, name) is None:
                 setattr(copied, name, buffer.detach().clone())
+
+
+def _check_schedule(schedule: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if ``schedule`` changes the learning rates of a different optimizer only."""
+    own = {id(group) for group in optimizer.param_groups}
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", optimizer.param_groups)
+    if not any(id(group) in own for group in groups):
+        raise ValueError("the schedule belongs to a different optimizer: make it with the trainer's optimizer")
 
 
 def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:

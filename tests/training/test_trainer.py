@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import warnings
+import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -298,6 +301,78 @@ def test_a_loss_of_torch_that_returns_a_sum_is_refused(loss, accepted):
         with pytest.raises(ValueError, match=r"the loss has reduction='(sum|none)'.* use reduction=\"mean\""):
             Trainer(model, optimizer, loss, backend=backend)
         Trainer(model, optimizer, accepted, backend=backend)
+
+
+@pytest.mark.parametrize("amp", ["bf16", "off"])
+def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
+    found = []
+    for outer in (None, True, False):
+        model = net()
+        with connect("local") as backend:
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), amp=amp, backend=backend)
+            with nullcontext() if outer is None else torch.autocast("cpu", torch.bfloat16, enabled=outer):
+                found.append([trainer.step([data(8)], 8.0).loss for _ in range(4)])
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 is not above 0"),
+        ({"clip_norm": math.nan}, "clip_norm=nan is not above 0"),
+        ({"compress": "int8"}, "compress='int8' is not known"),
+        ({"schedule": lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0), 1)}, "a different optimizer"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, words):
+    model = net()
+    with connect("local") as backend, pytest.raises(ValueError, match=words):
+        Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, **options)
+
+
+@pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf])
+def test_an_expected_weight_that_is_not_positive_and_finite_is_refused(expected):
+    model = net()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        with pytest.raises(ValueError, match="is no weight of a step"):
+            trainer.step([data(8)], expected)
+
+
+def test_a_trainer_is_freed_without_the_garbage_collector():
+    model = net()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        trainer.close()
+        reference = weakref.ref(trainer)
+        gc.disable()
+        try:
+            del trainer
+            assert reference() is None
+        finally:
+            gc.enable()
+
+
+class Reassigned(nn.Linear):
+    """A layer whose forward puts a new tensor into its buffer."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + 1.0
+        return super().forward(x) * self.seen
+
+
+def test_an_evaluation_restores_a_buffer_that_forward_replaces():
+    model = Reassigned()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        trainer.step([data(8)], 8.0)
+        trainer.evaluate([data(8)])
+        assert model.seen.item() == 1.0
 
 
 def old_names(backend) -> list[float]:
