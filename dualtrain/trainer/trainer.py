@@ -277,7 +277,7 @@ class Trainer:
         more = True
         while more:
             batch, last = next(batches, (None, True))
-            mine = [] if batch is None else [self.to_device(batch)]
+            mine = [] if batch is None else [pair for pair in [self.to_device(batch)] if len(pair[1])]  # skip empty batches
             if not expected:  # at the first step: the largest first batch of any rank, times the number of ranks
                 samples = float(len(mine[0][1])) if mine else 0.0
                 sizes = torch.tensor([samples, -samples], device="cpu")

@@ -354,6 +354,17 @@ def test_a_trainer_is_freed_without_the_garbage_collector():
             gc.enable()
 
 
+def test_an_empty_batch_changes_no_weights():
+    weights = []
+    for batches in ([data(8), data(0), data(5)], [data(8), data(5)]):
+        model = net()
+        with connect("local") as backend:
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.NLLLoss(), backend=backend)
+            trainer.fit(batches)
+        weights.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
 class Reassigned(nn.Linear):
     """A layer whose forward puts a new tensor into its buffer."""
 
