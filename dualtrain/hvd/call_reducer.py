@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dualtrain.gradients.hooks import has_later_hook
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.slots import Slot
 from dualtrain.hvd import basics
@@ -87,8 +88,8 @@ class CallReducer(HorovodReducer):
         self._call = None
 
     def slot_ready(self, slot: Slot) -> None:
-        """Start the call as soon as all gradients are ready."""
-        if self.ready == len(self.hooks.slots):
+        """Start the call as soon as all gradients are ready, unless a later hook may still change this one."""
+        if self.ready == len(self.hooks.slots) and not has_later_hook(self, slot.param):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:

@@ -127,6 +127,11 @@ class ChannelReducer(HorovodReducer):
         for slot in self.hooks.slots:
             slot.param.grad = None
 
+    def finish_exchange(self) -> None:
+        """End the exchange that a backward pass has begun, with this rank's gradients. Collective; blocks."""
+        self.reduce()
+        self.reset_passes()
+
     def discard_step(self) -> None:
         """Reset the reducer after a failed step; if an exchange is in progress, discard the channel too."""
         if self.exchanging:

@@ -40,6 +40,9 @@ class Exchanger(Protocol):
     def join_with_zeros(self, divide_by: str) -> None:
         """Take part in one exchange with gradients of zeros."""
 
+    def finish_exchange(self) -> None:
+        """End the exchange that a backward pass has begun."""
+
 
 class Exchangers:
     """The reducers of this process's optimizers. Only weak references are kept.

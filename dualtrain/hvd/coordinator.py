@@ -238,7 +238,8 @@ class Coordinator:
             return
         self._zeros_requested[channel] = {n: ranks for n, ranks in self._zeros_requested[channel].items() if n > exchange}
         for other in self._joined:
-            self._send(other, {"do": "join_with_zeros", "channel": channel, "exchange": exchange})
+            if other in self.sets.get(message["set"], ()):
+                self._send(other, {"do": "join_with_zeros", "channel": channel, "exchange": exchange})
 
     # -- process sets -----------------------------------------------------------------------------------------------
 

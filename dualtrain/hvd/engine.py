@@ -114,6 +114,8 @@ class Engine:
         """Contribute zeros to gradient exchanges until all ranks have joined; return the rank that joined last."""
         if self._executor.gpu is None and torch.cuda.is_initialized():
             self._executor.gpu = torch.device("cuda", torch.cuda.current_device())
+        while not self._zeros_requests.empty():  # left by a join that an exception such as KeyboardInterrupt has stopped
+            self._zeros_requests.get()
         pending = self.submit("join", divide_by=divide_by)
         while (request := self._next_zeros_request()) is not None:
             exchanger = self.exchangers.find(request["channel"])
@@ -122,7 +124,10 @@ class Engine:
                     f"join() was called, but there is no optimizer for the gradients {request['channel']!r} "
                     "of other ranks: make the same optimizers on every rank before join()"
                 )
-            elif exchanger.exchanges < request["exchange"]:
+                continue
+            if exchanger.exchanging:
+                exchanger.finish_exchange()
+            if exchanger.exchanges < request["exchange"]:
                 exchanger.join_with_zeros(divide_by)
         return int(pending.wait())
 

@@ -15,6 +15,7 @@ import torch
 from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
+from dualtrain.state import shares_elements
 
 Options = dict[str, Any]
 
@@ -142,15 +143,22 @@ def start(
 
     ``synchronize`` returns ``finish(results)``.
     """
-    inputs = _checked(tensors)
+    inputs = _checked(tensors, in_place=in_place)
     return new_handle(operation.start(operation.kind(grouped), inputs, inputs if in_place else None, options), finish)
 
 
-def _checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _checked(tensors: Iterable[torch.Tensor], *, in_place: bool = False) -> list[torch.Tensor]:
     listed = list(tensors)
     if not listed:
         raise ValueError("an empty list of tensors: pass at least one")
     for tensor in listed:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a torch.Tensor is needed, not {tensor!r}: wrap it in torch.tensor(…)")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
+            kind = tensor.device.type if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise ValueError(f"a {kind} tensor cannot be sent: convert it to a dense tensor of numbers on the CPU or a GPU")
+        if in_place and shares_elements(tensor):
+            raise ValueError(
+                "several elements of the tensor share memory, so that it cannot be changed in place: clone() it"
+            )
     return listed

@@ -129,7 +129,11 @@ class _Optimizer(NativeOptimizer):
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         wrapped = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = [(name, p) for name, p in named if p in wrapped]
+        names: dict[torch.nn.Parameter, str] = {}  # a shared parameter may have several names; the first one counts
+        for name, p in named:
+            if p in wrapped:
+                names.setdefault(p, name)
+        named = [(name, p) for p, name in names.items()]
         options = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
         HorovodReducer.close_replaced(named, *options[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)

@@ -162,6 +162,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not number:
         return False
     _dynamic("removing")
-    process_set._invalidate()
+    removed = bool(_connected().submit("remove_process_set", ranks=[number]).wait())
+    process_set._invalidate()  # not before: if the call fails, the set can still be used, and removed later
     _attached[:] = [one for one in _attached if one is not process_set]
-    return bool(_connected().submit("remove_process_set", ranks=[number]).wait())
+    return removed

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from math import inf
 
+import pytest
 import torch
 
 from dualtrain.hvd.arithmetic import Average, finished, scaled
-from tests.hvd.worlds import EVERY, PAIR, check, library, mean_of_ranks, same, sum_of_ranks
+from tests.hvd.worlds import EVERY, OURS_2, PAIR, check, library, mean_of_ranks, same, sum_of_ranks
 
 FLOATS = [torch.float16, torch.float32, torch.float64]
 REDUCED = [torch.int32, torch.int64, *FLOATS]
@@ -240,3 +241,20 @@ def handles(backend):
 @EVERY
 def test_handles_are_integers_that_can_be_synchronized_once(real):
     real(handles)
+
+
+def tensors_that_cannot_be_sent(backend):
+    """Make calls with tensors that no backend can send; the world stays usable."""
+    with library(backend) as hvd:
+        for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+            for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast_(x, 0)):
+                with pytest.raises(ValueError, match="tensor cannot be sent"):
+                    call(tensor)
+        with pytest.raises(ValueError, match="elements of the tensor share memory"):
+            hvd.allreduce_(torch.ones(1).expand(3))
+        return hvd.allreduce(torch.ones(1).expand(3), op=hvd.Sum).tolist()
+
+
+@OURS_2
+def test_tensors_that_cannot_be_sent_raise_only_on_their_rank(real):
+    assert real(tensors_that_cannot_be_sent) == [[2.0] * 3] * 2

@@ -237,3 +237,46 @@ def without_the_optimizer(backend):
 @OURS
 def test_joining_without_an_optimizer_that_other_ranks_use_ends_the_world(real):
     real(without_the_optimizer)
+
+
+def outside_of_the_set(backend):
+    """Join on the last rank, which is not in the process set of the optimizer that the other ranks step."""
+    with library(backend) as hvd:
+        part = hvd.add_process_set(list(range(hvd.size() - 1)))
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum, process_set=part)
+        if hvd.rank() < hvd.size() - 1:
+            for _ in range(3):
+                optimizer.zero_grad()
+                p.sum().backward()
+                optimizer.step()
+        hvd.join()
+        return p[0].item()
+
+
+@OURS_3
+def test_a_rank_outside_of_an_optimizers_process_set_may_join(real):
+    assert real(outside_of_the_set) == [-6.0, -6.0, 0.0]
+
+
+def after_backward_alone(backend, backward_passes):
+    """Join on rank 1 after a backward pass whose gradients no step uses."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)
+        for number in range(5 if hvd.rank() != 1 else 2 + backward_passes):
+            optimizer.zero_grad()
+            p.sum().backward()
+            if hvd.rank() != 1 or number < 2:
+                optimizer.step()
+        hvd.join()
+        return p[0].item()
+
+
+@pytest.mark.parametrize("backward_passes", [0, 1])
+@OURS
+def test_a_rank_may_join_after_a_backward_pass_without_a_step(real, backward_passes):
+    found = real(after_backward_alone, backward_passes)
+    size = len(found)
+    everywhere = 2 + backward_passes  # exchanges with gradients of all ranks
+    assert found[0] == -(everywhere * size + (5 - everywhere) * (size - 1))

@@ -461,3 +461,38 @@ def groups_and_closures(backend):
 def test_predivided_groups_and_closure_losses_differ_from_horovods(real):
     """Both results differ between the libraries."""
     real(groups_and_closures)
+
+
+def shared_weight(backend):
+    """Train a weight that has two names, and keep its gradient's tensor."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("encoder", p), ("decoder", p)], op=hvd.Sum)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            p.sum().backward()
+            optimizer.step()
+        return p[0].item()
+
+
+@OURS_2
+def test_a_weight_with_two_names_is_reduced_once(real):
+    assert real(shared_weight) == [-6.0, -6.0]
+
+
+def later_hook(backend):
+    """Scale gradients in hooks that are registered after the optimizer was wrapped with op=Max."""
+    with library(backend) as hvd:
+        params = [torch.nn.Parameter(torch.ones(2) * (hvd.rank() + 1)) for _ in range(2)]
+        named = [(str(number), p) for number, p in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), named, op=hvd.Max)
+        for p in params:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 10))
+        sum((p * (hvd.rank() + 1)).sum() for p in params).backward()
+        optimizer.synchronize()
+        return [p.grad[0].item() for p in params]
+
+
+@OURS_2
+def test_a_reduction_by_calls_waits_for_hooks_that_were_registered_later(real):
+    assert real(later_hook) == [[20.0, 20.0]] * 2
