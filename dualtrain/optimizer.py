@@ -82,6 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = _name_all(optimizer, named_parameters)
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
         self._order = order = _order(sum_order, backend)
+        options = inspect.signature(optimizer.zero_grad).parameters.values()
+        self._takes_set_to_none = any(one.name == "set_to_none" or one.kind is one.VAR_KEYWORD for one in options)
         self._changing = False  # whether ``step`` has begun to change the parameters
         self._interrupted = False  # whether Ctrl-C has stopped ``step`` while it changed the parameters
         self.reducer = GradientReducer(
@@ -231,10 +233,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients as the wrapped optimizer does; averages that no step has used are lost."""
         self.reducer.renew()
-        if set_to_none:
-            self.optimizer.zero_grad()  # without the argument, which some optimizers do not have
+        if self._takes_set_to_none:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
         else:
-            self.optimizer.zero_grad(set_to_none=False)
+            self.optimizer.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank."""

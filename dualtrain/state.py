@@ -132,7 +132,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]
                 buffer.copy_(before)
                 path, _, key = name.rpartition(".")
                 module = model.get_submodule(path)
-                if getattr(module, key) is not buffer:
+                if getattr(module, key, None) is not buffer:
                     setattr(module, key, buffer)  # a forward pass has put a different tensor there
 
 

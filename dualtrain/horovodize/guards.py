@@ -295,12 +295,12 @@ class Guards:
         if self.is_size(left):
             return _SEVERAL.get((type(op), right.value))
         same = isinstance(op, ast.Eq | ast.Is)
+        if not same and not isinstance(op, ast.NotEq | ast.IsNot):
+            return None
         values = self.source.values.get(ast.unparse(left), [])
         of_torch = [isinstance(one, ast.Call) and self.source.name(one.func) == "torch.device" for one in values]
         if isinstance(right.value, str) and values and all(of_torch):
             return not same  # torch.device("cuda") == "cuda" is False
-        if not same and not isinstance(op, ast.NotEq | ast.IsNot):
-            return None
         if isinstance(right.value, str) and _HOROVOD.search(right.value):
             return same
         if (right.value is None or isinstance(right.value, bool)) and _HOROVOD.search(ast.unparse(left)):

@@ -182,7 +182,8 @@ class Source:
             return None
         given, at = found[0]
         around = self.parents[at]
-        certain = isinstance(around, ast.Module | Function) or "__name__" in ast.unparse(getattr(around, "test", around))
+        guarded = isinstance(around, ast.If) and "__name__" in ast.unparse(around.test)
+        certain = isinstance(around, ast.Module | Function) or guarded
         return given if certain and isinstance(at, ast.Assign) and isinstance(given, ast.Constant) else None
 
     @cached_property

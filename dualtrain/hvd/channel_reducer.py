@@ -89,6 +89,7 @@ class ChannelReducer(HorovodReducer):
                 self._run_exchange()
         finally:
             self.exchanging = False
+            basics.exchangers.done[self.channel_name] = self.exchanges
             self._end_lines()
         # Reading the extra scalar from a GPU blocks, so read it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:

@@ -53,6 +53,8 @@ class Exchangers:
     def __init__(self) -> None:
         self._references: list[weakref.ref[Exchanger]] = []  # first those made in this world, in this order
         self._of_this_world = 0
+        #: Channel name → number of the last exchange in which this rank took part; outlives the reducer.
+        self.done: dict[str, int] = {}
 
     def register(self, exchanger: Exchanger) -> None:
         """Inform ``exchanger`` of ranks that join."""
@@ -78,6 +80,7 @@ class Exchangers:
         if self._references:
             gc.collect()  # an optimizer that the script has dropped must not take the place of one that it uses
         self._of_this_world = 0
+        self.done.clear()
         self._references = [weakref.ref(one) for one in self.alive()]
         for one in self.alive():
             one.channel_name = ""

@@ -118,16 +118,19 @@ class Engine:
             self._zeros_requests.get()
         pending = self.submit("join", divide_by=divide_by)
         while (request := self._next_zeros_request()) is not None:
-            exchanger = self.exchangers.find(request["channel"])
+            channel, number = request["channel"], request["exchange"]
+            if self.exchangers.done.get(channel, 0) >= number:
+                continue  # this rank has taken part in the exchange, and another rank has not returned from its step yet
+            exchanger = self.exchangers.find(channel)
             if exchanger is None:
                 self._end_world(
-                    f"join() was called, but there is no optimizer for the gradients {request['channel']!r} "
-                    "of other ranks: make the same optimizers on every rank before join()"
+                    f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the "
+                    "same optimizers on every rank before join()"
                 )
                 continue
-            if exchanger.exchanging:
+            if exchanger.exchanging and exchanger.exchanges <= number:
                 exchanger.finish_exchange()
-            if exchanger.exchanges < request["exchange"]:
+            if exchanger.exchanges < number:
                 exchanger.join_with_zeros(divide_by)
         return int(pending.wait())
 

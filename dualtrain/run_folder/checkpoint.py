@@ -263,12 +263,18 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> A
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return ["tensor", name]
     if isinstance(value, Counter):  # the milestones of MultiStepLR
-        return ["counter", [[key, count] for key, count in value.items()]]
+        return ["counter", [[_flatten(key, tensors, place), count] for key, count in value.items()]]
+    if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
+        pairs = [
+            (_flatten(key, tensors, place), _flatten(item, tensors, f"{place}[{key!r}]")) for key, item in value.items()
+        ]
+        return ["items", [list(pair) for pair in pairs]]
     if isinstance(value, dict):
         return ["dict", [[key, _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()]]
     if isinstance(value, list | tuple):
         items = enumerate(value)
-        return [type(value).__name__, [_flatten(item, tensors, f"{place}[{number}]") for number, item in items]]
+        kind = "list" if isinstance(value, list) else "tuple"  # a torch.Size and a named tuple become tuples
+        return [kind, [_flatten(item, tensors, f"{place}[{number}]") for number, item in items]]
     if isinstance(value, numpy.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -281,10 +287,13 @@ def _rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "counter":
-        return Counter(dict(content))
+        return Counter({_rebuild(key, tensors): count for key, count in content})
+    if kind == "items":
+        return {_rebuild(key, tensors): _rebuild(item, tensors) for key, item in content}
     if kind == "dict":
         return {key: _rebuild(item, tensors) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_rebuild(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
-    return content
+    if kind == "value":
+        return content
+    # Versions up to 0.2.0 wrote the name of the class: "Size", for example.
+    items = [_rebuild(item, tensors) for item in content]
+    return items if kind == "list" else tuple(items)

@@ -277,7 +277,9 @@ class Trainer:
         more = True
         while more:
             batch, last = next(batches, (None, True))
-            mine = [] if batch is None else [pair for pair in [self.to_device(batch)] if len(pair[1])]  # skip empty batches
+            mine = [] if batch is None else [self.to_device(batch)]
+            if mine and not len(mine[0][1]) and not self._has_norms_of_all_ranks():
+                mine = []  # the mean loss of an empty batch is not a number
             if not expected:  # at the first step: the largest first batch of any rank, times the number of ranks
                 samples = float(len(mine[0][1])) if mine else 0.0
                 sizes = torch.tensor([samples, -samples], device="cpu")
@@ -292,12 +294,16 @@ class Trainer:
 
     def _check_norms(self, *, some: bool, all_have: bool) -> None:
         """Raise RanksDifferError if only some ranks have a next batch, and layers need the batches of all ranks."""
-        kinds = SyncBatchNorm | nn.SyncBatchNorm
-        if some and not all_have and any(isinstance(layer, kinds) and layer.training for layer in self.model.modules()):
+        if some and not all_have and self._has_norms_of_all_ranks():
             raise RanksDifferError(
                 "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in every step: "
                 "give every rank the same number (DistributedSampler does), or use plain BatchNorm"
             )
+
+    def _has_norms_of_all_ranks(self) -> bool:
+        """Return whether layers of the model communicate in forward: then each step needs a forward pass on every rank."""
+        kinds = SyncBatchNorm | nn.SyncBatchNorm
+        return any(isinstance(layer, kinds) and layer.training for layer in self.model.modules())
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
         """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from unittest import mock
 
 import pytest
@@ -280,3 +282,30 @@ def test_a_rank_may_join_after_a_backward_pass_without_a_step(real, backward_pas
     size = len(found)
     everywhere = 2 + backward_passes  # exchanges with gradients of all ranks
     assert found[0] == -(everywhere * size + (5 - everywhere) * (size - 1))
+
+
+def with_a_freed_optimizer(backend):
+    """Join after the optimizer was freed, while rank 0 is still between the last backward pass and the step."""
+    with library(backend) as hvd:
+
+        def train():
+            p = torch.nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("freed", p)], op=hvd.Sum)
+            for number in range(2):
+                optimizer.zero_grad()
+                p.sum().backward()
+                if number and hvd.rank() == 0:
+                    time.sleep(1.0)
+                optimizer.step()
+            return p[0].item()
+
+        found = train()
+        gc.collect()
+        hvd.join()
+        return found
+
+
+@OURS
+def test_a_rank_may_join_after_its_optimizer_was_freed(real):
+    found = real(with_a_freed_optimizer)
+    assert found == [-2.0 * len(found)] * len(found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from collections import Counter, namedtuple
 
 import numpy
 import pytest
@@ -87,6 +89,16 @@ def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
         save(tmp_path, 2, TREE)
     assert [file.name for file in tmp_path.iterdir()] == [old.name]
     assert same(checkpoint.load(old), TREE)
+
+
+def test_subclasses_of_containers_and_tuples_as_keys_are_saved_as_plain_containers(tmp_path):
+    pair = namedtuple("pair", "a b")
+    tree = {"size": torch.ones(2, 3).shape, "pair": pair(1, (2,)), "keys": {(1, (2, "x")): torch.ones(1), 3: None}}
+    loaded = checkpoint.load(save(tmp_path, 1, tree | {"counts": Counter({(1, 2): 3})}))
+    assert loaded.pop("counts") == Counter({(1, 2): 3})
+    assert loaded == tree
+    old = json.dumps(["dict", [["size", ["Size", [["value", 2], ["value", 3]]]]]])
+    assert checkpoint._rebuild(json.loads(old), {}) == {"size": (2, 3)}
 
 
 def test_a_schedule_with_milestones_goes_on_after_its_state_was_saved(tmp_path):
