@@ -56,6 +56,11 @@ class Source:
         self.wrapped = {*self.own_wrapped, *wrapped}
         self.program = program or [self]
 
+    @property
+    def files(self) -> list[Source]:
+        """This file, and the program's other files."""
+        return [self, *(file for file in self.program if file.text != self.text)]
+
     @cached_property
     def code(self) -> str:
         """The script without comments and spaces."""

@@ -54,5 +54,4 @@ def _calls_own(source: Source, call: ast.Call) -> bool:
 
 def _users(source: Source, function: Function) -> list[list[ast.AST]]:
     """Return, for each place that may refer to ``function`` by its name, the nodes that contain this place."""
-    files = [source, *(file for file in source.program if file.text != source.text)]
-    return [list(file.above(node)) for file in files for node in file.mentions.get(function.name, ())]
+    return [list(file.above(node)) for file in source.files for node in file.mentions.get(function.name, ())]

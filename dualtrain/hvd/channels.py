@@ -51,19 +51,19 @@ class Exchangers:
     """
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[Exchanger]] = []  # first those made in this world, in this order
-        self._of_this_world = 0
+        self._references: list[weakref.ref[Exchanger]] = []  # made in this world, in the order of their registration
+        self._earlier: list[weakref.ref[Exchanger]] = []  # made in earlier worlds
         #: Channel name → number of the last exchange in which this rank took part; outlives the reducer.
         self.done: dict[str, int] = {}
 
     def register(self, exchanger: Exchanger) -> None:
         """Inform ``exchanger`` of ranks that join."""
-        self._references.insert(self._of_this_world, weakref.ref(exchanger))
-        self._of_this_world += 1
+        self._references = [reference for reference in self._references if reference() is not None]
+        self._references.append(weakref.ref(exchanger))
 
     def alive(self) -> list[Exchanger]:
         """Return the registered reducers that still exist: first those made in this world."""
-        return [one for reference in self._references if (one := reference()) is not None]
+        return [one for reference in (*self._references, *self._earlier) if (one := reference()) is not None]
 
     def find(self, channel_name: str) -> Exchanger | None:
         """Return the reducer of the channel.
@@ -77,11 +77,10 @@ class Exchangers:
 
     def enter_world(self) -> None:
         """Forget the channels and the exchanges of the previous world."""
-        if self._references:
+        if self.alive():
             gc.collect()  # an optimizer that the script has dropped must not take the place of one that it uses
-        self._of_this_world = 0
         self.done.clear()
-        self._references = [weakref.ref(one) for one in self.alive()]
+        self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []
         for one in self.alive():
             one.channel_name = ""
             one.exchanges, one.exchanging = 0, False

@@ -265,10 +265,10 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> A
     if isinstance(value, Counter):  # the milestones of MultiStepLR
         return ["counter", [[_flatten(key, tensors, place), count] for key, count in value.items()]]
     if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
-        pairs = [
-            (_flatten(key, tensors, place), _flatten(item, tensors, f"{place}[{key!r}]")) for key, item in value.items()
+        return [
+            "items",
+            [[_flatten(key, tensors, place), _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()],
         ]
-        return ["items", [list(pair) for pair in pairs]]
     if isinstance(value, dict):
         return ["dict", [[key, _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()]]
     if isinstance(value, list | tuple):

@@ -156,7 +156,7 @@ class TorchCrossEntropy:
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         self._loss, self._other = loss, Adapted(loss)
         self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
-        plain = isinstance(loss, nn.CrossEntropyLoss) and not self._weighted
+        plain = not self._weighted
         self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:

@@ -173,16 +173,20 @@ def test_a_rank_may_join_before_its_first_step(real):
     real(before_any_step)
 
 
+def train(p, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        p.sum().backward()
+        optimizer.step()
+
+
 def frozen_at_the_end(backend):
     """Join with a model that is frozen at that moment, as a GAN's discriminator is during the generator's step."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
         last = hvd.rank() == hvd.size() - 1
-        for _ in range(2 if last else 5):
-            optimizer.zero_grad()
-            p.sum().backward()
-            optimizer.step()
+        train(p, optimizer, 2 if last else 5)
         p.requires_grad_(not last)
         hvd.join()
         return p[0].item()
@@ -200,17 +204,11 @@ def after_another_world(backend, steps):
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)
-        for _ in range(3):
-            optimizer.zero_grad()
-            p.sum().backward()
-            optimizer.step()
+        train(p, optimizer, 3)
     with library(backend) as hvd:
         with torch.no_grad():
             p.zero_()
-        for _ in range(steps + (hvd.rank() > 0)):
-            optimizer.zero_grad()
-            p.sum().backward()
-            optimizer.step()
+        train(p, optimizer, steps + (hvd.rank() > 0))
         hvd.join()
         return p[0].item()
 
@@ -248,10 +246,7 @@ def outside_of_the_set(backend):
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum, process_set=part)
         if hvd.rank() < hvd.size() - 1:
-            for _ in range(3):
-                optimizer.zero_grad()
-                p.sum().backward()
-                optimizer.step()
+            train(p, optimizer, 3)
         hvd.join()
         return p[0].item()
 
@@ -266,11 +261,10 @@ def after_backward_alone(backend, backward_passes):
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)
-        for number in range(5 if hvd.rank() != 1 else 2 + backward_passes):
+        train(p, optimizer, 2 if hvd.rank() == 1 else 5)
+        if hvd.rank() == 1 and backward_passes:
             optimizer.zero_grad()
             p.sum().backward()
-            if hvd.rank() != 1 or number < 2:
-                optimizer.step()
         hvd.join()
         return p[0].item()
 
@@ -288,18 +282,18 @@ def with_a_freed_optimizer(backend):
     """Join after the optimizer was freed, while rank 0 is still between the last backward pass and the step."""
     with library(backend) as hvd:
 
-        def train():
+        def train_and_free():
             p = torch.nn.Parameter(torch.zeros(2))
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("freed", p)], op=hvd.Sum)
-            for number in range(2):
-                optimizer.zero_grad()
-                p.sum().backward()
-                if number and hvd.rank() == 0:
-                    time.sleep(1.0)
-                optimizer.step()
+            train(p, optimizer, 1)
+            optimizer.zero_grad()
+            p.sum().backward()
+            if hvd.rank() == 0:
+                time.sleep(1.0)
+            optimizer.step()
             return p[0].item()
 
-        found = train()
+        found = train_and_free()
         gc.collect()
         hvd.join()
         return found

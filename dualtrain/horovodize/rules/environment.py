@@ -137,9 +137,9 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
             continue
         reads = re.search("environ|getenv", ast.unparse(source.statement(node)))
-        if Guards(source).is_without_horovod(node) or not reads or _has_alternative(source, node):
+        if not reads or _has_alternative(source, node) or is_for_other_launcher(source, node):
             continue
-        if not is_for_other_launcher(source, node):
+        if not Guards(source).is_without_horovod(node):
             message = (
                 f"torchrun does not set {node.value}, so that the script fails or trains each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"

@@ -70,9 +70,8 @@ def _combines(source: Source, call: ast.Call) -> bool:
     if source.hvd(call.func):
         return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
     called = last_name(call.func)
-    if called[
-        :1
-    ].isupper():  # AverageMeter() does not combine, but a Metric() of another file may, as in Horovod's examples
+    if called[:1].isupper():
+        # AverageMeter does not combine, but a class Metric of another file may: the one of Horovod's examples does.
         return "Metric" in called and all(called != one.name for file in source.program for one in _classes(file))
     return bool(_COMBINATIONS.search(called))
 

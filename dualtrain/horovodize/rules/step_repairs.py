@@ -26,10 +26,11 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     if not firsts or any(has(before, "unscale", name) for name in firsts):
         return []
     edits: list[Edit] = []
+    guards = Guards(source)
     for name, step in firsts.items():
         if not can_synchronize(source, name) or skips(source, step) or step.owner is None:
             return []
-        if not Guards(source).runs_whenever(step.node, event.node):
+        if not guards.runs_whenever(step.node, event.node):
             return []  # after a pass without a step, synchronize() would reduce gradients that are still accumulated
         place = _common_block(source, event.node, step.node)
         skip = skip_around(source, step)

@@ -81,8 +81,7 @@ def _name_of(source: Source, call: ast.Call) -> str:
 
 
 def _loads(source: Source, name: str) -> Iterator[tuple[Source, ast.AST]]:
-    files = [source, *(file for file in source.program if file.text != source.text)]
-    for file in files:
+    for file in source.files:
         for node in file.nodes:
             if last_name(node) == name and not isinstance(getattr(node, "ctx", None), ast.Store):
                 yield file, node
@@ -120,7 +119,7 @@ def _key_of(parent: ast.AST, value: ast.AST) -> str:
 
 def _reads_entry(source: Source, key: str) -> bool:
     """Return whether anything may read the entry ``key`` of a dict, by its key or in a loop over all entries."""
-    files = (source, *(file for file in source.program if file.text != source.text))
+    files = source.files
     if any(".values()" in file.code or ".items()" in file.code or _has_computed_index(file) for file in files):
         return True
     return any(not _is_written(file, node) for file in files for node in file.mentions.get(key, ()))
