@@ -40,13 +40,13 @@ CASES = {
     "v2, own": ("0::/job", V2.format(top="/"), {f"{G}/job": "200000 100000"}, 2.0),
     "v2, unlimited": ("0::/job", V2.format(top="/"), {f"{G}/job": "max 100000"}, None),
     "v2, another period": ("0::/job", V2.format(top="/"), {f"{G}/job": "30000 20000"}, 1.5),
-    "v2, the smallest is above": (
+    "v2, the parent has the smallest quota": (
         "0::/pods/pod/box",
         V2.format(top="/"),
         {f"{G}/pods": "800000 100000", f"{G}/pods/pod": "300000 100000", f"{G}/pods/pod/box": "max 100000"},
         3.0,
     ),
-    "v2, the smallest is below": (
+    "v2, the process's own group has the smallest quota": (
         "0::/pods/pod",
         V2.format(top="/"),
         {f"{G}/pods": "800000 100000", f"{G}/pods/pod": "50000 100000", f"{G}/pods/pod/other": "10000 100000"},

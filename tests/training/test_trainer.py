@@ -89,7 +89,7 @@ def unequal_shares(backend) -> None:
     close(alone, model)
 
 
-def test_a_clipped_step_equals_that_of_one_process_with_unequal_batches_and_several_passes(spmd):
+def test_a_clipped_step_of_ranks_with_unequal_batches_and_several_passes_equals_that_of_one_process(spmd):
     spmd(unequal_shares)
 
 
