@@ -88,7 +88,7 @@ class CallReducer(HorovodReducer):
         self._call = None
 
     def slot_ready(self, slot: Slot) -> None:
-        """Start the call as soon as all gradients are ready, unless a later hook may still change this one."""
+        """Start the call if all gradients are ready, unless a later hook may still change the gradient of ``slot``."""
         if self.ready == len(self.hooks.slots) and not has_later_hook(self, slot.param):
             self._submit()
 

@@ -172,7 +172,7 @@ class VirtualRanks:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`~dualtrain.trainer.parts.Parts`: no value in it belongs to a single rank."""
+        """See :class:`~dualtrain.trainer.parts.Parts`. The state is equal on all ranks."""
         numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
         numbers["threads"] = torch.get_num_threads()
         return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}

@@ -180,7 +180,7 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 def nearly_overflows(backend):
     """Average gradients whose sum overflows. With 2 or 4 ranks, ``average_first`` multiplies by 1/size before the sum.
 
-    A backend that scales sums is an exception.
+    On a backend that scales sums, it does not, so that the average overflows there too.
     """
     for numel in SIZES:
         for average_first in (True, False):
