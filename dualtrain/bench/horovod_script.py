@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.workloads import Task
 
 
@@ -19,7 +19,7 @@ class HorovodScript(Contender):
         self.hvd = hvd
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), device
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         hvd, model = self.hvd, task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -32,6 +32,7 @@ class HorovodScript(Contender):
                 loss = functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            yield
         return model
 
     def allreduce(self, tensor: torch.Tensor) -> None:

@@ -26,12 +26,29 @@ print(time.perf_counter() - began)
 
 @dataclass(frozen=True)
 class Sample:
-    """Result of one start of a contender: seconds by job, hashes of the weights by workload, an accuracy."""
+    """Result of one start of a contender.
+
+    Attributes:
+        seconds: seconds by job.
+        sha256: hashes of the final weights by workload.
+        accuracy: accuracy after an epoch.
+        ranks: number of ranks.
+        parts: the results of contenders that ran side by side in this start, by name; then the other results are empty.
+    """
 
     seconds: dict[str, float]
     sha256: dict[str, str] = field(default_factory=dict)
     accuracy: float | None = None
     ranks: int = 1
+    parts: dict[str, Sample] = field(default_factory=dict)
+
+    def step_seconds(self) -> dict[str, float]:
+        """Return the seconds per step of each workload; of contenders side by side, the sum of theirs."""
+        total: dict[str, float] = {}
+        for sample in self.parts.values() or [self]:
+            for job in sample.seconds.keys() & LENGTHS.keys():
+                total[job] = total.get(job, 0.0) + sample.seconds[job]
+        return total
 
 
 @dataclass
@@ -59,9 +76,15 @@ class Results:
         """Return the number of rounds in which a contender ran."""
         return sum(sample is not None for sample in self.samples.get(name, ()))
 
-    def pairs(self, one: str, other: str) -> list[tuple[Sample, Sample]]:
-        """Return the samples of two contenders from the rounds in which both ran."""
-        both = zip(self.samples.get(one, ()), self.samples.get(other, ()), strict=False)
+    def column(self, name: str, together: str = "") -> list[Sample | None]:
+        """Return a contender's samples by round; with ``together``, those of its steps in this entry's processes."""
+        if not together:
+            return self.samples.get(name, [])
+        return [None if sample is None else sample.parts.get(name) for sample in self.samples.get(together, ())]
+
+    def pairs(self, one: str, other: str, together: str = "") -> list[tuple[Sample, Sample]]:
+        """Return the samples of two contenders from the rounds in which both ran; for ``together`` see :meth:`column`."""
+        both = zip(self.column(one, together), self.column(other, together), strict=False)
         return [(a, b) for a, b in both if a is not None and b is not None]
 
 
@@ -146,7 +169,7 @@ class _Rounds:
                     return
             else:
                 seconds = time.monotonic() - began
-                self._pace.note(name, seconds, {job: one for job, one in sample.seconds.items() if job in LENGTHS})
+                self._pace.note(name, seconds, sample.step_seconds())
                 which = f"round {number + 1} of {self._plan.rounds}, {step_fraction:.0%} of the steps"
                 self._log(f"{which}: {entry.title}, {seconds:.1f} s")
                 return
@@ -176,6 +199,14 @@ def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
 
     Job times are the slowest rank's. The time from launch to first step, the weights and the accuracy are rank 0's.
     """
+    names = dict.fromkeys(one.get("part", "") for one in found)
+    if "" not in names:
+        parts = {name: _merged([one for one in found if one["part"] == name]) for name in names}
+        return Sample({}, ranks=found[0]["size"], parts=parts)
+    return _merged(found)
+
+
+def _merged(found: Sequence[dict[str, Any]]) -> Sample:
     seconds: dict[str, float] = {}
     for one in found:
         key, value = _keyed(one)

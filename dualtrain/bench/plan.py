@@ -91,7 +91,8 @@ class Entry:
     Attributes:
         title: its name in tables.
         module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
-        option: argument of the module's ``start``; for ``MAIN``, more flags.
+        option: argument of the module's ``start``; for ``MAIN``, more flags; for ``SIDE``, the names of the contenders that
+            run side by side.
         starter: "ranks" for ranks with torchrun's variables, or a Horovod command. ``start_contender.py`` runs this command
             or starts the ranks with the variables that it would set.
         jobs: jobs that the contender measures after the workloads in ``steps``.
@@ -116,11 +117,15 @@ GLOO, MPI = "horovodrun --gloo", "horovodrun --mpi"
 TUNED, AGAIN = "ddp-tuned", "ddp-tuned-again"
 OURS = "ours"
 TRAINER = "trainers"
+SIDE = "side_by_side"
+BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
+TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
 #: The contenders in the order of a round; compared contenders are close to each other.
 ENTRIES = {
     "alone": Entry("no communication", "alone", quick=False),
+    "one-number": Entry("no communication but a sum of one number per step", "one_number", "shm", quick=False, steps=()),
     "shm": Entry(
         "dualtrain torch, shared memory",
         OURS,
@@ -131,7 +136,7 @@ ENTRIES = {
     "native": Entry("dualtrain torch, native", OURS, "torch/native", jobs=("sweep",), quick=False),
     AGAIN: Entry("raw DDP tuned, again", "ddp", "tuned"),
     "ddp": Entry("raw DDP", "ddp", "plain", jobs=("stall",), quick=False),
-    "hvd": Entry("a Horovod script on dualtrain.hvd", "dualtrain_hvd", quick=False, steps=("transformer", "layers250")),
+    "hvd": Entry("a Horovod script on dualtrain.hvd", "dualtrain_hvd", quick=False, steps=()),
     "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep", "large"), "horovod"),
     "ours-gloo": Entry("dualtrain horovod Gloo", OURS, "horovod/native", GLOO, ("sweep",), "horovod", quick=False),
     "hvd-mpi": Entry("raw Horovod MPI", "raw_horovod", "", MPI, ("sweep",), "horovod", quick=False),
@@ -150,6 +155,11 @@ ENTRIES = {
         steps=(),
     ),
     "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=()),
+    BESIDE_DDP: Entry("raw DDP tuned and dualtrain, side by side", SIDE, f"{TUNED},native", quick=False, steps=TURNS),
+    BESIDE_ALONE: Entry(
+        "dualtrain and no communication, side by side", SIDE, "alone,one-number,shm", quick=False, steps=TURNS
+    ),
+    BESIDE_HVD: Entry("a Horovod script and dualtrain, side by side", SIDE, "hvd,shm", quick=False, steps=TURNS),
     "plain": Entry("the trainer, shared memory", TRAINER, "torch/shm", steps=VIRTUAL),
     "virtual": Entry("the trainer, shared memory, virtual ranks", TRAINER, "torch/shm/virtual", steps=VIRTUAL),
     "accumulate": Entry("the trainer on 1 rank, accumulate 4", TRAINER, "local/native//4", steps=VIRTUAL, ranks=1),
@@ -184,6 +194,7 @@ class Comparison:
     """Rows with the throughput of ``one`` divided by that of ``other``, one row for each job that both contenders measure.
 
     Attributes:
+        together: the entry that runs both contenders in turns in the same processes; empty for separate processes.
         targets: for each job, the ratio that the lower end of the interval should reach; "*" is for all other workloads.
         allow_noise: whether to lower the targets by the noise floor, the difference between two equal contenders.
     """
@@ -192,26 +203,20 @@ class Comparison:
     other: str
     targets: dict[str, float]
     allow_noise: bool = False
+    together: str = ""
 
 
 COMPARISONS = (
     Comparison(AGAIN, TUNED, {}),
     Comparison("shm", TUNED, {"resnet18": 1.30, "mlp": 1.15, "small": 1.40, "sweep/100000000": 5.0}),
+    Comparison("shm", "alone", {"resnet18": 0.95, "mlp": 0.90, "convnet": 0.97}),
+    Comparison("native", TUNED, dict.fromkeys(set(STEPS) - set(SHAPES), 1.00), allow_noise=True),
+    Comparison("native", TUNED, dict.fromkeys(SHAPES, 0.99), together=BESIDE_DDP),
     Comparison(
-        "shm",
-        "alone",
-        {
-            "resnet18": 0.95,
-            "mlp": 0.90,
-            "convnet": 0.97,
-            "transformer": 0.97,
-            "vgg": 0.93,
-            "mlp33m": 0.90,
-            "layers250": 0.90,
-        },
+        "shm", "alone", {"transformer": 0.97, "vgg": 0.93, "mlp33m": 0.90, "layers250": 0.90}, together=BESIDE_ALONE
     ),
-    Comparison("native", TUNED, {"*": 1.00}, allow_noise=True),
-    Comparison("hvd", "shm", {"transformer": 0.97, "layers250": 0.97}),
+    Comparison("shm", "one-number", {}, together=BESIDE_ALONE),
+    Comparison("hvd", "shm", {"transformer": 0.97, "layers250": 0.97}, together=BESIDE_HVD),
     Comparison("ours-gloo", "hvd-gloo", {"*": 1.00, "small": 1.30}),
     Comparison("ours-mpi", "hvd-mpi", {"*": 1.00}),
     Comparison("shm", "ddp", {}),

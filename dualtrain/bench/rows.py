@@ -15,6 +15,7 @@ from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
 #: Raw scripts. If a row compares no raw script, the weights of the first raw script that ran are compared too.
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
+WITHOUT_REDUCTION = {"alone", "one-number"}  # contenders whose ranks end with different weights
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
@@ -58,7 +59,7 @@ def rows_of(results: Results) -> list[Row]:
     """Return all rows for which there are samples, comparisons first."""
     rows: list[Row] = []
     for comparison in COMPARISONS:
-        pairs = results.pairs(comparison.one, comparison.other)
+        pairs = results.pairs(comparison.one, comparison.other, comparison.together)
         jobs = [job for job in pairs[0][0].seconds if job in pairs[0][1].seconds] if pairs else []
         rows += [_ratio(comparison, job, results, rows) for job in jobs if _compared(comparison, job)]
     return rows + [row for cost in COSTS if (row := _cost(cost, results)) is not None]
@@ -70,10 +71,10 @@ def _compared(comparison: Comparison, job: str) -> bool:
 
 
 def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]) -> Row:
-    one, other = comparison.one, comparison.other
-    pairs = [(a, b) for a, b in results.pairs(one, other) if job in a.seconds and job in b.seconds]
+    one, other, together = comparison.one, comparison.other, comparison.together
+    pairs = [(a, b) for a, b in results.pairs(one, other, together) if job in a.seconds and job in b.seconds]
     found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
-    weights = _weights(job, one, other, results)
+    weights = _weights(job, comparison, results)
     target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
     verdict, note = "", _unjudged(target, found)
     if target is not None and not note:
@@ -86,7 +87,7 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
         means = [sum(s.accuracy or 0.0 for s in side) / len(pairs) for side in zip(*pairs, strict=True)]
         accuracies = f"accuracy {means[0]:.3f} and {means[1]:.3f}"
     medians = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
-    group = f"{ENTRIES[one].title} / {ENTRIES[other].title}"
+    group = f"{ENTRIES[one].title} / {ENTRIES[other].title}" + ", in the same processes" * bool(together)
     return Row(group, job, found, "×", medians, weights, target, verdict, note, accuracies, one, other)
 
 
@@ -102,25 +103,26 @@ def _unjudged(target: float | None, found: Estimate) -> str:
     return f"{rounds_of(found.pairs)}: not judged"
 
 
-def _weights(job: str, one: str, other: str, results: Results) -> str:
+def _weights(job: str, comparison: Comparison, results: Results) -> str:
     """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
     If neither is a raw script, the weights of one raw script are compared too. The weights of a second raw script may
     differ with 3 or more ranks, because the libraries sum in different orders.
     """
-    pair = {one, other} - {"alone"}
+    pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []
     for number in range(results.rounds):
-        raw = _hashes(job, pair & set(RAW) or RAW, results, number)
-        rounds.append(_hashes(job, {*pair, *list(raw)[:1]}, results, number))
+        own = _hashes(job, pair, results, number, comparison.together)
+        raw = {} if pair & set(RAW) else _hashes(job, RAW, results, number)
+        rounds.append({**dict(list(raw.items())[:1]), **own})
     if not any(found.keys() & set(RAW) and pair <= found.keys() for found in rounds):
         return NONE
     return SAME if all(len(set(found.values())) <= 1 for found in rounds) else OTHER
 
 
-def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
+def _hashes(job: str, names: Collection[str], results: Results, number: int, together: str = "") -> dict[str, str]:
     """Return the hashes of the contenders' final weights in one round. Rounds differ in steps, and thus in weights."""
-    columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
+    columns = {name: results.column(name, together)[number : number + 1] for name in names}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
 

@@ -93,7 +93,10 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
             "ratios are the first contender's throughput divided by the second's: the median over the rounds, "
             f"and an interval that contains the true median with a probability of {likely}"
         )
-    yield "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(); the other scripts do not change glibc's heap"
+    yield (
+        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which also affects other scripts in the same "
+        "processes; scripts in separate processes do not change glibc's heap"
+    )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
     for name, reasons in results.failures.items():

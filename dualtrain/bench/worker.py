@@ -85,14 +85,22 @@ def _device(wanted: str) -> torch.device:
 
 
 def _steps(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
+    from dualtrain.bench.timed_steps import TimedSteps, run_steps
     from dualtrain.bench.workloads import Task
 
-    task = Task(job, contender.device, given.step_fraction)
-    model = contender.train(task)
+    parts = {
+        name: TimedSteps(part, Task(job, contender.device, given.step_fraction))
+        for name, part in contender.side_by_side().items()
+    }
+    run_steps([*parts.values()])
     from dualtrain.state import weights_sha256  # imported after the first step, whose time is measured from the launch
 
-    found = {"job": job, "seconds": task.step_seconds(), "first": task.first_step_ended - given.launched}
-    return [{**found, "sha256": weights_sha256(model) if contender.rank == 0 else None}]
+    found = []
+    for name, steps in parts.items():
+        sha256 = weights_sha256(steps.finish()) if contender.rank == 0 else None
+        first = steps.first_step_ended - given.launched
+        found.append({"part": name, "job": job, "seconds": steps.seconds(), "first": first, "sha256": sha256})
+    return found
 
 
 def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:

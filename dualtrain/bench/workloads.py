@@ -1,9 +1,7 @@
-"""Workloads: the models and batches, which are the same for every contender, and the timing of steps."""
+"""Workloads: the models and batches, which are the same for every contender."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -123,7 +121,7 @@ WORKLOADS = {
 
 
 class Task:
-    """One workload for one contender: the model, the batches of a rank, and the times of its steps.
+    """One workload for one contender: the model, the batches of a rank, and the number of steps.
 
     ``step_fraction`` is the fraction of the workload's timed steps that is run.
     """
@@ -134,9 +132,6 @@ class Task:
         self.workload = WORKLOADS[name]
         self.device = device
         self.warmup, self.steps = LENGTHS[name][0], steps_of(name, step_fraction)
-        self.first_step_ended = 0.0  # time.time()
-        self._seconds: list[float] = []
-        self._total = 0.0
 
     def model(self) -> nn.Module:
         """Build the model, with equal weights in every process and for every contender."""
@@ -149,25 +144,10 @@ class Task:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.workload.bf16)
 
     def batches(self, rank: int) -> Iterator[Tensors]:
-        """Yield the batches of all steps. A step's time is the time between two batches."""
+        """Yield the batches of all steps."""
         ready = self.ready(rank)
         for number in range(self.warmup + self.steps):
-            if number == self.warmup:
-                self._synchronize()
-                began = time.perf_counter()
-            started = time.perf_counter()
             yield ready[number % DISTINCT]
-            self._seconds.append(time.perf_counter() - started)
-            if number == 0:
-                self.first_step_ended = time.time()
-        self._synchronize()
-        self._total = time.perf_counter() - began
-
-    def step_seconds(self) -> float:
-        """Return the median time of the timed steps; on a GPU the mean, because kernels run asynchronously."""
-        if self.device.type == "cuda":
-            return self._total / self.steps
-        return statistics.median(self._seconds[self.warmup :])
 
     def ready(self, rank: int) -> list[Tensors]:
         """Return the ``DISTINCT`` batches of a rank."""
@@ -179,7 +159,3 @@ class Task:
         inputs = torch.randn(self.workload.shape, generator=generator)
         targets = torch.randint(2, self.workload.shape[:1], generator=generator)
         return inputs.to(self.device).contiguous(memory_format=layout), targets.to(self.device)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

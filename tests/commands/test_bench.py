@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import measure, pace, scale, scale_page, start_contender, worker
+from dualtrain.bench import measure, pace, scale, scale_page, start_contender, timed_steps, worker
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
@@ -32,6 +32,7 @@ from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
     ABOUT,
+    BESIDE_DDP,
     COMPARISONS,
     COSTS,
     ENTRIES,
@@ -61,6 +62,7 @@ from dualtrain.bench.scale_plan import (
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
+from dualtrain.bench.timed_steps import TimedSteps, run_steps
 from dualtrain.bench.virtual_nodes import NodesError, virtual_nodes
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
@@ -451,9 +453,10 @@ def _job_of(target: str) -> str:
 def test_all_compared_contenders_are_measured():
     assert set(LENGTHS) == set(WORKLOADS)
     for comparison in COMPARISONS:
-        one, other = (
-            {job.partition("/")[0] for job in jobs_of(ENTRIES[name], JOBS)} for name in (comparison.one, comparison.other)
-        )
+        names = (comparison.one, comparison.other)
+        entries = [ENTRIES[comparison.together or name] for name in names]
+        assert not comparison.together or set(names) <= set(entries[0].option.split(","))
+        one, other = ({job.partition("/")[0] for job in jobs_of(entry, JOBS)} for entry in entries)
         needed = {_job_of(target) for target in comparison.targets} - {"*"}
         assert needed <= one & other, comparison
     assert all(_job_of(cost.job) in jobs_of(ENTRIES[cost.one], JOBS) for cost in COSTS if cost.job != "start")
@@ -490,7 +493,7 @@ def test_ranks_without_communication_synchronize_before_the_first_batch(monkeypa
     monkeypatch.setattr(task, "batches", lambda _: (happened.append("batch") or batch for batch in batches))
     contender = object.__new__(alone.Alone)
     contender.rank = 0
-    contender.train(task)
+    list(contender.train(task))
     assert happened == ["met", *["batch"] * (task.warmup + task.steps)]
 
 
@@ -517,8 +520,6 @@ def test_all_contenders_get_the_same_task(name):
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, same, strict=True))
     assert not torch.equal(first[0][0], other[0][0])
     assert len({id(inputs) for inputs, _ in first}) == DISTINCT
-    assert tasks[0].step_seconds() > 0
-    assert tasks[0].first_step_ended > 0
 
 
 def test_the_generated_samples_are_in_mnists_format(tmp_path):
@@ -541,17 +542,82 @@ def test_the_trainer_runs_the_steps_of_a_task(option):
     assert (contender.size, contender.parts, contender.virtual_ranks) == (1, 2, 2 if "virtual" in option else None)
     task = Task("tiny", CPU, 0.5)
     before = [p.detach().clone() for p in task.model().parameters()]
-    model = contender.train(task)
+    steps = TimedSteps(contender, task)
+    run_steps([steps])
+    model = steps.finish()
     contender.close()
-    assert task.step_seconds() > 0
+    assert steps.seconds() > 0
+    assert steps.first_step_ended > 0
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Recorded(Contender):
+    """Contender that records its steps in ``happened``. On ``clock``, its first step takes 1 s, and each later one 1 ms."""
+
+    def __init__(self, name, happened, clock):
+        self.name, self.happened, self.clock = name, happened, clock
+
+    def train(self, task):
+        for number in range(task.warmup + task.steps):
+            self.happened.append(self.name)
+            self.clock[0] += 1.0 if number == 0 else 1e-3
+            yield
+        return self.name
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timed_steps, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: now[0]))
+    return now
+
+
+def test_contenders_side_by_side_run_in_turns_of_four_steps_after_their_warm_up(clock):
+    happened = []
+    task = Task("small", CPU, 0.25)  # 4 warm-up steps and 8 timed ones
+    both = [TimedSteps(Recorded(name, happened, clock), task) for name in "AB"]
+    run_steps(both)
+    assert "".join(happened) == "AAAABBBB" + "AAAABBBB" + "BBBBAAAA"
+    assert [steps.finish() for steps in both] == ["A", "B"]
+    assert [steps.seconds() for steps in both] == pytest.approx([1e-3, 1e-3])
+
+
+def test_a_single_contender_runs_all_steps_in_one_go_and_its_first_step_does_not_count(clock):
+    happened = []
+    steps = TimedSteps(Recorded("A", happened, clock), Task("tiny", CPU, 1.0))
+    run_steps([steps])
+    assert (len(happened), steps.first_step_ended) == (sum(LENGTHS["tiny"]), 1.0)
+    assert steps.seconds() == pytest.approx(1e-3)
+
+
+def test_a_loop_that_goes_on_after_the_last_step_is_an_error(clock):
+    steps = TimedSteps(Recorded("A", [], clock), Task("tiny", CPU, 1.0))
+    steps.warm_up()
+    with pytest.raises(RuntimeError, match="goes on"):
+        steps.finish()
+
+
+def test_times_of_contenders_side_by_side_are_compared_with_each_other_and_not_with_separate_processes():
+    lines = [
+        {"rank": rank, "size": 2, "part": name, "job": "vgg", "seconds": seconds + rank, "first": 1.0, "sha256": sha256}
+        for name, seconds, sha256 in ((TUNED, 1.0, "x"), ("native", 3.0, "y"))
+        for rank, sha256 in ((0, sha256), (1, None))
+    ]
+    sample = sample_of(lines)
+    assert sample.step_seconds() == {"vgg": 2.0 + 4.0}
+    found = Results({BESIDE_DDP: [sample] * ROUNDS, TUNED: [Sample({"vgg": 8.0})] * ROUNDS}, step_fractions=[1.0] * ROUNDS)
+    [row] = rows_of(found)
+    assert (row.one, row.other, row.job, row.found.value) == ("native", TUNED, "vgg", 0.5)
+    assert (row.weights, row.verdict) == ("other numerics", NOT_MET)
+    assert row.group.endswith(", in the same processes")
+    assert row.group in text(found, [row], {}, targets=True)
 
 
 @pytest.mark.parametrize("module", [ours, dualtrain_hvd])
 def test_the_scale_benchmark_times_calls_and_steps_on_each_rank(module):
     contender = module.start("local/native", CPU)
     found = worker._scale(contender, "scale", SimpleNamespace(start=2.0))
-    contender.train(Task("tiny", CPU, 0.5))
+    list(contender.train(Task("tiny", CPU, 0.5)))
     assert contender.metric(torch.tensor(2.5)).item() == 2.5
     contender.close()
     times = times_of(found)

@@ -14,7 +14,7 @@ from tests.pool import ROOT
 
 def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weights(tmp_path):
     require_horovod()
-    contenders = f"alone,{TUNED},native,hvd-gloo,ours-mpi,fabric,import"
+    contenders = f"{TUNED},native,beside-alone,hvd-gloo,ours-mpi,fabric,import"
     command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny,small,import"]
     end = subprocess.run(
         [*command, "--contenders", contenders, "--out", str(tmp_path / "out")],

@@ -5,13 +5,17 @@ Each module has a function ``start(option, device)``, which joins the world and 
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
     from dualtrain.bench.workloads import Task
+
+#: A training loop, which yields after each step and returns the trained model.
+Steps: TypeAlias = "Generator[None, None, torch.nn.Module]"
 
 
 class Contender:
@@ -21,8 +25,12 @@ class Contender:
     size: int
     device: torch.device
 
-    def train(self, task: Task) -> torch.nn.Module:
-        """Run the task's steps and return the trained model."""
+    def side_by_side(self) -> Mapping[str, Contender]:
+        """Return the contenders to measure alternately, by their names in the plan; by default, this one without a name."""
+        return {"": self}
+
+    def train(self, task: Task) -> Steps:
+        """Build the task's model and run its steps; yield after each step, and return the trained model."""
         raise NotImplementedError
 
     def allreduce(self, tensor: torch.Tensor) -> None:

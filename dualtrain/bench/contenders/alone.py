@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.workloads import Task
 
 
@@ -21,7 +21,7 @@ class Alone(Contender):
         dist.init_process_group("gloo")
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -32,6 +32,7 @@ class Alone(Contender):
                 loss = functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            yield
         return model
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.plan import STALL_STEPS
 from dualtrain.bench.workloads import Task
 
@@ -26,7 +26,7 @@ class Ddp(Contender):
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.options = {**OPTIONS[option], "device_ids": [device.index] if device.type == "cuda" else None}
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -36,6 +36,7 @@ class Ddp(Contender):
                 loss = functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            yield
         return model.module  # type: ignore[no-any-return]
 
     def allreduce(self, tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import dualtrain
 from dualtrain.backends import Backend
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.plan import STALL_STEPS
 from dualtrain.bench.workloads import Task, Tensors
 from dualtrain.errors import UserError
@@ -27,7 +27,7 @@ class Ours(Contender):
         self.backend = connected(name, transport, device)
         self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         model = task.model()
         dualtrain.broadcast_parameters(model, self.backend)
@@ -39,6 +39,7 @@ class Ours(Contender):
                 loss = functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            yield
         return model
 
     def allreduce(self, tensor: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 import dualtrain
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.contenders.ours import connected
 from dualtrain.bench.workloads import Task
 
@@ -29,13 +29,14 @@ class OfTrainer(Contender):
         self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
         self.virtual_ranks = self.parts * self.size if virtual else None
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend, virtual_ranks=self.virtual_ranks)
         for inputs, targets in task.batches(self.rank):
             trainer.step([(inputs, targets)] * self.parts, self.parts * self.size * len(targets))
+            yield
         return model
 
     def close(self) -> None:

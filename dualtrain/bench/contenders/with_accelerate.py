@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.workloads import Task
 
 
@@ -18,7 +18,7 @@ class WithAccelerate(Contender):
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -29,6 +29,7 @@ class WithAccelerate(Contender):
                 loss = functional.cross_entropy(model(inputs), targets)
             self.accelerator.backward(loss)
             optimizer.step()
+            yield
         return self.accelerator.unwrap_model(model)  # type: ignore[no-any-return]
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch.nn import functional
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.workloads import Task
 
 
@@ -23,7 +23,7 @@ class WithFabric(Contender):
         self.fabric.launch()
         self.rank, self.size, self.device = self.fabric.global_rank, self.fabric.world_size, self.fabric.device
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -34,6 +34,7 @@ class WithFabric(Contender):
                 loss = functional.cross_entropy(wrapped(inputs), targets)
             self.fabric.backward(loss)
             optimizer.step()
+            yield
         return model
 
     def close(self) -> None:

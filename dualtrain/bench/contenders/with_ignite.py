@@ -6,7 +6,7 @@ import ignite.distributed as idist
 import torch
 from torch.nn import functional
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, Steps
 from dualtrain.bench.workloads import Task
 
 
@@ -17,7 +17,7 @@ class WithIgnite(Contender):
         idist.initialize("nccl" if device.type == "cuda" else "gloo")
         self.rank, self.size, self.device = idist.get_rank(), idist.get_world_size(), device
 
-    def train(self, task: Task) -> torch.nn.Module:
+    def train(self, task: Task) -> Steps:
         """See the base class."""
         inner = task.model()
         model = idist.auto_model(inner)
@@ -28,6 +28,7 @@ class WithIgnite(Contender):
                 loss = functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            yield
         return inner
 
     def close(self) -> None:
