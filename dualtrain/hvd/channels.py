@@ -24,7 +24,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """A reducer that sends gradients without requests to rank 0. The engine informs it of ranks that have joined."""
+    """A reducer whose ranks exchange gradients without a prior request to rank 0. The engine informs it when ranks join."""
 
     base_name: str
     channel_name: str
@@ -57,7 +57,7 @@ class Exchangers:
         self.done: dict[str, int] = {}
 
     def register(self, exchanger: Exchanger) -> None:
-        """Inform ``exchanger`` of ranks that join."""
+        """Register ``exchanger``: the engine will inform it when ranks join."""
         self._references = [reference for reference in self._references if reference() is not None]
         self._references.append(weakref.ref(exchanger))
 

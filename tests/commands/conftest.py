@@ -12,7 +12,7 @@ from tests.commands.setups import Setup
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which fake interpreters keep outputs of the real Python. Equal calls print them again."""
+    """Return the folder of the real Python's outputs. A fake interpreter with equal arguments prints the kept output."""
     return tmp_path_factory.mktemp("answers")
 
 

@@ -128,7 +128,7 @@ def test_help_names_every_flag(capsys):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_flag_takes_a_number_beyond_64_bits_or_two_dashes(name):
+def test_a_flag_refuses_the_value_of_two_dashes_and_numbers_beyond_64_bits(name):
     flag, kind = SETTINGS[name].flag, SETTINGS[name].kind
     with pytest.raises(UserError, match=f"{flag} must have a value, not '--'"):
         parse([f"{flag}=--"])

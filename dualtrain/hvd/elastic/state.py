@@ -153,7 +153,9 @@ def _get_handler(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """State of a training program: ``TorchState(model, optimizer, scheduler=scheduler, epoch=0).epoch``.
+    """State of a training program.
+
+    Example: after ``state = TorchState(model, optimizer, epoch=0)``, the epoch is ``state.epoch``.
 
     ``restore`` also restores this rank's random number generators (Python's, NumPy's if it is imported, torch's for the
     CPU and the current GPU). ``sync`` does not change them.
