@@ -1,4 +1,4 @@
-"""``keep_freed_memory`` makes glibc reuse freed memory, and ``use_huge_pages``; both keep the user's own settings."""
+"""``keep_freed_memory`` and ``use_huge_pages`` take effect, unless the user has chosen these settings."""
 
 from __future__ import annotations
 

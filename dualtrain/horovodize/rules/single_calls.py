@@ -299,10 +299,10 @@ def half_precision(source: Source) -> Iterator[Finding]:
 
 
 def is_switched_off(source: Source, node: ast.AST) -> bool:
-    """Return whether the variable that decides whether ``node`` is evaluated is certainly false.
+    """Return whether ``node`` is certainly not evaluated, because a variable that guards it is always false.
 
-    That is so if only false constants are assigned to it. Options of a command line may have other values, and an
-    assignment under a condition may not run.
+    A variable is always false if only false constants are assigned to it. Options of a command line may have other values,
+    and an assignment under a condition may not run.
     """
     tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
     for above in (node, *source.above(node)):
@@ -327,7 +327,7 @@ def _is_under_condition(source: Source, statement: ast.AST) -> bool:
 def _is_averaged(source: Source, node: ast.AST) -> bool:
     """Return whether a call that gets the compression ``node`` may compute averages.
 
-    If ``node`` is not in a call, it may be for each DistributedOptimizer of the script.
+    If ``node`` is in no call, any DistributedOptimizer of the script may get it, so all of them are checked.
     """
     inside = [above for above in source.above(node) if isinstance(above, ast.Call) and source.hvd(above.func)]
     calls = inside or [wrap for _, wrap in source.wraps]
@@ -335,7 +335,10 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
 
 
 def _may_average(source: Source, op: ast.expr | None) -> bool:
-    """Return whether ``op`` may be Average: it is left out, or neither it nor a value of it shows which operation it is."""
+    """Return whether ``op`` may be Average.
+
+    It may not only if ``op``, or a value that is assigned to it, names Adasum or Sum, and none names Average.
+    """
     values = [] if op is None else [op, *source.values.get(ast.unparse(op), ())]
     names = {source.hvd(node) for value in values for node in ast.walk(value)}
     return "Average" in names or not names & {"Adasum", "Sum"}
