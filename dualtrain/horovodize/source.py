@@ -177,7 +177,7 @@ class Source:
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 
-        Return None for variables that have other values, that are parameters, or that a condition assigns.
+        Return None for parameters of functions, and for variables that are assigned more than once or under a condition.
         """
         if value is None or isinstance(value, ast.Constant):
             return value
@@ -309,9 +309,9 @@ class Source:
     def _arms(self, branch: ast.AST, below: ast.AST) -> Iterator[tuple[object, bool]]:
         """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
-        The first key is the node ``branch``. The second key is the condition's text without ``not``, and the function if
-        the condition contains one of its parameters. There is no second key if the condition contains a call or ``:=``,
-        because its value may then change between two evaluations.
+        The first key is the node ``branch``. The second key is the condition's text without ``not``. If the condition
+        contains a parameter of the function around it, this key also has the function. There is no second key if the
+        condition contains a call or ``:=``, because its value may then change between two evaluations.
         """
         arm = _arm(branch, below)
         yield branch, arm

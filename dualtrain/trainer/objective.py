@@ -162,8 +162,9 @@ class TorchCrossEntropy:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. With class weights, a target has its class's weight, in the accuracy too.
 
-        Each sample has weight 1, and correct predictions are not counted, if the targets are class probabilities, or if the
-        outputs (n, classes, …) have more than two dimensions, and neither ``weight`` nor ``ignore_index`` is given.
+        In two cases, each sample has weight 1, and correct predictions are not counted: if the targets are class
+        probabilities; and if the outputs (n, classes, …) have more than two dimensions while neither ``weight`` nor
+        ``ignore_index`` is given.
         """
         if targets.dtype != torch.int64 or outputs.dim() < 2 or (outputs.dim() > 2 and not self._weighted):
             return self._other(outputs, targets)

@@ -20,7 +20,9 @@ from dualtrain.console import encodable, printable, show
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # longest pause between two blocks of a ``Ticker`` that print at the same times as one long block
+_PAUSE_SECONDS = (
+    5.0  # after a pause of at most this length, the next block of a ``Ticker`` keeps the rhythm of the last one
+)
 
 
 class Ticker:

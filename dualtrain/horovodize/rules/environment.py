@@ -149,7 +149,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _has_alternative(source: Source, node: ast.AST) -> bool:
-    """Return whether the same function also reads variables that torchrun sets, or HOROVOD variables, which horovodize sets.
+    """Return whether the same function also reads variables of torchrun, or Horovod's variables, which horovodize sets.
 
     Outside functions, only the statement of ``node`` is searched.
     """
