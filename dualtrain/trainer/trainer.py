@@ -387,10 +387,11 @@ class Trainer:
         return self.backend.allgather_object(buffers_of(self._loss), name="state of the loss")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, on any backend. At another world size, seed random generators anew.
+        """Restore what :meth:`state_dict` returned, on any backend.
 
-        With virtual ranks, the next steps are the same at any world size. If this trainer averages the weights (``ema``)
-        and the state has no average, the average begins with the loaded weights.
+        At another world size, this seeds random generators anew. With virtual ranks, the next steps are the same at any
+        world size. If this trainer averages the weights (``ema``) and the state has no average, the average begins with the
+        loaded weights.
 
         Raises:
             UserError: the state is of a different number of virtual ranks, or only one of the state and this trainer has a
