@@ -30,8 +30,8 @@ HOMES = {
 }
 
 
-#: For each module of Horovod that starts ranks on Ray or Spark: the module of dualtrain that replaces it, and the only one
-#: of Horovod's names that this module defines.
+#: For each module of Horovod that starts ranks on Ray or Spark: the module of dualtrain that replaces it, and the only name
+#: that dualtrain's module defines of those in Horovod's.
 ENGINES = {
     "horovod.ray": ("dualtrain.ray", "RayExecutor"),
     "horovod.ray.runner": ("dualtrain.ray.executor", "RayExecutor"),

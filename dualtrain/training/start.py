@@ -203,8 +203,8 @@ def _newest(
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
 
-    Raises UserError if there is no good checkpoint and ``needed`` is not empty. ``needed`` names what the folder holds, if
-    the run must not begin at step 0 for that reason.
+    ``needed`` says what in the folder forbids a start at step 0; it is empty if such a start is allowed. Raises UserError
+    if there is no good checkpoint and ``needed`` is not empty.
     """
     problems: list[str] = []
     tried: list[Sequence[int]] = []

@@ -71,7 +71,8 @@ def _combines(source: Source, call: ast.Call) -> bool:
         return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
     called = last_name(call.func)
     if called[:1].isupper():
-        # AverageMeter does not combine, but a class Metric of another file may: the one of Horovod's examples does.
+        # AverageMeter does not combine. A class Metric that no file of the program defines may combine, as the one in
+        # Horovod's examples does.
         return "Metric" in called and all(called != one.name for file in source.program for one in _classes(file))
     return bool(_COMBINATIONS.search(called))
 

@@ -60,7 +60,7 @@ def _steps_schedule(source: Source, call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
     assigned = source.values.get(ast.unparse(call.func.value), [])
-    values = [value for value in assigned if not isinstance(value, ast.Constant)]  # None, without a schedule
+    values = [value for value in assigned if not isinstance(value, ast.Constant)]  # scripts assign None for no schedule
     made = [isinstance(one, ast.Call) and source.name(one.func).startswith("torch.optim.lr_scheduler.") for one in values]
     return bool(made) and all(made)
 
