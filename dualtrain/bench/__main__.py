@@ -234,7 +234,8 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
         show(f"{ENTRIES[name].title}: left out: {reason}", sys.stderr)
     entries = [name for name in names if name not in missing and jobs_of(ENTRIES[name], jobs)]
     if not entries:
-        raise UserError(f"none of the contenders {', '.join(names)} has any of the jobs {', '.join(jobs)}: choose others")
+        chosen = f"contenders ({', '.join(names)}) has any of the chosen jobs ({', '.join(jobs)})"
+        raise UserError(f"none of the chosen {chosen}: choose others")
     if any({"feed", "epoch"} & {*jobs_of(ENTRIES[name], jobs)} for name in entries):
         from dualtrain.bench.mnist_files import write_mnist
 

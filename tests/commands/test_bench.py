@@ -230,7 +230,7 @@ def test_an_import_that_prints_or_hangs_raises_a_launch_error(program, reason, m
 
 
 def test_a_number_that_an_import_prints_is_not_read_as_the_measured_time(monkeypatch):
-    monkeypatch.setattr(measure, "_IMPORT", "print('loading'); print(0.25)")
+    monkeypatch.setattr(measure, "_IMPORT", "print(7); print(0.25)")
     assert measure._import_seconds(20.0) == 0.25
 
 
@@ -817,7 +817,7 @@ def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
 
 
 @pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.8", "HYDRA build details"])
-def test_over_mpi_ranks_are_started_by_open_mpis_mpirun_or_else_by_horovodrun(version, tmp_path, monkeypatch):
+def test_open_mpis_mpirun_starts_the_ranks_over_mpi_and_without_it_horovodrun_does(version, tmp_path, monkeypatch):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
     mpirun.chmod(0o755)
@@ -1104,7 +1104,7 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--pairs", "few"], "--pairs"),
         (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose from alone"),
         (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),
-        (["--jobs", "stall", "--contenders", "alone"], "none of the contenders alone has any of the jobs stall"),
+        (["--jobs", "stall", "--contenders", "alone"], "none of the chosen contenders (alone) has any of the chosen jobs (stall)"),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),

@@ -361,7 +361,7 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
         if reader is Numbers:
             next(stream)  # on a busy machine, the workers may need more than 0.5 s to start
             source._waits._limit = 0.5
-            time.sleep(1.2)  # exceeds the limit, but only waits inside next() count
+            time.sleep(1.2)  # longer than the limit, which counts only waits inside next()
             next(stream)
             os.kill(source._running()[1].pid, signal.SIGSTOP)
         with pytest.raises(UserError, match=said) as error:
