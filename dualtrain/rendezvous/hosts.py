@@ -64,7 +64,7 @@ def address(towards: str = "") -> str:
 def listening_address(world: World) -> str:
     """Return the address on which this host's ranks listen: 127.0.0.1 if the job has one host, otherwise :func:`address`.
 
-    The rendezvous only selects the interface. Its own address may be another host's, even for rank 0 under torchrun.
+    The address of the rendezvous may be another host's, even for rank 0 under torchrun, so it only selects the interface.
     """
     if world.single_host:
         return "127.0.0.1"

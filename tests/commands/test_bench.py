@@ -1104,7 +1104,10 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--pairs", "few"], "--pairs"),
         (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose from alone"),
         (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),
-        (["--jobs", "stall", "--contenders", "alone"], "none of the chosen contenders (alone) has any of the chosen jobs (stall)"),
+        (
+            ["--jobs", "stall", "--contenders", "alone"],
+            "none of the chosen contenders (alone) has any of the chosen jobs (stall)",
+        ),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),

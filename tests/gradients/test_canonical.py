@@ -250,6 +250,6 @@ def sharing(backend):
     return one.grad.tolist(), two.grad.flatten().tolist()
 
 
-def test_gradients_of_shards_that_share_their_memory_are_summed_once():
+def test_two_gradients_in_the_same_memory_are_each_summed_once_over_the_shards():
     for size in (1, 2, 4):
         assert run_threads(size, sharing) == [([15 / 4] * 4, [15 / 4] * 4)] * size

@@ -954,7 +954,7 @@ def fails_sent(backend):
     check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
 
 
-def test_after_a_backward_that_failed_while_sending_synchronize_is_required(typical):
+def test_a_backward_that_failed_while_it_sent_gradients_needs_a_call_of_synchronize(typical):
     typical(fails_sent)
 
 
@@ -1054,7 +1054,7 @@ TRANSFERS = {
 }
 
 
-def test_gradients_are_sent_with_the_factors_dtype_and_bucket_size_of_the_transfer(typical):
+def test_transfer_determines_factors_dtype_and_bucket_size(typical):
     typical.each(of_transfer, [(name,) for name in TRANSFERS], [("predivided",), ("float16",), ("one at a time",)])
 
 

@@ -130,7 +130,7 @@ CASES = [
     ),
     ("use_after_shutdown", "hvd.shutdown()\nhvd.rank()", "if done:\n    hvd.shutdown()\nhvd.rank()"),
     (
-        "use_after_shutdown",  # no finding if stop() may return before it shuts down; an early return of run() is no reason
+        "use_after_shutdown",  # stop() may return before it shuts down: no finding. run() may return before both calls: a finding
         "def stop():\n    hvd.shutdown()\ndef run():\n    if args.test:\n        return\n    stop()\n    hvd.rank()\n"
         "if __name__ == '__main__':\n    run()\n",
         "def stop():\n    if args.test:\n        return\n    hvd.shutdown()\ndef run():\n    stop()\n    hvd.rank()\n"
@@ -204,7 +204,7 @@ CASES = [
         "decay = 0\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
     ),
     (
-        "half_precision",  # sums are not averages
+        "half_precision",  # an operation that may be Average, and one that may not
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Average)",
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
