@@ -71,8 +71,8 @@ class Bucket:
         if in_place and _averages_first(backend, transfer):
             self.factor = torch.tensor(self._before * self._after, dtype=real, device="cpu")
             self._before = self._after = 1.0
-        #: If true, ``add_shard`` adds a copy of ``wire``, which holds the converted or scaled gradients. If false, gradients
-        #: are neither converted nor scaled, and ``add_shard`` adds the separate gradients, without a copy of ``wire``.
+        #: If true, ``add_shard`` adds a copy of ``wire``, which holds the converted or scaled gradients. If false, it adds
+        #: the separate gradients, since they are neither converted nor scaled, and does not copy ``wire``.
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)

@@ -107,7 +107,9 @@ class Exchange:
             self.sparse.add(found, self.transfer)
 
     def leave_layout(self, *, cpu_waits: bool) -> None:
-        """Complete an exchange of zeros before the layout is replaced: other ranks may wait for it. Collective; blocks.
+        """Send zeros in the buckets that are not sent yet, before the layout is replaced. Collective; blocks.
+
+        Ranks that keep the layout wait for these buckets.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
