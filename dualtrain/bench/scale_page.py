@@ -200,7 +200,7 @@ def _line(name: str, points: Sequence[tuple[float, float, str]]) -> Iterator[str
 
 
 class _Axis:
-    """Logarithmic axis: maps values from ``low`` to the larger of ``high`` and ``2 * low`` to pixels."""
+    """Logarithmic axis, from ``low`` to ``high`` or at least to ``2 * low``. Maps a value to its place in pixels."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
         self._low, self._high, self._begin, self._end = low, max(high, 2 * low), begin, end

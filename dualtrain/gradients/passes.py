@@ -11,8 +11,8 @@ import torch
 class EndOfPass:
     """Callback for the end of the outermost backward pass that is running.
 
-    Reentrant checkpointing runs an inner backward pass for every segment. If each inner pass ended the reduction, the extra
-    scalars would be summed several times: after the first time they are already the sums over the ranks.
+    Reentrant checkpointing runs an inner backward pass for every segment. If each inner pass ended the reduction, the
+    caller's extra scalars, which the last bucket holds, would be summed several times.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:

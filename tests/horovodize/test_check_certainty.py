@@ -130,7 +130,7 @@ CASES = [
     ),
     ("use_after_shutdown", "hvd.shutdown()\nhvd.rank()", "if done:\n    hvd.shutdown()\nhvd.rank()"),
     (
-        "use_after_shutdown",  # a finding if run() may return before both calls; none if stop() may return before shutdown()
+        "use_after_shutdown",  # a finding if run() may return before both calls; none if stop() may skip shutdown()
         "def stop():\n    hvd.shutdown()\ndef run():\n    if args.test:\n        return\n    stop()\n    hvd.rank()\n"
         "if __name__ == '__main__':\n    run()\n",
         "def stop():\n    if args.test:\n        return\n    hvd.shutdown()\ndef run():\n    stop()\n    hvd.rank()\n"

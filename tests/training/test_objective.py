@@ -90,7 +90,7 @@ def segmentation_step(backend, parts):
 
 
 def uneven_segmentation(backend):
-    """Train on images with different numbers of ignored pixels; rank 0's first image has no other pixel."""
+    """Train on images with different numbers of ignored pixels; all pixels of rank 0's first image are ignored."""
     inputs, targets = pixels()
     model, metrics = segmentation_step(
         backend,

@@ -165,7 +165,8 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
     with connect("local") as backend:
         model = Counting()
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
-        trainer.resume(tmp_path / "state")  # one rank gets the ranks' average of ``mean``, and rank 0's other buffers
+        # A single rank resumes with the average of all ranks' ``mean``, and with rank 0's other buffers.
+        trainer.resume(tmp_path / "state")
         assert model.mean.item() == sum(counts) / len(counts)
         assert (model.count.item(), model.kept.item(), model.phase.item()) == (2, 2, 2)
         assert model.grows.tolist() == [True, True]

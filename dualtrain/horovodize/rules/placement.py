@@ -107,7 +107,10 @@ def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
 
 
 def _visible_values(source: Source, variable: ast.expr) -> list[ast.expr]:
-    """Return the values assigned to ``variable`` in the functions around it or the module; all values for an attribute."""
+    """Return the values that are assigned to ``variable`` in the functions around it, or in the module.
+
+    If ``variable`` is an attribute, assignments in all functions count.
+    """
     if isinstance(variable, ast.Name) and variable.id in source.parameters(variable):
         return []
     text, around = ast.unparse(variable), list(source.above(variable))
