@@ -42,7 +42,7 @@ def test_the_report_shows_the_versions_of_cuda_and_the_driver(gpu, line):
             "(535.1, for CUDA 12.2) is too old for torch 2.13, and ranks use the CPU: install driver 580",
         ),
         ({"gpu": gpus()}, "but torch finds no GPU"),
-        ({"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "horovod": WITHOUT_NCCL}, "Horovod on here has no NCCL"),
+        ({"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "horovod": WITHOUT_NCCL}, "has no NCCL"),
     ],
 )
 def test_the_reason_why_ranks_cannot_use_the_gpu_is_noted_once_per_host(facts, part):
