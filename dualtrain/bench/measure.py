@@ -33,7 +33,8 @@ class Sample:
         sha256: hashes of the final weights by workload.
         accuracy: accuracy after an epoch.
         ranks: number of ranks.
-        parts: the results of contenders that ran side by side in this start, by name; then the other results are empty.
+        parts: for contenders that ran side by side in this start, the result of each, by name. The attributes above are
+            empty then.
     """
 
     seconds: dict[str, float]
@@ -77,7 +78,10 @@ class Results:
         return sum(sample is not None for sample in self.samples.get(name, ()))
 
     def column(self, name: str, together: str = "") -> list[Sample | None]:
-        """Return a contender's samples by round; with ``together``, those of its steps in this entry's processes."""
+        """Return a contender's samples by round.
+
+        ``together`` is the entry in whose processes the contender ran; empty if it had its own processes.
+        """
         if not together:
             return self.samples.get(name, [])
         return [None if sample is None else sample.parts.get(name) for sample in self.samples.get(together, ())]

@@ -52,7 +52,7 @@ class Script:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.folder / "launch" / "test.sh"), *arguments]
         env = {**os.environ, "DUALTRAIN_VENV": str(self.folder), "TMPDIR": str(self.temporary)}
-        # A shell starts background jobs with SIGINT ignored. The script must not inherit this if pytest is such a job.
+        # A shell starts background jobs with SIGINT ignored. The script must not inherit this if such a job runs the tests.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             process = subprocess.Popen(

@@ -1039,7 +1039,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """Simulated script. The strings name the change that a kind of run makes: a key of CHANGES, or "fails"."""
+    """Simulated script. Each attribute says what happens in one of its runs: a key of CHANGES, "fails", or nothing."""
 
     horovod: str = ""
     compat: str = ""  # the run with dualtrain that reproduces Horovod's defects

@@ -494,5 +494,5 @@ def later_hook(backend):
 
 
 @OURS_2
-def test_a_reduction_by_calls_waits_for_hooks_that_were_registered_later(real):
+def test_a_grouped_allreduce_of_all_gradients_waits_for_hooks_that_were_registered_later(real):
     assert real(later_hook) == [[20.0, 20.0]] * 2
