@@ -93,8 +93,8 @@ class Entry:
         module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
         option: argument of the module's ``start``; for ``MAIN``, more flags; for ``SIDE``, the names of the contenders that
             run side by side.
-        starter: "ranks" for ranks with torchrun's variables, or a Horovod command. ``start_contender.py`` runs this command
-            or starts the ranks with the variables that it would set.
+        starter: "ranks" for ranks with torchrun's variables, or a Horovod command. ``start_contender.py`` either runs this
+            command, or starts the ranks itself with the variables that the command would set.
         jobs: jobs that the contender measures after the workloads in ``steps``.
         needs: package that the contender imports; if it is missing, the contender is left out.
         quick: whether the contender runs with --quick.

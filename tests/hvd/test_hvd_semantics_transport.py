@@ -97,7 +97,7 @@ def away(backend, folder):
     """Let rank 0 make no call of ``hvd`` between its backward and the end of rank 1's step.
 
     A step has 12 operations, which the engine's thread of rank 0 must advance meanwhile, at rank 1's request. From the
-    second step on, a rank sends only its first request of each step.
+    second step on, the test discards all but the first of a rank's requests in a step.
     """
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]
