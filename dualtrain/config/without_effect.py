@@ -151,7 +151,7 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         # The run saves at its end in any case, so this setting can leave out only the checkpoints of earlier epochs.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
-        # The first epoch is the best so far, so the longest time without a better one is all epochs but one.
+        # At its end, the first epoch is the best so far. So at most epochs - 1 epochs can pass without a better one.
         "early_stop": (settings["early_stop"] or 0) >= max(1, epochs - 1) and only,
     }
     return {name: reason for name, reason in found.items() if reason}

@@ -529,7 +529,7 @@ def test_step_is_refused_unless_zero_grad_restored_the_hooks_of_swapped_paramete
 
 
 def swapped_with_each_other(backend):
-    """Swap ``a`` and ``b``, so that autograd calls the hook of ``a`` with ``b``, and vice versa. Backward never reaches ``u``."""
+    """Swap ``a`` and ``b``: autograd calls the hook of ``a`` with ``b``, and vice versa. Backward never reaches ``u``."""
     _, a, b, c = params = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     reducer = GradientReducer(zip("uabc", params, strict=True), backend, transfer=Transfer(bucket_bytes=0))
     for step in range(2):

@@ -7,8 +7,8 @@ The command compares the weights after each step on each rank, the number of ste
 speed of both sides.
 
 The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The result is the
-same if a run with dualtrain has the same bits as the run on Horovod; dualtrain may reproduce Horovod's defects for this
-run. If two runs on Horovod differ from each other, twice their difference is the tolerance for the comparison with
+same if a run with dualtrain, or one in which dualtrain reproduces Horovod's defects, has the same bits as the run on
+Horovod. If two runs on Horovod differ from each other, twice their difference is the tolerance for the comparison with
 dualtrain. With --against, the difference of two runs with dualtrain is used instead.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
