@@ -140,7 +140,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a closure variable that code with these ``words`` uses, such as options of a command line."""
+    """Yield the parts of a closure variable that a function uses; ``words`` are the names and strings in its code.
+
+    For example, if the variable holds the options of a command line, only the options that the function reads.
+    """
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)

@@ -394,8 +394,8 @@ class Trainer:
         loaded weights.
 
         Raises:
-            UserError: the state is of a different number of virtual ranks, or only one of the state and this trainer has a
-                schedule.
+            UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
+                vice versa.
         """
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")

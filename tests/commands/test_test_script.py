@@ -1,4 +1,4 @@
-"""launch/test.sh: the type check, which runs during the tests, the exit status, and Ctrl-C. All programs are fakes."""
+"""launch/test.sh: the type check beside the tests, the exit status, and Ctrl-C. All programs are fakes."""
 
 from __future__ import annotations
 

@@ -626,7 +626,7 @@ def test_every_sample_is_used_and_all_ranks_get_the_same_number(size):
         assert not counts or max(counts) - min(counts) <= 1
 
 
-def test_fewer_samples_than_ranks_are_repeated():
+def test_samples_are_repeated_if_they_are_fewer_than_the_ranks():
     parts = [part for part, *_ in split("dualtrain", 10, 5, shuffle=False, processed=8)]
     assert parts == [[8], [9], [8], [9], [8]]
 

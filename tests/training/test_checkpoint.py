@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
     assert same(checkpoint.load(old), TREE)
 
 
-def test_subclasses_of_containers_and_tuples_as_keys_are_saved_as_plain_containers(tmp_path):
+def test_subclasses_of_dict_list_and_tuple_are_saved_as_plain_ones_and_keys_may_be_tuples(tmp_path):
     pair = namedtuple("pair", "a b")
     tree = {"size": torch.ones(2, 3).shape, "pair": pair(1, (2,)), "keys": {(1, (2, "x")): torch.ones(1), 3: None}}
     loaded = checkpoint.load(save(tmp_path, 1, tree | {"counts": Counter({(1, 2): 3})}))
