@@ -56,8 +56,8 @@ class OptimizerRecord:
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
         order: position of each step among the steps of all optimizers on this rank: 2n + 1 for the step with index n in
-            ``RankRecord.seconds``. The first entry is for this optimizer's state before its own first step: it is twice the number
-            of the other optimizers' steps until then.
+            ``RankRecord.seconds``. The first entry is for this optimizer's state before its own first step: it is twice the
+            number of the other optimizers' steps until then.
     """
 
     type: str
