@@ -74,7 +74,7 @@ plan_cuda() {
   fi
   find_toolkit
   if [ -z "$toolkit" ] && [ "$major" -lt 13 ]; then
-    refuse "torch $torch_build needs the compiler of CUDA $torch_cuda, but only the wheels of CUDA 13 and newer contain a compiler, and there is no such toolkit on this machine${unfit:+ (but $unfit)}; install CUDA toolkit $torch_cuda and set CUDA_HOME to it, set DUALTRAIN_TORCH to a version for CUDA 13, $instead"
+    refuse "torch $torch_build needs the compiler of CUDA $torch_cuda, but only the wheels of CUDA 13 and newer contain a compiler, and this machine has no toolkit of CUDA $torch_cuda${unfit:+ (but $unfit)}; install CUDA toolkit $torch_cuda and set CUDA_HOME to it, set DUALTRAIN_TORCH to a version for CUDA 13, $instead"
   fi
   if [ -z "$toolkit" ] && [ -n "$unfit" ]; then
     say "not used, since torch $torch_build is for CUDA $torch_cuda: $unfit"

@@ -176,7 +176,7 @@ CASES = [
         "place = setup()\nrank = place['number']\nfirst = rank == 0\nif first:\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a flag that is part of its own new value
+        "collective_on_some_ranks",  # the new value of a flag contains the flag itself
         "first = hvd.rank() == 0\nif first:\n    hvd.barrier()",
         "first = first and args.log\nif first:\n    hvd.barrier()",
     ),
