@@ -30,8 +30,8 @@ HOMES = {
 }
 
 
-#: For each module of Horovod that starts ranks on Ray or Spark: the module of dualtrain that replaces it, and the only name
-#: that dualtrain's module defines of those in Horovod's.
+#: For each module of Horovod that starts ranks on Ray or Spark: the module of dualtrain that replaces it, and the one name
+#: that both modules define. (dualtrain lacks the other names.)
 ENGINES = {
     "horovod.ray": ("dualtrain.ray", "RayExecutor"),
     "horovod.ray.runner": ("dualtrain.ray.executor", "RayExecutor"),

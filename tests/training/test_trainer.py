@@ -332,7 +332,7 @@ def test_options_without_a_meaning_are_refused(options, words):
 
 
 @pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf])
-def test_an_expected_weight_that_is_not_positive_and_finite_is_refused(expected):
+def test_the_argument_expected_must_be_positive_and_finite(expected):
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)

@@ -2,7 +2,7 @@
 
 The first run of each side takes all steps. All runs together take less than three times the steps of one run, or less
 than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the last tenth of the
-steps; or defects of Horovod were reproduced, and the weights are equal without them.
+steps; or dualtrain reproduced defects of Horovod, and its run without these defects ends with the same weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def repeated_steps(at: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(at: list[int], left: int) -> int:
-    """Return how many of ``left`` steps the run without defects must leave for second runs on both sides."""
+    """Return how many of ``left`` steps must remain for second runs on both sides, after the run of :func:`plain_steps`."""
     return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
 
 
