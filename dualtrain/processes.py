@@ -56,7 +56,7 @@ def start_forkserver(preload: Sequence[str]) -> None:
 
     The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`.
     """
-    start_tracker()  # otherwise ensure_running() below starts the tracker, and unblocks the signals that are blocked there
+    start_tracker()  # otherwise forkserver.ensure_running() below starts it, and unblocks the signals of the block
     _note_own_folder()
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))

@@ -94,8 +94,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
             f"and an interval that contains the true median with a probability of {likely}"
         )
     yield (
-        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes glibc's heap also for scripts "
-        "in the same processes; the other scripts do not change the heap"
+        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes glibc's heap for all contenders "
+        "in the same processes; other contenders run with glibc's own settings"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"

@@ -39,8 +39,8 @@ SAMPLES = 64  # recorded values of each tensor
 PART = 1 << 24
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, perhaps none reaches STEPS.
 MOST_ROUNDS = 4
-#: Number of the last optimizers, and of the last broadcast tensors with the same name, that are kept and summarized at the
-#: end. A script that makes models in a loop would otherwise fill the memory.
+#: How many optimizers, and how many broadcast tensors of each name, are kept and summarized at the end; later ones replace
+#: earlier ones. A script that makes models in a loop would otherwise fill the memory.
 KEPT = 8
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.

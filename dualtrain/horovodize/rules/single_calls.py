@@ -335,10 +335,7 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
 
 
 def _may_average(source: Source, op: ast.expr | None) -> bool:
-    """Return whether ``op`` may be Average.
-
-    It may not only if ``op``, or a value that is assigned to it, names Adasum or Sum, and none names Average.
-    """
+    """Return false if ``op`` or a value that is assigned to it names Adasum or Sum, and none of them names Average."""
     values = [] if op is None else [op, *source.values.get(ast.unparse(op), ())]
     names = {source.hvd(node) for value in values for node in ast.walk(value)}
     return "Average" in names or not names & {"Adasum", "Sum"}
