@@ -212,7 +212,7 @@ def test_runs_share_colours_if_there_are_more_runs_than_colours(tmp_path):
     assert [run.color for run in runs] == [*(f"c{number}" for number in range(COLORS)), "c0"]
 
 
-def test_a_page_is_made_of_an_empty_list_of_runs_and_of_a_run_that_has_not_begun(tmp_path):
+def test_a_page_can_be_made_without_runs_or_of_a_run_that_has_not_begun(tmp_path):
     assert "no run to show" in Page(page([])).text
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))

@@ -178,9 +178,10 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 
 
 def nearly_overflows(backend):
-    """Average gradients whose sum overflows. With 2 or 4 ranks, ``average_first`` multiplies by 1/size before the sum.
+    """Average gradients whose sum overflows.
 
-    On a backend that scales sums, it does not, so that the average overflows there too.
+    With 2 or 4 ranks, ``average_first`` multiplies by 1/size before the sum, so that the average is finite, except on
+    backends that scale sums.
     """
     for numel in SIZES:
         for average_first in (True, False):
