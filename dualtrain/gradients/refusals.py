@@ -143,7 +143,7 @@ class Refusals:
         self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def load_none(self) -> None:
-        """Clear the flag, for a shard of the batch after which this rank computes another shard."""
+        """Clear the flag. It is set only with the last of the shards of the batch that this rank computes."""
         self._flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:

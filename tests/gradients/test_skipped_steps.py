@@ -1,4 +1,4 @@
-"""A step that only some ranks take is an error on all ranks, even if gradients are zeroed without a trace on the CPU."""
+"""A step that only some ranks take is an error on all ranks, even if no check can detect that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Do nothing: to a check that reads no values, gradients on a GPU look the same after they were zeroed in place."""
+    """Stand for gradients on a GPU that are zeroed in place: a check that does not read their values sees no change."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])

@@ -63,7 +63,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
-def test_the_flag_checkpoint_every_also_saves_at_the_ends_of_epochs_between_those_of_checkpoint_epochs(tmp_path):
+def test_checkpoint_every_also_saves_at_an_epochs_end_that_checkpoint_epochs_leaves_out(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9

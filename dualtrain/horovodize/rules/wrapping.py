@@ -118,7 +118,10 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
 
 
 def _is_wrapped_apart(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
-    """Return whether ``call`` gets the plain optimizer, which the same function also wraps, under another name or later."""
+    """Return whether ``call`` gets the plain optimizer, although the function around ``call`` also makes a wrapper of it.
+
+    The wrapper has a different name, or is made later.
+    """
     text, scope = ast.unparse(optimizer), source.scope(call)
     wraps = [wrap for wrap in source.hvd_calls("DistributedOptimizer") if source.scope(wrap) is scope]
     earlier = [wrap for wrap in wraps if wrap.lineno < call.lineno and wrap in source.values.get(text, ())]
