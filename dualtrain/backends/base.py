@@ -130,7 +130,7 @@ class Gather:
 
     Attributes:
         data: this rank's bytes (contiguous uint8).
-        unit: number of bytes in a row, or 1. The ranks exchange how many of these units each of them sends.
+        unit: bytes per row of the gathered tensor, or 1. The ranks exchange how many of these units each of them sends.
         result: the bytes of all ranks (CPU); ``None`` until they are known. The backend's next call overwrites them.
     """
 
@@ -285,7 +285,7 @@ class Primitives(ABC):
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients this rank has started in the process group that calls on ``device`` use.
+        """Return how many sums of gradients this rank has started in the process group of the calls on ``device``.
 
         ``device`` is a device type. Return 0 if sums have a separate process group. Before a call on ``device``, this
         number must be equal on all ranks.

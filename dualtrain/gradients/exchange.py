@@ -148,7 +148,7 @@ class Exchange:
             self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots], device="cpu"))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
-        """Add the gradients to the partial sums, as a shard that is not this rank's last. Not collective.
+        """Add the gradients of one shard to the partial sums; this rank computes another shard next. Not collective.
 
         The partial sums reuse the gradients' memory: every ``param.grad`` is ``None`` afterwards.
         """

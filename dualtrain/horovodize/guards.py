@@ -32,6 +32,7 @@ class Guards:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._ranks: dict[str, str] = {}
+        self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
         self._ranks = self._assigned_ranks()
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
@@ -220,13 +221,21 @@ class Guards:
         """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""
         below = node
         for above in self.source.above(node):
+            if isinstance(below, ast.stmt):
+                yield from self._conditions_of_statement(below)
+                return
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
                 body = above.body if isinstance(above.body, list) else [above.body]
                 yield above.test, below in body
-            if isinstance(below, ast.stmt):
-                block = self.source.block(below)
-                yield from self._exits(block[: block.index(below)])
             below = above
+
+    def _conditions_of_statement(self, statement: ast.stmt) -> list[tuple[ast.expr, bool]]:
+        if statement not in self._conditions_of:
+            above, block = self.source.parents[statement], self.source.block(statement)
+            found = [(above.test, statement in above.body)] if isinstance(above, ast.If) else []
+            found += [*self._exits(block[: block.index(statement)]), *self._conditions(above)]
+            self._conditions_of[statement] = found
+        return self._conditions_of[statement]
 
     def _exits(self, block: list[ast.stmt]) -> Iterator[tuple[ast.expr, bool]]:
         """Yield the conditions of the exits in ``block``, and the values with which the code after the block runs."""

@@ -51,6 +51,7 @@ class Source:
         self.nodes = list(_in_order(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._bindings = Bindings(self.nodes, self.parents, self._imports_of)
+        self._full_names: dict[ast.AST, str] = {}
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         #: Names of variables that hold an hvd.DistributedOptimizer; for ``self.optimizer`` this is ``optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
@@ -94,12 +95,15 @@ class Source:
 
     def name(self, node: ast.AST) -> str:
         """Return the full dotted name of ``node`` according to the imports, or an empty string if it is not imported."""
-        if isinstance(node, ast.Name):
-            return self._bindings.full_name(node)
-        if isinstance(node, ast.Attribute):
-            base = self.name(node.value)
-            return f"{base}.{node.attr}" if base else ""
-        return ""
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return ""
+        if node not in self._full_names:  # many rules ask for the names of all nodes
+            if isinstance(node, ast.Name):
+                self._full_names[node] = self._bindings.full_name(node)
+            else:
+                base = self.name(node.value)
+                self._full_names[node] = f"{base}.{node.attr}" if base else ""
+        return self._full_names[node]
 
     def hvd(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
@@ -109,11 +113,16 @@ class Source:
     def hvd_path(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch with its submodule (``mpi_ops.allreduce``), or an empty string."""
         full = self.name(node)
-        return next((full.removeprefix(f"{root}.") for root in HOMES if full.startswith(f"{root}.")), "")
+        return next((full.removeprefix(f"{root}.") for root in HOMES if full.startswith(f"{root}.")), "") if full else ""
 
     def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
         """Return the calls of the functions ``names`` of horovod.torch."""
-        return (call for call in self.calls if self.hvd(call.func) in names)
+        return (call for name, call in self._named_calls if name in names)
+
+    @cached_property
+    def _named_calls(self) -> list[tuple[str, ast.Call]]:
+        """The calls of functions of horovod.torch, each with the function's name, in source order."""
+        return [(name, call) for call in self.calls if (name := self.hvd(call.func))]
 
     def spell(self, name: str, at: ast.AST) -> str:
         """Return how code at the node ``at`` can refer to horovod.torch's ``name``; "" unless it is certainly imported."""
@@ -139,17 +148,17 @@ class Source:
         imports = (node for node in self.nodes if isinstance(node, ast.Import) and self._is_certain(node, at))
         return any(bound == "torch" for node in imports for bound, _ in self._imports_of(node))
 
-    @property
+    @cached_property
     def imported_names(self) -> set[str]:
         """Full names of everything that is imported."""
         return set(self._bindings.imported.values())
 
-    @property
+    @cached_property
     def uses_elastic(self) -> bool:
         """Return whether the script uses ``hvd.elastic``."""
         return any(self.hvd(node).startswith("elastic.") for node in self.nodes)
 
-    @property
+    @cached_property
     def uses_horovod(self) -> bool:
         """Return whether the script imports anything from horovod or dualtrain.hvd."""
         return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self.imported_names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from dualtrain.horovodize.check import check, findings
@@ -316,3 +318,28 @@ def test_a_clip_before_a_step_that_may_be_skipped_has_no_repair(step, repaired):
 def test_code_under_a_comparison_that_is_never_true_has_no_findings(made, count):
     script = source(f"import torch\ndevice = {made}\nif device == 'cuda':\n    if hvd.nccl_built():\n        rate = 1")
     assert len(findings(script)) == count
+
+
+def calls_to_check(text):
+    script, calls = source(text), 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        findings(script)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "line", ["x{n} = foo(a, b[{n}], c.d({n})) if q else 3\n", "x{n} = foo(y{n}, rank=q, size=c.d({n}))\n"]
+)
+def test_the_work_of_a_check_grows_with_the_length_of_the_script_and_not_with_its_square(all_rules, line):
+    short, long = ("".join(line.format(n=n) for n in range(count)) for count in (20, 40))
+    start = "from lib import a, b, c, foo, q\nhvd.shutdown()\n"
+    assert calls_to_check(start + long) < 2.5 * calls_to_check(start + short)

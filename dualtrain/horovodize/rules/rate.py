@@ -162,6 +162,11 @@ class _Powers:
         }
         declared = [node for node in source.nodes if isinstance(node, ast.Global)]
         self._globals = {(source.scope(node), name) for node in declared for name in node.names}
+        #: For each assignment: the variable, the value, the statement, and the variable's text if the value contains it.
+        self._assignments = [
+            (self._key(text, statement), value, statement, text if _contains(value, text) else "")
+            for text, value, statement in source.assignments
+        ]
         for _ in range(4):  # chains of assignments, four levels deep
             self._names = {**self._names, **dict(self._assigned())}
 
@@ -204,15 +209,15 @@ class _Powers:
 
     def _assigned(self) -> Iterator[tuple[tuple[Scope | None, str], float]]:
         found: dict[tuple[Scope | None, str], float] = {}
-        for text, value, statement in self.source.assignments:
-            power, target = self.of(value), self._key(text, statement)
+        for target, value, statement, old in self._assignments:
+            power = self.of(value)
             if isinstance(statement, ast.AugAssign):
                 sign = {ast.Mult: 1, ast.Div: -1}.get(type(statement.op), 0)
                 found[target] = found.get(target, 0.0) + sign * power
-            elif not any(ast.unparse(node) == text for node in ast.walk(value)):
+            elif not old:
                 found[target] = max(found.get(target, power), power)
             else:  # lr = lr * size: the old value counts as a constant
-                found[target] = max(found.get(target, 0.0), self.of(value, {text: 0.0}))
+                found[target] = max(found.get(target, 0.0), self.of(value, {old: 0.0}))
         yield from found.items()
 
     def _of_call(self, call: ast.Call, given: Mapping[str, float] | None, depth: int) -> float:
@@ -245,3 +250,8 @@ class _Powers:
             exponent = value.right.value if isinstance(value.right, ast.Constant) else 0
             return left * exponent if isinstance(exponent, int | float) else 0.0
         return 0.0
+
+
+def _contains(value: ast.expr, text: str) -> bool:
+    variables = (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript))
+    return any(ast.unparse(node) == text for node in variables)

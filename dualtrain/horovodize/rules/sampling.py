@@ -280,10 +280,13 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 def distributed_samplers(source: Source) -> Iterator[ast.Call]:
     """Yield the calls of torch's DistributedSampler."""
-    for call in source.calls:
-        name = source.name(call.func)
-        if source.uses_horovod and name.startswith("torch.utils.data") and name.endswith(".DistributedSampler"):
-            yield call
+    return (call for call in source.calls if is_distributed_sampler(source, call))
+
+
+def is_distributed_sampler(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` makes a DistributedSampler of torch, in a script that uses Horovod."""
+    name = source.name(call.func)
+    return source.uses_horovod and name.startswith("torch.utils.data") and name.endswith(".DistributedSampler")
 
 
 _COUNTS = ("range", "trange", "tqdm", "count", "master_bar", "xrange")
@@ -327,7 +330,7 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 def _counts_epochs_by_size(source: Source) -> bool:
     """Return whether the script divides anything by the number of ranks: most likely the number of epochs or steps.
 
-    ``1 / hvd.size()`` does not count: it is the first factor of a warm-up, or turns a sum into an average.
+    ``1 / hvd.size()`` does not count: it is the factor with which a warm-up begins, or turns a sum into an average.
     """
     return any(
         isinstance(node, ast.BinOp)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import runs_on_driver
-from dualtrain.horovodize.rules.sampling import distributed_samplers, is_sharded
+from dualtrain.horovodize.rules.sampling import is_distributed_sampler, is_sharded
 from dualtrain.horovodize.rules.seeds import seeds_numpy, seeds_random, seeds_torch
 from dualtrain.horovodize.source import Finding, Source, keyword
 
@@ -101,7 +101,7 @@ def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     """Return the shard's number and the number of shards in ``data[number::shards]`` and similar expressions."""
     if isinstance(node, ast.Slice):
         return (node.lower, node.step) if node.lower is not None and node.step is not None else None
-    if not isinstance(node, ast.Call) or node in distributed_samplers(source):
+    if not isinstance(node, ast.Call) or is_distributed_sampler(source, node):
         return None
     if source.name(node.func).startswith("torch.distributed."):
         return None  # the start of a process group, which has no samples
