@@ -75,6 +75,17 @@ def readable_path(path: str | Path) -> Iterator[str]:
         yield f"/proc/self/fd/{file.fileno()}"
 
 
+def absolute(path: str | Path) -> Path:
+    """Return the absolute path of ``path``: it stays valid if the user's code changes the current folder.
+
+    If the current folder has been removed, return ``path``, so that the use of ``path`` raises the error.
+    """
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        return Path(path)
+
+
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
     """Read the text of a regular file. Raises OSError, or UnicodeDecodeError."""
     with open_regular(path) as file:

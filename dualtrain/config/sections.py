@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from dualtrain.config.fields import (
     setting,
     settings_of,
 )
+from dualtrain.files import absolute
 
 MOST_THREADS = 1024  # a limit, since OpenMP ends the process if it cannot start all threads
 AUTO = "auto"  # value of --resume; a checkpoint file named auto must be given as ./auto
@@ -215,6 +216,15 @@ class OutputSection:
     def resume_file(self) -> Path | None:
         """The checkpoint to resume from, if ``resume`` names a file."""
         return Path(self.resume) if self.resume not in (None, "", AUTO) else None
+
+    def located(self) -> Self:
+        """Return a copy with absolute paths: the user's code may change the current folder."""
+        file, folder = self.resume_file, self.run_dir
+        return replace(
+            self,
+            run_dir=None if folder is None else str(absolute(folder)),
+            resume=self.resume if file is None else str(absolute(file)),
+        )
 
     def again(self, folder: Path) -> str:
         """Describe the command that resumes the run in ``folder``: the same command, and the flags to add to it."""

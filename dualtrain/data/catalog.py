@@ -11,6 +11,7 @@ from dualtrain.data.options import Options
 from dualtrain.data.sources import Task, Tensors
 from dualtrain.data.transforms import ImageTransform, Statistics, Transform, WeightsTransform
 from dualtrain.errors import UserError
+from dualtrain.files import absolute
 
 # Mean and standard deviation of each channel over the training images.
 STATISTICS: dict[str, Statistics] = {
@@ -53,7 +54,7 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
 
 
 def usable_folder(folder: str | None, *, create: bool) -> str | None:
-    """Return ``folder`` after creating it if ``create`` is set. Raises UserError if it cannot be read."""
+    """Return the absolute path of ``folder``; make the folder if ``create`` is set. Raises UserError if it cannot be read."""
     try:
         if folder is not None:
             if create:
@@ -64,7 +65,7 @@ def usable_folder(folder: str | None, *, create: bool) -> str | None:
         raise UserError(
             f"--data-dir {folder!r} cannot be read ({reason}): give a folder that exists on every host"
         ) from error
-    return folder
+    return None if folder is None else str(absolute(folder))
 
 
 def _in_memory(name: str, folder: str | None, options: Options) -> Task:

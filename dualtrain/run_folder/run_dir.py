@@ -24,6 +24,7 @@ import torch
 from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import UserError
 from dualtrain.files import (
+    absolute,
     aside_of,
     link_whole,
     parse_json,
@@ -59,7 +60,7 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     """
     if output.run_dir is None and not lock.job:
         return None, output.resume
-    folder = Path(output.run_dir or Path("runs", f"{name}-{lock.job}"))
+    folder = absolute(output.run_dir or Path("runs", f"{name}-{lock.job}"))
     with _writable(folder):
         if output.resume == AUTO:
             folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +88,12 @@ def _writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
+def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
     """Make the run's folder if it does not exist, and write ``config.json``; return the folder's path. On rank 0 only.
 
     Args:
         output: names the folder.
-        name: the beginning of a new folder's name, if ``output`` names none.
+        new: the beginning of a new folder's path, if ``output`` names none.
         content: the content of ``config.json``.
         lock: the folder's lock; taken here, unless it is held already.
         timeout: twice the longest wait, in seconds.
@@ -101,7 +102,7 @@ def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: Fo
         UserError: the folder cannot be written, holds another run, or is used by another process.
     """
     if output.run_dir is None:
-        folder = _new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = _new_folder(new.parent, f"{new.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
         folder = Path(output.run_dir)
     with _writable(folder):

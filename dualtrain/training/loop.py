@@ -26,6 +26,7 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
+from dualtrain.files import absolute
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.attempts import Attempt, recoveries_in
@@ -99,7 +100,8 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     # The number of threads changes the bits of matrix products. Virtual ranks give the same bits on any number of ranks, so
     # with them the number of threads must not depend on the cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
-    config = Config.of({**settings, "threads": number})
+    weights = settings["weights"] and str(absolute(settings["weights"]))
+    config = Config.of({**settings, "threads": number, "weights": weights})
     use_threads(number, backend)
     with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)
@@ -182,10 +184,10 @@ class Run:
         config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
             self._resume(saved, output)
-        self.origin = origin_of(self.backend)
+        self.origin = origin_of(self.backend, start.runs.parent)
         content = {**config.plain(), "platform": self.platform, "origin": self.origin}
-        name, limit = self.name, config.run.timeout
-        self.folder = Path(on_rank_zero(self.backend, "run folder", lambda: claim(output, name, content, lock, limit)))
+        new, limit = start.runs / self.name, config.run.timeout
+        self.folder = Path(on_rank_zero(self.backend, "run folder", lambda: claim(output, new, content, lock, limit)))
 
         def prepare() -> None:
             # An earlier start may have written files of later steps, and this run computes those steps again. Rename these

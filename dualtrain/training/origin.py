@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from dualtrain.backends import Backend
@@ -18,16 +19,16 @@ from dualtrain.trainer.same_run import versions
 _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start of a run
 
 
-def origin_of(backend: Backend) -> dict[str, Any]:
+def origin_of(backend: Backend, folder: Path) -> dict[str, Any]:
     """Return the backend and transport, rank 0's command, commit and versions, and each host's number of ranks. Collective.
 
-    The result is equal on every rank.
+    The result is equal on every rank. ``folder`` is the folder in which the run was started.
     """
     hosts = Counter(backend.allgather_object(socket.gethostname(), name="host name"))
-    return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_here(backend)})
+    return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_here(backend, folder)})
 
 
-def _here(backend: Backend) -> dict[str, Any]:
+def _here(backend: Backend, folder: Path) -> dict[str, Any]:
     return {
         "backend": backend.name,
         "transport": backend.transport,
@@ -35,14 +36,14 @@ def _here(backend: Backend) -> dict[str, Any]:
         "world_size": backend.size,
         "device": str(backend.device),
         "command": shlex.join(sys.orig_argv),
-        "commit": commit(),
+        "commit": commit(folder),
         "versions": versions(backend),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def commit() -> str | None:
-    """Return the commit of the current folder's Git work tree, with "-dirty" if tracked files were changed.
+def commit(folder: Path) -> str | None:
+    """Return the commit of the Git work tree that contains ``folder``, with "-dirty" if tracked files were changed.
 
     Return ``None`` outside of a work tree, without Git, or if Git does not answer within some seconds.
     """
@@ -50,6 +51,7 @@ def commit() -> str | None:
     try:
         done = subprocess.run(
             command,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -21,7 +21,7 @@ from dualtrain.backends import Backend, job_of
 from dualtrain.config import AUTO, OutputSection, StepSection
 from dualtrain.console import show
 from dualtrain.errors import UserError
-from dualtrain.files import or_nothing, read_json
+from dualtrain.files import absolute, or_nothing, read_json
 from dualtrain.launchers import World
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder import checkpoint
@@ -49,16 +49,18 @@ class Start:
     """Start of a run: at step 0, unless there is a checkpoint or a summary.
 
     Attributes:
-        output: the output section, with ``run_dir`` and ``resume`` as rank 0 has found them.
+        output: the output section, with ``run_dir`` and ``resume`` as rank 0 has found them, and absolute paths.
         saved: the checkpoint from which the run resumes.
         copies: checkpoints to be copied into rank 0's folder, by file name.
         summary: the summary of a run that has ended.
+        runs: the folder of runs without ``--run-dir``.
     """
 
     output: OutputSection
     saved: dict[str, Any] | None = None
     copies: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
+    runs: Path = field(default_factory=lambda: absolute("runs"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
     Raises:
         UserError: on every rank; the folder or the checkpoint cannot be used, or is of a run with other settings.
     """
-    world = backend.world
+    world, output = backend.world, output.located()
     folder, resume = on_rank_zero(backend, "run folder", lambda: _enter(output, name, settings, world, lock))
     opened = replace(output, run_dir=output.run_dir or folder, resume=resume)
     if resume is None:

@@ -44,16 +44,16 @@ def git(*arguments: str) -> str:
 def test_the_recorded_commit_is_marked_dirty_if_tracked_files_changed(tree, monkeypatch):
     head = git("rev-parse", "HEAD")
     git("-c", "user.name=a", "-c", "user.email=a@b", "tag", "v1", "--annotate", "--message=t")
-    assert origin.commit() == head
+    assert origin.commit(Path()) == head
     (tree / "new.txt").write_text("not tracked")
-    assert origin.commit() == head
+    assert origin.commit(Path()) == head
     (tree / "code.py").write_text("2")
-    assert origin.commit() == f"{head}-dirty"
+    assert origin.commit(Path()) == f"{head}-dirty"
     index = tree / ".git" / "index.lock"
     index.touch()  # as if another process were committing
-    assert origin.commit() == f"{head}-dirty"
+    assert origin.commit(Path()) == f"{head}-dirty"
     monkeypatch.chdir(tree.parent.parent)
-    assert origin.commit() is None
+    assert origin.commit(Path()) is None
 
 
 def test_without_an_answer_from_git_there_is_no_commit(tree, monkeypatch, tmp_path):
@@ -64,11 +64,11 @@ def test_without_an_answer_from_git_there_is_no_commit(tree, monkeypatch, tmp_pa
     monkeypatch.setattr(origin, "_GIT_SECONDS", 0.2)
     for path in (str(slow.parent) + os.pathsep + os.environ["PATH"], str(tmp_path)):
         monkeypatch.setenv("PATH", path)
-        assert origin.commit() is None
+        assert origin.commit(Path()) is None
 
 
 def hosts_of(backend) -> dict[str, Any]:
-    return origin.origin_of(backend)
+    return origin.origin_of(backend, Path())
 
 
 def test_every_rank_gets_rank_0s_origin_with_the_hosts_of_all_ranks(monkeypatch):

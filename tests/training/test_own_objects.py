@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import numpy
 import pytest
@@ -123,6 +124,30 @@ def test_a_model_with_lazy_layers_trains_but_cannot_load_a_weights_file(tmp_path
         weights = str(tmp_path / "run" / "model.safetensors")
         with pytest.raises(UserError, match="lazy layers"):
             loop.train(parse([*flags, "--weights", weights, "--run-dir", str(tmp_path / "other")]), backend)
+
+
+def changes_folder(folder):
+    os.chdir("elsewhere")
+    return data(folder)
+
+
+def test_data_that_change_the_current_folder_do_not_change_the_runs_paths(tmp_path, monkeypatch, capsys):
+    own = ["--dataset", f"{__name__}:changes_folder", "--model", f"{__name__}:layer", "--workers", "0", "--threads", "1"]
+    (tmp_path / "elsewhere").mkdir()
+    torch.save(layer((4,), 3).state_dict(), tmp_path / "weights.pt")
+    saved = "run/checkpoints/step-00000001.safetensors"
+    for number, flags in enumerate(("--run-dir run --resume auto", "--run-dir run --resume auto", f"--resume {saved}")):
+        monkeypatch.chdir(tmp_path)
+        given = [*own, *flags.split(), "--max-steps", str(number + 1), "--weights", "weights.pt"]
+        with connect("local") as backend:
+            assert loop.train(parse(given), backend)["steps"] == number + 1
+        assert ("resuming from step 1" in capsys.readouterr().out) == (number == 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run", "runs", "weights.pt"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def layer(shape, classes):
+    return nn.Linear(*shape, classes)
 
 
 def test_a_validation_set_with_only_ignored_targets_is_refused(tmp_path):

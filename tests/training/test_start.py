@@ -182,7 +182,7 @@ def test_the_summary_of_a_shorter_run_does_not_end_a_longer_run(tmp_path, monkey
 
 def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="checkpoint 'auto' does not exist"):
+    with pytest.raises(UserError, match="auto' does not exist"):
         alone(tmp_path / "run", 1, "--resume", "./auto")
 
 
