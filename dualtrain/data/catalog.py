@@ -54,7 +54,7 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
 
 
 def usable_folder(folder: str | None, *, create: bool) -> str | None:
-    """Return the absolute path of ``folder``; make the folder if ``create`` is set. Raises UserError if it cannot be read."""
+    """Return the absolute path of ``folder``; make it if ``create`` is set. Raises UserError if it cannot be read."""
     try:
         if folder is not None:
             if create:

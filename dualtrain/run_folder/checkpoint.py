@@ -73,6 +73,11 @@ class Packed:
         write_whole(path, safetensors.torch.save(self._tensors, metadata=header), lock.check)
 
 
+def check(tree: dict[str, Any]) -> None:
+    """Raise TypeError if a checkpoint cannot hold a value in ``tree``. Copies no tensors."""
+    _flatten(tree, None)
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Return the path of the checkpoint of ``step``."""
     return folder / f"step-{step:08d}.safetensors"
@@ -252,13 +257,17 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> Any:
+def _flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = "") -> Any:
     """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``.
+
+    Tensors are not copied if ``tensors`` is ``None``.
 
     Raises:
         TypeError: a checkpoint cannot hold a value of this kind; the message names its ``place``.
     """
     if isinstance(value, torch.Tensor):
+        if tensors is None:
+            return ["tensor", ""]
         name = f"t{len(tensors)}"
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return ["tensor", name]
@@ -270,16 +279,26 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> A
             [[_flatten(key, tensors, place), _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()],
         ]
     if isinstance(value, dict):
-        return ["dict", [[key, _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()]]
+        return [
+            "dict",
+            [
+                [_plain(key, f"a key of {place or 'the whole'}"), _flatten(item, tensors, f"{place}[{key!r}]")]
+                for key, item in value.items()
+            ],
+        ]
     if isinstance(value, list | tuple):
         items = enumerate(value)
         kind = "list" if isinstance(value, list) else "tuple"  # a torch.Size and a named tuple become tuples
         return [kind, [_flatten(item, tensors, f"{place}[{number}]") for number, item in items]]
     if isinstance(value, numpy.generic):
         value = value.item()
+    return ["value", _plain(value, place or "the whole")]
+
+
+def _plain(value: Any, place: str) -> bool | int | float | str | None:
     if value is None or isinstance(value, bool | int | float | str):
-        return ["value", value]
-    raise TypeError(f"a checkpoint holds plain values and tensors, and {place or 'the whole'} is a {type(value).__name__}")
+        return value
+    raise TypeError(f"a checkpoint holds plain values and tensors, and {place} is a {type(value).__name__}")
 
 
 def _rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -22,11 +22,12 @@ from dualtrain.data.sources import Source, Tensors, contents_of, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.on_ranks import on_all_ranks
+from dualtrain.run_folder import checkpoint
 from dualtrain.trainer.data_parallel import measured, replicate
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.rank_state import seed_all
 from dualtrain.trainer.same_run import compare_task
-from dualtrain.user_code import in_one_line, user_traceback
+from dualtrain.user_code import in_one_line, user_code, user_traceback
 
 #: Largest number of samples that are searched for the cause of a loss that is not finite.
 LARGEST_SEARCH = 10_000
@@ -69,7 +70,9 @@ def _check_sizes(task: Task, name: str) -> Task:
 
 @torch.no_grad()
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
-    """Run the model on one sample of each split, to find out before the run begins whether the model fits the data.
+    """Find out, before the run begins, whether the model fits the data, and whether its state can be saved.
+
+    This runs the model on one sample of each split.
 
     Args:
         task: the data.
@@ -78,7 +81,7 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         name: the model's name, for messages.
 
     Raises:
-        UserError: the model does not fit the data.
+        UserError: the model does not fit the data, or a checkpoint cannot hold its state.
     """
     device = next(model.parameters()).device
     what = f"--model {name} and --dataset {dataset} do not fit"
@@ -87,6 +90,21 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         for inputs, targets in stored_tensors(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
     training_mode(model)  # the user's own function may return a model in evaluation mode
+    with user_code(f"state_dict() of --model {name}"):
+        state = model.state_dict()
+    with saveable(f"--model {name} has a state"):
+        checkpoint.check(state)
+
+
+@contextmanager
+def saveable(what: str) -> Iterator[None]:
+    """Convert a TypeError that the block raises because a checkpoint cannot hold a value; ``what`` begins the message."""
+    try:
+        yield
+    except TypeError as error:
+        raise UserError(
+            f"{what} that cannot be saved: {error}; return lists, dicts, numbers, text and tensors from get_extra_state()"
+        ) from error
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:

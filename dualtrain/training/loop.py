@@ -48,6 +48,7 @@ from dualtrain.training.assemble import (
     make_computation,
     make_model,
     not_finite,
+    saveable,
     try_out,
 )
 from dualtrain.training.batch_plan import BatchPlan
@@ -438,7 +439,9 @@ class Run:
             "global_batch": self.sampler.global_batch,
             "data": self._data(),
         }
-        self.writer.write(self.cursor.step, checkpoint.Packed(tree), best=weights)
+        with saveable(f"the model has in step {self.cursor.step} a state"):
+            packed = checkpoint.Packed(tree)
+        self.writer.write(self.cursor.step, packed, best=weights)
 
     def _conclude(self) -> dict[str, Any]:
         """Write the model and the summary; return the summary on every rank. Collective."""

@@ -117,6 +117,37 @@ def test_weights_with_extra_state_or_a_module_prefix_are_loaded(model, tmp_path)
     load_weights(model, str(file))  # weights with DDP's prefix
 
 
+class Stateful(nn.Linear):
+    """A layer whose state begins as one value, and has a different value in training."""
+
+    values: tuple[object, object]
+
+    def get_extra_state(self):
+        return {"seen": self.values[self.weight.grad is not None]}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def stateful(shape, classes):
+    return Stateful(*shape, classes)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (({1}, 1), r"--model \S+ has a state .*_extra_state'\]\['seen'\] is a set; return .* from get_extra_state"),
+        (({torch.int8: 1}, 1), r"--model \S+ has a state .* and a key of \['_extra_state'\]\['seen'\] is a dtype"),
+        ((1, numpy.ones(2)), r"the model has in step 1 a state .*_extra_state'\]\['seen'\] is a ndarray"),
+    ],
+)
+def test_a_model_with_a_state_that_cannot_be_saved_is_refused_in_one_line(tmp_path, monkeypatch, values, message):
+    monkeypatch.setattr(Stateful, "values", values, raising=False)
+    flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:stateful", "--max-steps", "1", "--workers", "0"]
+    with connect("local") as backend, pytest.raises(UserError, match=message):
+        loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
+
+
 def test_a_model_with_lazy_layers_trains_but_cannot_load_a_weights_file(tmp_path):
     flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
     with connect("local") as backend:
