@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,17 +130,3 @@ def is_too_large(error: BaseException) -> bool:
         return True
     reason = str(error).partition("\n")[0]
     return isinstance(error, RuntimeError | TypeError) and _TOO_LARGE.search(reason) is not None
-
-
-@contextmanager
-def enough_memory(cure: str) -> Iterator[None]:
-    """Convert errors for which :func:`is_too_large` is true into a UserError whose message ends with ``cure``."""
-    try:
-        yield
-    except BackendError:
-        raise
-    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
-        if not is_too_large(error):
-            raise
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"too large for this machine ({reason or type(error).__name__}): {cure}") from error

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualtrain.console import parser_of, print_error, show
-from dualtrain.errors import UserError, enough_memory
+from dualtrain.errors import UserError
 from dualtrain.files import read_json
+from dualtrain.user_code import enough_memory
 
 if TYPE_CHECKING:
     import torch

@@ -71,16 +71,39 @@ def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:
 def user_code(what: str) -> Iterator[None]:
     """Convert an exception of the user's own code, which the block runs, into a UserError with that exception's traceback.
 
-    UserError, BackendError and errors from too little memory are not converted.
+    UserError and BackendError are not converted.
     """
     try:
         yield
     except (UserError, BackendError):
         raise
     except Exception as error:
-        if is_too_large(error):
+        reason = f"{what} failed: {in_one_line(error)}"
+        if is_too_large(error) and not isinstance(error, OverflowError):
+            reason = f"{what} is too large for this machine ({_first_line(error)}): make it smaller"
+        raise UserError(reason, trace=user_traceback(error)) from error
+
+
+@contextmanager
+def enough_memory(cure: str) -> Iterator[None]:
+    """Convert errors for which :func:`is_too_large` is true into a UserError whose message ends with ``cure``.
+
+    The UserError has the traceback of the user's own code, if this code ran. An OverflowError of that code is not
+    converted: most likely, its cause is not a size.
+    """
+    try:
+        yield
+    except BackendError:
+        raise
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        trace = user_traceback(error)
+        if not is_too_large(error) or (trace and isinstance(error, OverflowError)):
             raise
-        raise UserError(f"{what} failed: {in_one_line(error)}", trace=user_traceback(error)) from error
+        raise UserError(f"too large for this machine ({_first_line(error)}): {cure}", trace=trace) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def in_one_line(error: BaseException) -> str:

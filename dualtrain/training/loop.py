@@ -25,7 +25,7 @@ from dualtrain.data.loader import LoaderSource
 from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
-from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
+from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
 from dualtrain.files import absolute
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
@@ -62,7 +62,7 @@ from dualtrain.training.results import done_line, summarize, weights_of, write_r
 from dualtrain.training.resume import adopted, compare_batches_and_data, restore_best, set_aside
 from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
-from dualtrain.user_code import takes_arguments
+from dualtrain.user_code import enough_memory, takes_arguments
 
 _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
 

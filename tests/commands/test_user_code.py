@@ -44,6 +44,24 @@ class LateError(Own):
         return super().forward(inputs)
 
 
+class LateOverflowError(LateError):
+    """Model with an arithmetic error in training."""
+
+    def forward(self, inputs):
+        if self.training:
+            int(float("inf"))  # the user's line
+        return self.body(inputs)
+
+
+class LateMemoryError(LateError):
+    """Model that needs too much memory in training."""
+
+    def forward(self, inputs):
+        if self.training:
+            torch.empty(2**62, dtype=torch.int8)  # the user's line
+        return self.body(inputs)
+
+
 class Data:
     num_classes = 10
 
@@ -55,8 +73,16 @@ class Data:
 
     def __getitem__(self, number):
         if number == self.bad:
-            int("no number")  # the user's line
+            self.fail()
         return torch.zeros(1, 8, 8), number % 10
+
+    def fail(self):
+        int("no number")  # the user's line
+
+
+class LargeData(Data):
+    def fail(self):
+        raise MemoryError("16 TB")  # the user's line
 
 
 def failing_build():
@@ -69,6 +95,14 @@ def bad_data():
 
 def bad_later():
     return Data(19), Data(-1)
+
+
+def too_large_later():
+    return LargeData(19), Data(-1)
+
+
+def overflowing_build():
+    return int(1e400)  # the user's line
 
 
 @pytest.mark.parametrize(
@@ -88,8 +122,16 @@ def bad_later():
             r"sample 19 of the dataset failed: ValueError: .*, in test_user\S+",
         ),
         (["--model", "LateError"], 1, r"KeyError: 'missing', in test_user_code\.py:\d+"),
+        (["--model", "overflowing_build"], 2, r"--model '\S+' failed: OverflowError: .* infinity .*, in test_user\S+"),
+        (["--model", "LateOverflowError"], 1, r"OverflowError: cannot convert float infinity to integer, in test_user\S+"),
+        (["--model", "LateMemoryError"], 2, r"too large for this machine \(.*allocat.*\): choose smaller .*"),
+        (
+            ["--dataset", "too_large_later", "--workers", "1"],
+            2,
+            r"sample 19 of the dataset is too large for this machine \(16 TB\): make it smaller",
+        ),
     ],
-    ids=["model", "build", "first sample", "sample in a worker", "step"],
+    ids=["model", "build", "first", "worker", "step", "build overflow", "overflow", "memory", "memory in a worker"],
 )
 def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, flags, status, line):
     file = tmp_path / "error.json"
@@ -98,8 +140,8 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
     assert command.main(given) == status
     *trace, last = capsys.readouterr().err.splitlines()
-    # Only the UserError of bad_later is raised after the run has begun. Its message forbids a restart.
-    final = "do not restart: " if "bad_later" in name else ""
+    # A UserError that is raised after the run has begun forbids a restart.
+    final = "do not restart: " if status == 2 and ("later" in name or "Late" in name) else ""
     assert re.fullmatch(f"dualtrain: error: {final}{line}", last)
     assert trace[0] == "Traceback (most recent call last):"
     files = [found[1] for found in re.finditer(r'File "(.*?)"', "\n".join(trace))]
