@@ -117,7 +117,10 @@ def write_results(
 def _write(
     folder: Path, weights: dict[str, torch.Tensor], summary: dict[str, Any], failed: OSError | None, lock: FolderLock
 ) -> list[str]:
-    """Write the files; return what could not be written, each with the reason."""
+    """Write the files; return what could not be written, each with the reason.
+
+    The summary is written last, and only if nothing has failed: a restart of a run with a summary trains no more.
+    """
     problems: list[str] = []
     if failed is not None:
         problems.append(f"the last checkpoint ({failed.strerror or failed})")
@@ -126,9 +129,10 @@ def _write(
         "summary.json": lambda path: write_json(path, summary, lock.check),
     }
     for name, write in steps.items():
+        if name == "summary.json" and problems:
+            break
         try:
             write(folder / name)
         except OSError as error:
             problems.append(f"{name} ({error.strerror or error})")
-            break  # don't write the summary if the model was not written
     return problems

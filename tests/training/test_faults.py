@@ -149,6 +149,17 @@ def test_training_continues_on_a_full_disk_and_the_run_then_ends_with_an_error(t
     assert lines[-1]["val_loss"] == reference["val_loss"]
 
 
+def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path, monkeypatch, capsys):
+    whole = train(tmp_path / "whole", 2)
+    with monkeypatch.context() as patch:
+        FullDisk(patch, "step-00000004")
+        with pytest.raises(NotSavedError, match="the last checkpoint .* continue from the last saved checkpoint with"):
+            train(tmp_path / "run", 2, "--resume", "auto")
+    assert train(tmp_path / "run", 2, "--resume", "auto")["weights_sha256"] == whole["weights_sha256"]
+    assert "resuming from step 2" in capsys.readouterr().out
+    assert checkpoint.step_in(checkpoint.path_of(tmp_path / "run" / "checkpoints", 4)) == 4
+
+
 def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(tmp_path):
     reports: list[str] = []
     (tmp_path / "checkpoints").mkdir()
