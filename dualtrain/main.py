@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dualtrain.training.signals import end_on_early_interrupt, ignore_late_requests, note_early_requests
+from dualtrain.training.signals import (
+    end_on_early_interrupt,
+    ignore_late_requests,
+    interrupt,
+    interrupted,
+    note_early_requests,
+)
 
 if __name__ == "__main__":
     # Install the handlers before the other imports, which take seconds: without a handler, a signal ends the process.
@@ -39,7 +45,6 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = "interrupted"  # the reason that a rank reports when Ctrl-C ends it
 _SAME_SECONDS = 0.5  # after a Ctrl-C, this rank's own SIGINT may arrive this much later than another rank's report
-_interrupted = threading.Event()  # set by a SIGINT that arrives while the training loop's handlers are not installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,18 +112,24 @@ def _run(config: Config, world: World) -> int:
     if backend.device.type == "cpu":
         keep_freed_memory()
     reported = threading.Event()
-    _interrupted.clear()
+    interrupted.clear()
     if backend.watch is not None:
         backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, reported)
     earlier = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(reported)),
-        signal.SIGINT: signal.signal(signal.SIGINT, _interrupt),
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
     }
     try:
         train(config, backend)
     except BaseException as error:
+        if isinstance(error, StoppedError):
+            return _give_up(error, backend)
+        if interrupted.is_set():  # an import that was interrupted may have raised a different error
+            return _give_up(KeyboardInterrupt(), backend)
+        end_on_early_interrupt()
         return _give_up(error, backend)
     finally:
+        interrupted.clear()
         for number, handler in earlier.items():
             signal.signal(number, handler)
     backend.close()
@@ -192,7 +203,7 @@ def _wait_for_all(backend: Backend) -> None:
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
     """Print at once that a rank has failed: a launcher may end this process before the training loop sees the failure."""
-    if failure.reason.endswith(f": {_INTERRUPTED}") and _interrupted.wait(_SAME_SECONDS):
+    if failure.reason.endswith(f": {_INTERRUPTED}") and interrupted.wait(_SAME_SECONDS):
         reported.set()
         return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
     first, _, rest = failure.describe().partition("\n")
@@ -203,25 +214,14 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
 
 
 def _leave_on_sigterm(reported: threading.Event) -> None:
-    """Exit on SIGTERM. Launchers send it when a rank has failed, so first wait until the failure is printed."""
-    if not _is_stopping():
-        reported.wait(0.9)  # mpirun sends SIGKILL after one second
-        os._exit(128 + signal.SIGTERM)
-
-
-def _interrupt(*_: object) -> None:
-    _interrupted.set()
-    if not _is_stopping():
-        raise KeyboardInterrupt
-
-
-def _is_stopping() -> bool:
-    """Return whether the run has been saved because of a signal, and is about to end.
+    """Exit on SIGTERM. Launchers send it when a rank has failed, so first wait until the failure is printed.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
     """
-    return isinstance(sys.exc_info()[1], StoppedError)
+    if not isinstance(sys.exc_info()[1], StoppedError):  # otherwise the run is saved, and is about to end
+        reported.wait(0.9)  # mpirun sends SIGKILL after one second
+        os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

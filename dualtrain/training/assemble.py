@@ -282,11 +282,13 @@ def compile_error() -> type[Exception]:
 @contextmanager
 def determinism(requested: bool) -> Iterator[None]:
     """If ``requested``, make the block's operations deterministic; those that cannot be deterministic raise an error."""
+    if not requested:
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if requested:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this variable
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this variable
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:

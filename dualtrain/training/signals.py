@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from dualtrain.errors import UserError
+from dualtrain.errors import StoppedError, UserError
 from dualtrain.launchers import detect_world
 
 #: The signals, in the order of a step's control flags. The first two end the run, the last one only saves a checkpoint.
@@ -43,6 +44,27 @@ def _end_early(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+#: Set by a SIGINT outside of the training loop, whose handlers are :class:`Signals`.
+interrupted = threading.Event()
+_times: list[float] = []  # the time of the SIGINT that has set ``interrupted``
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt for the first SIGINT, and end this process at a second Ctrl-C.
+
+    The exception may become another error, or be lost, if it is raised in an import. So ``interrupted`` is set too.
+    """
+    now = time.monotonic()
+    if interrupted.is_set():
+        if now - _times[-1] > _REPEAT_SECONDS:
+            os._exit(128 + number)
+        return
+    _times[:] = [now]
+    interrupted.set()
+    if not isinstance(sys.exc_info()[1], StoppedError):  # otherwise the run is saved, and is about to end
+        raise KeyboardInterrupt
+
+
 def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
@@ -73,6 +95,9 @@ class Signals:
         self._earlier: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        if interrupted.is_set():  # but the exception was lost
+            interrupted.clear()
+            self._noted[signal.SIGINT] = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
             if take_early_request():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dualtrain import connect
 from dualtrain import main as command
@@ -49,6 +52,32 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
         os.close(ours)
     assert "3/3" in shown.decode()
     assert "█" in shown.decode()
+
+
+def converted(shape, classes):
+    """Build no model: Ctrl-C comes, and becomes another error, as in an import of a module that is written in C."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed") from None
+
+
+def lost(shape, classes):
+    """Build a model. Ctrl-C comes, but is lost."""
+    with suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))
+
+
+@pytest.mark.parametrize(
+    ("model", "line"), [("converted", "interrupted"), ("lost", "SIGINT ended the run after step 1 of .*, saved in .*")]
+)
+def test_an_interrupt_that_becomes_another_error_or_is_lost_ends_the_run(model, line, tmp_path, capsys):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    flags = ["--model", f"{__name__}:{model}", "--classes", "10", "--threads", "1", "--run-dir", str(tmp_path)]
+    assert command.main(flags) == 130
+    assert re.fullmatch(f"dualtrain: error: {line}\n", capsys.readouterr().err)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path, monkeypatch, 
     whole = train(tmp_path / "whole", 2)
     with monkeypatch.context() as patch:
         FullDisk(patch, "step-00000004")
-        with pytest.raises(NotSavedError, match="the last checkpoint .* continue from the last saved checkpoint with"):
+        with pytest.raises(NotSavedError, match=r"the last checkpoint .* continue from the last saved checkpoint with"):
             train(tmp_path / "run", 2, "--resume", "auto")
     assert train(tmp_path / "run", 2, "--resume", "auto")["weights_sha256"] == whole["weights_sha256"]
     assert "resuming from step 2" in capsys.readouterr().out
