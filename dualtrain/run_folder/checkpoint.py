@@ -100,6 +100,13 @@ def found(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of_name, reverse=True)
 
 
+def with_best(folder: Path) -> dict[Path, int]:
+    """Return the checkpoints of a folder with their steps, including ``BEST``, which may be the only good one."""
+    steps = {path: step_of_name(path) for path in found(folder)}
+    best_step = step_in(folder / BEST)
+    return steps if best_step is None else {**steps, folder / BEST: best_step}
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read a file that :func:`write` has written, with its tensors on the CPU.
 
@@ -165,7 +172,8 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
         UserError: no checkpoint is good, or a checkpoint cannot be read now but may be good.
     """
     problems: list[str] = []
-    for path in found(folder):
+    steps = with_best(folder)
+    for path in sorted(steps, key=lambda path: (steps[path], generation_in(path)[0]), reverse=True):
         try:
             return load(path), problems
         except DamagedError as error:

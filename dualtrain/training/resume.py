@@ -45,7 +45,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
         folder = Path(output.run_dir)
         tree, problems = checkpoint.newest_good(folder / "checkpoints")
         for problem in problems:
-            log.warning("%s: resuming from an older one", problem)
+            log.warning("skipped: %s", problem)
     compare_with_checkpoint(tree, settings, folder)
     return tree
 

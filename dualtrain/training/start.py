@@ -153,12 +153,8 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
 
 def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return what this rank sees of a run in ``folder``, as plain values."""
-    files, steps = [], {path: checkpoint.step_of_name(path) for path in checkpoint.found(folder / "checkpoints")}
-    best = folder / "checkpoints" / checkpoint.BEST
-    best_step = checkpoint.step_in(best)
-    if best_step is not None:
-        steps[best] = best_step  # this may be the only good checkpoint
-    for path, step in steps.items():
+    files = []
+    for path, step in checkpoint.with_best(folder / "checkpoints").items():
         with suppress(OSError):  # the file was removed after it had been listed
             status = path.stat()
             identity = [status.st_ino, status.st_size, status.st_mtime_ns]

@@ -123,14 +123,17 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_p
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
-def test_the_best_checkpoint_is_used_if_no_other_is_good(tmp_path, capsys):
-    alone(tmp_path, 1)
-    path = checkpoint.path_of(tmp_path / "checkpoints", 2)
+@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
+def test_the_best_checkpoint_is_used_if_it_is_newer_than_other_good_ones(tmp_path, monkeypatch, resume):
+    alone(tmp_path, 2)
+    path = checkpoint.path_of(tmp_path / "checkpoints", 4)
+    assert path.samefile(path.with_name(checkpoint.BEST))
     path.unlink()
     path.write_bytes(b"damaged")
-    capsys.readouterr()
-    auto(tmp_path, 2)
-    assert first_line(capsys).startswith("--resume auto: resuming from step 2, since ")
+    trained = steps_trained(monkeypatch)
+    best = alone(tmp_path, 3, resume)["best"]
+    assert trained == [5, 6]
+    assert checkpoint.step_in(path.with_name(checkpoint.BEST)) == best["step"]
 
 
 def test_a_checkpoint_beyond_the_last_step_of_this_run_is_refused(tmp_path):
