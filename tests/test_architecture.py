@@ -72,8 +72,9 @@ LAYERS = {
     "run_folder": [
         {"generation", "save_clock"},
         {"folder_lock"},
-        {"checkpoint", "last_step", "run_dir"},
-        {"attempts", "checkpoint_writer"},
+        {"checkpoint", "last_step"},
+        {"attempts", "run_dir"},
+        {"checkpoint_writer"},
         {"restarts"},
     ],
     "trainer": [

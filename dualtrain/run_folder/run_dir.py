@@ -34,10 +34,13 @@ from dualtrain.files import (
     write_json,
     write_whole,
 )
+from dualtrain.run_folder.checkpoint import BEST
 from dualtrain.run_folder.folder_lock import FolderLock, refuse, user_of
 
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS = "model-best.safetensors"
+#: Files that a run writes from its first step on, or at its end.
+_RESULTS = ("metrics.jsonl", WEIGHTS, BEST_WEIGHTS, "summary.json")
 _NAMES = re.compile(
     r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl(\.aside(-[0-9]+)?)?|\.progress|model(-best)?\.safetensors"
     r"|generation-[0-9]+"
@@ -67,8 +70,9 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
         seen, runs = user_of(folder)
         owner = seen.owner if seen is not None else None
         restart = owner is not None and lock.job != "" and lock.job in (owner.run, owner.job)
-        if not restart and _holds_another_run(folder, output):
-            raise refuse(folder, seen) if runs else _another_run(folder)
+        other = None if restart else _other_content(folder, output)
+        if other is not None:
+            raise refuse(folder, seen) if runs else other
         if output.resume == AUTO or seen is not None or (folder / "config.json").exists():
             lock.take(folder, timeout / 2, waits=restart or output.resume is not None)
     may_resume = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))
@@ -108,8 +112,9 @@ def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: Fo
     with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock.take(folder, timeout / 2)
-        if not lock.restarted and _holds_another_run(folder, output):
-            raise _another_run(folder)
+        other = None if lock.restarted else _other_content(folder, output)
+        if other is not None:
+            raise other
         lock.check()
         (folder / "checkpoints").mkdir(exist_ok=True)
         remove_temporary(folder, _NAMES)
@@ -117,23 +122,29 @@ def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: Fo
     return str(folder)
 
 
-def _another_run(folder: Path) -> UserError:
+def _other_content(folder: Path, output: OutputSection) -> UserError | None:
+    """Return the error for content that this start does not resume and must not replace; ``None`` if there is none.
+
+    Without ``--resume``, a run with neither a checkpoint nor a summary may be replaced, if its config.json is there.
+    """
+    known, file = (folder / "config.json").exists(), output.resume_file
+    checkpoints = _has_checkpoints(folder) or (folder / "checkpoints" / BEST).exists()
+    results = [name for name in _RESULTS if (folder / name).exists()]
+    if results and not known and not checkpoints:
+        return UserError(
+            f"--run-dir {str(folder)!r} holds {', '.join(results)}, but no config.json of a run: choose a new folder, or "
+            "move these files"
+        )
+    if output.resume is None:
+        another = checkpoints or "summary.json" in results
+    else:
+        of_this = file is None or file.resolve().parent == (folder / "checkpoints").resolve()
+        another = not of_this and (known or checkpoints)
+    if not another:
+        return None
     return UserError(
         f"--run-dir {str(folder)!r} holds another run: choose a new folder, or resume that run (--resume auto)"
     )
-
-
-def _holds_another_run(folder: Path, output: OutputSection) -> bool:
-    """Return whether ``folder`` holds a run that this start does not resume.
-
-    Without ``--resume``, a run with neither a checkpoint nor a summary does not count.
-    """
-    if not (folder / "config.json").exists():
-        return False
-    if output.resume is not None:
-        file = output.resume_file
-        return file is not None and file.resolve().parent != (folder / "checkpoints").resolve()
-    return (folder / "summary.json").exists() or _has_checkpoints(folder)
 
 
 def _has_checkpoints(folder: Path) -> bool:

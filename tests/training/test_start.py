@@ -110,6 +110,22 @@ def test_a_result_without_checkpoints_is_not_overwritten_by_a_new_training(tmp_p
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
+@pytest.mark.parametrize(
+    ("file", "flags", "reason"),
+    [
+        ("checkpoints/best.safetensors", (), "holds another run: choose a new folder, or resume that run"),
+        ("metrics.jsonl", (), r"holds metrics\.jsonl, but no config\.json of a run: choose a new folder, or move these"),
+        ("model.safetensors", ("--resume", "auto"), r"holds model\.safetensors, but no config\.json of a run"),
+    ],
+)
+def test_a_folder_with_files_of_another_program_is_refused(tmp_path, file, flags, reason):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / file).write_text('{"step": 7}\n')
+    with pytest.raises(UserError, match=reason):
+        alone(tmp_path, 1, *flags)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
+
+
 def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_path, monkeypatch):
     alone(tmp_path, 1)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
