@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -94,6 +94,8 @@ class Task:
     classes: int
     kind: Kind = "classes"
     names: tuple[str, ...] | None = None  # names of the classes, if they have any
+    #: Checksums of some samples by name, from the comparison between the ranks.
+    checksums: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def limit_waits(self, seconds: float) -> None:
         """Set the longest wait for a worker process, in both splits."""

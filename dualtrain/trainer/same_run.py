@@ -85,13 +85,34 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 def compare_task(task: Task, backend: Backend) -> None:
     """Check that all ranks have the same data: sizes and classes, then some samples of each split. Collective; blocks.
 
+    Sets the task's ``checksums``.
+
     Raises:
         RanksDifferError: on every rank; names what differs, or which sample some ranks cannot read.
     """
     cure = "give every host the same data"
     _require_same(backend, "data", lambda: _sizes(task), cure)
-    for title, source in (("training", task.train), ("validation", task.val)):
-        _compare_samples(backend, title, source, cure)
+    for title, source in _splits(task):
+        task.checksums.update(_compare_samples(backend, title, source, cure))
+
+
+def changed_samples(task: Task, earlier: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
+    """Yield, for each split, the name of a sample that has changed, and whether its split gives samples as stored.
+
+    Args:
+        task: the data, with their checksums.
+        earlier: the checksums of an earlier start of the run.
+    """
+    for title, source in _splits(task):
+        mine = {name: value for name, value in task.checksums.items() if name.startswith(f"checksum of {title} ")}
+        both = {name: (value, earlier[name]) for name, value in mine.items() if name in earlier}
+        changed = [name for name, (now, then) in both.items() if now != then and _UNREADABLE not in f"{now} {then}"]
+        if changed and _repeats(title, source, mine):
+            yield changed[0].removeprefix("checksum of "), bool(getattr(source, "stored", False))
+
+
+def _splits(task: Task) -> tuple[tuple[str, Source], ...]:
+    return ("training", task.train), ("validation", task.val)
 
 
 def compare_trainer(
@@ -178,7 +199,8 @@ def _sizes(task: Task) -> dict[str, Any]:
     }
 
 
-def _compare_samples(backend: Backend, title: str, source: Source, cure: str) -> None:
+def _compare_samples(backend: Backend, title: str, source: Source, cure: str) -> dict[str, str]:
+    """Check that all ranks have the same samples of a split; return the checksums of this rank's samples. Collective."""
     what = f"{title} data"
     first: dict[str, str] = {}
 
@@ -190,7 +212,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     # A rank that reads slowly has checksums of fewer samples.
     samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
-        return
+        return first
     partly_readable = [one for one in samples if len({_UNREADABLE in str(value) for value in one.values}) > 1]
     samples = partly_readable or samples
     processors_differ = any(one.name in PROCESSOR for one in found)
@@ -203,22 +225,28 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
     if backend.rank == 0:
         _warn_once(f"cannot check that the ranks have the same {what}: {seen}, but {reason}")
+    return first
 
 
 def _why_not_comparable(
     backend: Backend, title: str, source: Source, first: Mapping[str, str], *, processors_differ: bool
 ) -> str | None:
     """Return why equal data can have different checksums; ``None`` if they cannot. Collective; equal on every rank."""
-    try:
-        again = _checksums(title, source)
-        repeats = all(again[name] == first[name] for name in again.keys() & first.keys())
-    except Exception:  # a dataset that cannot be read twice
-        repeats = False
+    repeats = _repeats(title, source, first)
     if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
         return "the dataset gives a different value each time that a sample is read"
     # All ranks must make the same decision.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
     return "different processors compute them" if processors_differ and not stored else None
+
+
+def _repeats(title: str, source: Source, first: Mapping[str, str]) -> bool:
+    """Return whether samples whose checksums are ``first`` have the same checksums when they are read again."""
+    try:
+        again = _checksums(title, source)
+    except Exception:  # a dataset that cannot be read twice
+        return False
+    return all(again[name] == first[name] for name in again.keys() & first.keys())
 
 
 def _checksums(title: str, source: Source) -> dict[str, str]:

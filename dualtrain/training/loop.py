@@ -59,7 +59,7 @@ from dualtrain.training.origin import origin_of
 from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import adopted, compare_batches_and_data, restore_best, set_aside
+from dualtrain.training.resume import adopted, compare_batches_and_data, compare_samples, restore_best, set_aside
 from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
 from dualtrain.user_code import enough_memory, takes_arguments
@@ -234,6 +234,7 @@ class Run:
     def _resume(self, saved: dict[str, Any], output: OutputSection) -> None:
         folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
         compare_batches_and_data(saved, self.sampler.global_batch, self._data(), folder)
+        on_rank_zero(self.backend, "data", lambda: compare_samples(saved, self.task, folder))
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
@@ -253,7 +254,8 @@ class Run:
 
     def _data(self) -> dict[str, int]:
         """Return the sizes of the data, which must equal those in a checkpoint."""
-        return {"samples": len(self.task.train), "classes": self.task.classes}
+        task = self.task
+        return {"samples": len(task.train), "classes": task.classes, "validation": len(task.val)}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -438,6 +440,7 @@ class Run:
             "platform": self.platform,
             "global_batch": self.sampler.global_batch,
             "data": self._data(),
+            "checksums": self.task.checksums,
         }
         with saveable(f"the model has in step {self.cursor.step} a state"):
             packed = checkpoint.Packed(tree)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.config import SETTINGS, OutputSection
+from dualtrain.data import Task
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, or_nothing, read_json, remove_temporary
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
+from dualtrain.trainer.same_run import changed_samples
 from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.results import weights_of
@@ -90,7 +92,7 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
     Args:
         tree: the checkpoint, the same on every rank.
         global_batch: the number of samples per step of this run.
-        data: the numbers of samples and classes of this run.
+        data: the numbers of samples, validation samples and classes of this run.
         folder: the folder of the checkpoint's run.
     """
     if tree["global_batch"] != global_batch:
@@ -100,13 +102,43 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
             f"{with_its_weights(folder)}",
             shared=True,
         )
-    if tree["data"] != data:
-        had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (tree["data"], data))
+    written = {"validation": data["validation"], **tree["data"]}  # older checkpoints lack the number
+    if written != data:
+        had, has = (_data_in_words(one) for one in (written, data))
         raise UserError(
             f"the checkpoint was trained on {had}, and this run has {has}: give the same data, or start anew"
             f"{with_its_weights(folder, ['dataset'])}",
             shared=True,
         )
+
+
+def compare_samples(tree: dict[str, Any], task: Task, folder: Path) -> None:
+    """Compare some samples with those of the checkpoint's run. On rank 0 alone.
+
+    A changed sample that is stored as it is read is an error. Any other changed sample causes a warning, since the code
+    that computes the samples, or a library, may have changed.
+
+    Raises:
+        UserError: the data have changed.
+    """
+    earlier = tree.get("checksums")  # older checkpoints have none
+    if not isinstance(earlier, dict):
+        return
+    for sample, stored in changed_samples(task, earlier):
+        if stored:
+            raise UserError(
+                f"the checkpoint was trained with other data: {sample} has changed since then; give the same data, or "
+                f"start anew{with_its_weights(folder, ['dataset'])}"
+            )
+        log.warning(
+            "%s is not what it was before the checkpoint: the result will not be that of an uninterrupted run; if the "
+            "data have changed, start anew%s",
+            *(sample, with_its_weights(folder, ["dataset"])),
+        )
+
+
+def _data_in_words(data: Mapping[str, Any]) -> str:
+    return f"{data['samples']} samples of {data['classes']} classes, with {data['validation']} validation samples"
 
 
 def with_its_weights(folder: Path, changed: Collection[str] = ()) -> str:
@@ -140,7 +172,8 @@ def _check_form(tree: dict[str, Any]) -> None:
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "platform": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
     wrong += [name for name in ("config", "platform") if name not in wrong and not _are_values(parts[name])]
-    if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
+    numbers = {"validation": 0, **tree["data"]} if isinstance(tree.get("data"), dict) else {}
+    if wrong or any(type(numbers.get(name)) is not int for name in ("samples", "classes", "validation")):
         raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from dualtrain import Trainer, UserError, connect
 from dualtrain.batchnorm import RankNorm, synchronize_norms
 from dualtrain.config import parse
+from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Batch, Task
 from dualtrain.data.wrapped import wrap
 from dualtrain.models.freezing import freeze_backbone
@@ -175,6 +178,68 @@ def test_data_that_change_the_current_folder_do_not_change_the_runs_paths(tmp_pa
         assert ("resuming from step 1" in capsys.readouterr().out) == (number == 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run", "runs", "weights.pt"]
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+class Pairs(Dataset):
+    """A dataset whose inputs come from ``draw``."""
+
+    classes = 3
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return torch.full((4,), self.draw()), number % 3
+
+
+def constant(start, samples=8):
+    inputs = torch.zeros(samples, 4)
+    inputs[:1] = start
+    return TensorSource(inputs, torch.arange(samples) % 3)
+
+
+#: For each kind of data: the data of the first start and those of the second one, each a function of the start.
+KINDS = {
+    "same": lambda start: Task(constant(0), constant(0), (4,), 3),
+    "stored": lambda start: Task(constant(start), constant(0), (4,), 3),
+    "validation": lambda start: Task(constant(0), constant(start), (4,), 3),
+    "size": lambda start: Task(constant(0), constant(0, 8 + start), (4,), 3),
+    "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),
+    "random": lambda start: (Pairs(random.SystemRandom().random), Pairs(random.SystemRandom().random)),
+}
+CURRENT: list = []
+
+
+def of_current_kind(folder):
+    kind, start = CURRENT
+    return KINDS[kind](start)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("same", None),
+        ("stored", "trained with other data: training sample 0 has changed since then; give the same data, or start anew"),
+        ("validation", "trained with other data: validation sample 0 has changed since then"),
+        ("size", "with 8 validation samples, and this run has .* with 9 validation samples"),
+        ("computed", None),
+        ("random", None),
+    ],
+)
+def test_a_resume_with_changed_data_is_refused_or_causes_a_warning(tmp_path, caplog, kind, reason):
+    own = ["--dataset", f"{__name__}:of_current_kind", "--model", f"{__name__}:layer", "--workers", "0", "--threads", "1"]
+    for start in (0, 1):
+        CURRENT[:] = kind, start
+        refused = pytest.raises(UserError, match=reason) if start and reason else nullcontext()
+        with refused, connect("local") as backend:
+            loop.train(
+                parse([*own, "--max-steps", str(1 + start), "--run-dir", str(tmp_path), "--resume", "auto"]), backend
+            )
+    warned = "training sample 0 is not what it was before the checkpoint" in caplog.text
+    assert warned == (kind == "computed")
 
 
 def layer(shape, classes):
