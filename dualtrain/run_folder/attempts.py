@@ -133,9 +133,8 @@ def _is_event(value: Any) -> bool:
 
 def append_events(folder: Path, lock: FolderLock, *events: Event) -> None:
     """Append events to a folder's file. Raises OSError, SupersededError."""
-    lock.check()
-    with (folder / NAME).open("ab") as file:
-        file.write(_lines(events))
+    # Replace the file: after an incomplete last line of a killed process, the first new event could not be read.
+    write_whole(folder / NAME, _lines([*read_events(folder), *events]), lock.check)
 
 
 def _lines(events: Sequence[Event]) -> bytes:

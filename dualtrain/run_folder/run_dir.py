@@ -217,9 +217,11 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines that are metrics, and the number of other lines."""
     if not os.path.lexists(path):
         return [], 0
-    # The last line of a killed run may be incomplete: the resumed run writes it again.
-    complete = [line for line in read_text(path, errors="replace").split("\n")[:-1] if line]
-    parsed = [_metrics(line) for line in complete]
+    *whole, last = read_text(path, errors="replace").split("\n")
+    parsed = [_metrics(line) for line in whole if line]
+    # The last line of a killed run may be incomplete: the resumed run writes it again. It may also lack only its newline.
+    rest = _metrics(last)
+    parsed += [] if rest is None else [rest]
     lines = [line for line in parsed if line is not None]
     return lines, len(parsed) - len(lines)
 

@@ -24,6 +24,7 @@ from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
 from dualtrain.run_folder import checkpoint, checkpoint_writer
+from dualtrain.run_folder.attempts import append_events, read_events
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile, step_of
 from dualtrain.training import signals
@@ -221,6 +222,26 @@ def test_a_single_line_that_is_no_metric_is_reported_in_the_singular(tmp_path):
     said: list[str] = []
     MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
     assert ["metrics.jsonl has 1 line that is not a metric, " in line for line in said] == [True]
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"), [("", [1]), ('{"step": 2', [1]), ('{"step": 2}', [1, 2]), ('{"step": 2}\n', [1, 2]), ("\n", [1])]
+)
+def test_a_last_line_without_newline_is_kept_if_it_is_complete(tmp_path, end, kept):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_text('{"step": 1}\n' + end)
+    file = MetricsFile(tmp_path, 9, said.append, FolderLock())
+    file.write(step=3)
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 3]
+    assert not said
+
+
+def test_events_can_be_read_after_an_incomplete_line(tmp_path):
+    end = {"event": "end", "attempt": "a"}
+    (tmp_path / "attempts.jsonl").write_text(json.dumps(end) + '\n{"event": "fai')
+    append_events(tmp_path, FolderLock(), end)
+    assert read_events(tmp_path) == [end, end]
 
 
 @pytest.mark.parametrize(
