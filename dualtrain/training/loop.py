@@ -36,7 +36,7 @@ from dualtrain.run_folder.restarts import allow_restart, recorded
 from dualtrain.run_folder.run_dir import claim
 from dualtrain.run_folder.save_clock import SaveClock
 from dualtrain.trainer.machine import platform_of, threads, use_threads, warn_of_another
-from dualtrain.trainer.objective import CrossEntropy, metrics
+from dualtrain.trainer.objective import CrossEntropy, training_metrics
 from dualtrain.trainer.passes import Tensors
 from dualtrain.trainer.same_run import compare_settings
 from dualtrain.trainer.trainer import Trainer
@@ -298,7 +298,7 @@ class Run:
         except DivergedError as error:
             self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
         cursor.count(done.totals, samples, time.perf_counter() - started)
-        values = metrics(done.totals, "")
+        values = training_metrics(done.totals, "")
         self.records.step(cursor.step, cursor.epoch + 1, samples, {**values, "lr": lr})
         self._note_progress()
         return done.control_flags

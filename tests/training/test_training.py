@@ -58,6 +58,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "step"] == [10, 20]
     assert [line["kind"] for line in lines].count("epoch") == 1
     assert all(math.isfinite(line["loss"]) for line in lines if line["kind"] == "step")
+    assert not any("top5" in line for line in lines)  # training does not compute it
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["best.safetensors", *(f"step-{step:08d}.safetensors" for step in (10, 20, summary["steps"]))]
     assert weights(tmp_path)
