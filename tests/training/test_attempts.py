@@ -294,7 +294,7 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
         with pytest.raises(UserError) as refusal:
             auto(folder, *DIVERGING)
         assert str(refusal.value).startswith(f"{end.value}; the run would end in the same way again: ")
-        assert f"remove {folder / restarts.NAME}, or change the settings" in str(refusal.value)
+        assert f"remove {folder.absolute() / restarts.NAME}, or change the settings" in str(refusal.value)
     assert not trained
     # The user can train again: with other settings, with an explicit --resume, or after removing the file.
     checkpoint = max((tmp_path / "checkpoints").glob("step-*.safetensors"))
