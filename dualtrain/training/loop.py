@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -124,7 +125,9 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
 def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
     """Make the model and the run, and open the run's folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
-        model = make_model(config.model, task, config.step.seed, backend)
+        # A checkpoint has all weights, and the file of a restarted run's initial weights may be gone.
+        section = config.model if start.saved is None else replace(config.model, weights=None)
+        model = make_model(section, task, config.step.seed, backend)
         wait.phase("reading and computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
         wait.phase("preparing the trainer")
