@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def load(path: Path) -> dict[str, Any]:
         with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        # An empty tensor has the address of the next tensor in the file. torch.save, which is used to send checkpoints to
+        # other ranks, refuses two dtypes at one address.
+        tensors = {name: tensor if tensor.numel() else tensor.clone() for name, tensor in tensors.items()}
     except FileNotFoundError:
         raise DamagedError(
             f"checkpoint {str(path)!r} does not exist: name an existing file, or resume a run with --run-dir and --resume"
@@ -274,6 +278,9 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = "
         TypeError: a checkpoint cannot hold a value of this kind; the message names its ``place``.
     """
     if isinstance(value, torch.Tensor):
+        kind = _unusual(value)
+        if kind:
+            raise TypeError(f"a checkpoint holds plain values and dense tensors, and {place or 'the whole'} is a {kind}")
         if tensors is None:
             return ["tensor", ""]
         name = f"t{len(tensors)}"
@@ -301,6 +308,24 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = "
     if isinstance(value, numpy.generic):
         value = value.item()
     return ["value", _plain(value, place or "the whole")]
+
+
+def _unusual(tensor: torch.Tensor) -> str:
+    """Return the kind of a tensor that a safetensors file cannot hold; "" for usual tensors."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "nested tensor" if tensor.is_nested else "sparse tensor"
+    if tensor.is_quantized or tensor.is_meta:
+        return "quantized tensor" if tensor.is_quantized else "meta tensor"
+    return "" if _has_format(tensor.dtype) else f"tensor of {tensor.dtype}"
+
+
+@cache
+def _has_format(dtype: torch.dtype) -> bool:
+    try:
+        safetensors.torch.save({"empty": torch.empty(0, dtype=dtype)})
+    except Exception:  # the type depends on the version of safetensors
+        return False
+    return True
 
 
 def _plain(value: Any, place: str) -> bool | int | float | str | None:

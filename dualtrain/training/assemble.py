@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import synchronize_norms
@@ -90,10 +91,24 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         for inputs, targets in stored_tensors(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
     training_mode(model)  # the user's own function may return a model in evaluation mode
+    _check_state(model, name)
+
+
+def _check_state(model: nn.Module, name: str) -> None:
+    """Raise UserError if the model's state cannot be saved, or cannot be restored."""
     with user_code(f"state_dict() of --model {name}"):
         state = model.state_dict()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # also buffers that are not persistent
     with saveable(f"--model {name} has a state"):
-        checkpoint.check(state)
+        checkpoint.check({**tensors, **state})
+    for tensor_name, tensor in tensors.items():
+        if not is_lazy(tensor) and any(
+            not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise UserError(
+                f"--model {name} has {tensor_name!r}, whose elements share memory, as after expand(), so that it cannot be "
+                "restored: clone() it"
+            )
 
 
 @contextmanager
@@ -103,7 +118,7 @@ def saveable(what: str) -> Iterator[None]:
         yield
     except TypeError as error:
         raise UserError(
-            f"{what} that cannot be saved: {error}; return lists, dicts, numbers, text and tensors from get_extra_state()"
+            f"{what} that cannot be saved: {error}; use numbers, text, dense tensors, and lists or dicts of them"
         ) from error
 
 

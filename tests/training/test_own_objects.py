@@ -120,6 +120,39 @@ def test_weights_with_extra_state_or_a_module_prefix_are_loaded(model, tmp_path)
     load_weights(model, str(file))  # weights with DDP's prefix
 
 
+class Buffered(nn.Linear):
+    """A layer with a buffer of any kind."""
+
+    buffer: torch.Tensor
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("own", self.buffer, persistent=False)
+
+
+def buffered(shape, classes):
+    return Buffered(*shape, classes)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.eye(3).to_sparse(), "a state that cannot be saved: .*'own'] is a sparse tensor; use numbers"),
+        (torch.ones(3, dtype=torch.complex128), r"\['own'\] is a tensor of torch.complex128"),
+        (torch.ones(1).expand(3), "has 'own', whose elements share memory, as after expand"),
+        (torch.ones(0, 3), None),
+    ],
+    ids=["sparse", "complex", "expanded", "empty"],
+)
+def test_a_model_whose_buffer_cannot_be_saved_is_refused_before_training(tmp_path, monkeypatch, buffer, message):
+    monkeypatch.setattr(Buffered, "buffer", buffer, raising=False)
+    flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:buffered", "--workers", "0", "--resume", "auto"]
+    for steps in ("1", "2"):
+        with connect("local") as backend, pytest.raises(UserError, match=message) if message else nullcontext():
+            loop.train(parse([*flags, "--max-steps", steps, "--run-dir", str(tmp_path)]), backend)
+    assert message is None or not list(tmp_path.glob("*/step-*"))
+
+
 class Stateful(nn.Linear):
     """A layer whose state begins as one value, and has a different value in training."""
 
@@ -139,12 +172,12 @@ def stateful(shape, classes):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (({1}, 1), r"--model \S+ has a state .*_extra_state'\]\['seen'\] is a set; return .* from get_extra_state"),
+        (({1}, 1), r"--model \S+ has a state .*_extra_state'\]\['seen'\] is a set; use numbers"),
         (({torch.int8: 1}, 1), r"--model \S+ has a state .* and a key of \['_extra_state'\]\['seen'\] is a dtype"),
         ((1, numpy.ones(2)), r"the model has in step 1 a state .*_extra_state'\]\['seen'\] is a ndarray"),
     ],
 )
-def test_a_model_with_a_state_that_cannot_be_saved_is_refused_in_one_line(tmp_path, monkeypatch, values, message):
+def test_a_model_with_a_value_that_cannot_be_saved_is_refused_in_one_line(tmp_path, monkeypatch, values, message):
     monkeypatch.setattr(Stateful, "values", values, raising=False)
     flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:stateful", "--max-steps", "1", "--workers", "0"]
     with connect("local") as backend, pytest.raises(UserError, match=message):
