@@ -70,7 +70,7 @@ LAYERS = {
     "spark": [{"barrier"}, {"runner"}],
     "ray": [{"settings"}, {"actors"}, {"executor"}],
     "run_folder": [
-        {"generation", "save_clock"},
+        {"generation", "save_clock", "structure"},
         {"folder_lock"},
         {"checkpoint", "last_step"},
         {"attempts", "run_dir"},
@@ -86,7 +86,8 @@ LAYERS = {
         {"trainer"},
     ],
     "training": [
-        {"assemble", "batch_plan", "cursor", "optimizers", "origin", "progress", "signals"},
+        {"batch_plan", "cursor", "optimizers", "origin", "progress", "saveable", "signals"},
+        {"assemble"},
         {"records", "results"},
         {"resume"},
         {"opening", "start"},

@@ -10,14 +10,11 @@ import errno
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy
 import safetensors
 import safetensors.torch
 import torch
@@ -26,6 +23,7 @@ from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
 from dualtrain.files import aside_of, link_whole, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
 
 
 class DamagedError(UserError):
@@ -53,7 +51,7 @@ class Packed:
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._structure = json.dumps(_flatten(tree, self._tensors))
+        self._structure = json.dumps(flatten(tree, self._tensors))
 
     def write(self, path: Path, lock: FolderLock | None = None) -> None:
         """Write the tree as one file, whole or not at all.
@@ -72,11 +70,6 @@ class Packed:
             return
         header["generation"] = str(lock.generation)
         write_whole(path, safetensors.torch.save(self._tensors, metadata=header), lock.check)
-
-
-def check(tree: dict[str, Any]) -> None:
-    """Raise TypeError if a checkpoint cannot hold a value in ``tree``. Copies no tensors."""
-    _flatten(tree, None)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -147,7 +140,7 @@ def load(path: Path) -> dict[str, Any]:
     if header.get("sha256") != _digest(structure, tensors):
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
     try:
-        tree: dict[str, Any] = _rebuild(parse_json(structure), tensors)
+        tree: dict[str, Any] = rebuild(parse_json(structure), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
     if not isinstance(tree, dict):
@@ -214,7 +207,7 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 def step_in(path: Path) -> int | None:
     """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read."""
     try:
-        step = _rebuild(parse_json(_header(path)["structure"]), _NoTensors())["cursor"]["step"]
+        step = rebuild(parse_json(_header(path)["structure"]), NoTensors())["cursor"]["step"]
     except Exception:  # not a checkpoint of a run
         return None
     return step if type(step) is int else None
@@ -235,13 +228,6 @@ def generation_in(path: Path) -> tuple[int, str]:
 def _header(path: Path) -> dict[str, str]:
     with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
         return file.metadata() or {}
-
-
-class _NoTensors(dict[str, Any]):
-    """A mapping of any name to ``None``, in place of tensors."""
-
-    def __missing__(self, name: str) -> None:
-        return None
 
 
 def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]] | None:
@@ -267,85 +253,3 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(as_bytes(tensor).numpy().data)  # a view, since making a copy would hold the GIL
     return digest.hexdigest()
-
-
-def _flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = "") -> Any:
-    """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``.
-
-    Tensors are not copied if ``tensors`` is ``None``.
-
-    Raises:
-        TypeError: a checkpoint cannot hold a value of this kind; the message names its ``place``.
-    """
-    if isinstance(value, torch.Tensor):
-        kind = _unusual(value)
-        if kind:
-            raise TypeError(f"a checkpoint holds plain values and dense tensors, and {place or 'the whole'} is a {kind}")
-        if tensors is None:
-            return ["tensor", ""]
-        name = f"t{len(tensors)}"
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-        return ["tensor", name]
-    if isinstance(value, Counter):  # the milestones of MultiStepLR
-        return ["counter", [[_flatten(key, tensors, place), count] for key, count in value.items()]]
-    if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
-        return [
-            "items",
-            [[_flatten(key, tensors, place), _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()],
-        ]
-    if isinstance(value, dict):
-        return [
-            "dict",
-            [
-                [_plain(key, f"a key of {place or 'the whole'}"), _flatten(item, tensors, f"{place}[{key!r}]")]
-                for key, item in value.items()
-            ],
-        ]
-    if isinstance(value, list | tuple):
-        items = enumerate(value)
-        kind = "list" if isinstance(value, list) else "tuple"  # a torch.Size and a named tuple become tuples
-        return [kind, [_flatten(item, tensors, f"{place}[{number}]") for number, item in items]]
-    if isinstance(value, numpy.generic):
-        value = value.item()
-    return ["value", _plain(value, place or "the whole")]
-
-
-def _unusual(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that a safetensors file cannot hold; "" for usual tensors."""
-    if tensor.is_nested or tensor.layout != torch.strided:
-        return "nested tensor" if tensor.is_nested else "sparse tensor"
-    if tensor.is_quantized or tensor.is_meta:
-        return "quantized tensor" if tensor.is_quantized else "meta tensor"
-    return "" if _has_format(tensor.dtype) else f"tensor of {tensor.dtype}"
-
-
-@cache
-def _has_format(dtype: torch.dtype) -> bool:
-    try:
-        safetensors.torch.save({"empty": torch.empty(0, dtype=dtype)})
-    except Exception:  # the type depends on the version of safetensors
-        return False
-    return True
-
-
-def _plain(value: Any, place: str) -> bool | int | float | str | None:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"a checkpoint holds plain values and tensors, and {place} is a {type(value).__name__}")
-
-
-def _rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    kind, content = value
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "counter":
-        return Counter({_rebuild(key, tensors): count for key, count in content})
-    if kind == "items":
-        return {_rebuild(key, tensors): _rebuild(item, tensors) for key, item in content}
-    if kind == "dict":
-        return {key: _rebuild(item, tensors) for key, item in content}
-    if kind == "value":
-        return content
-    # Versions up to 0.2.0 wrote the name of the class: "Size", for example.
-    items = [_rebuild(item, tensors) for item in content]
-    return items if kind == "list" else tuple(items)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import synchronize_norms
@@ -23,12 +22,12 @@ from dualtrain.data.sources import Source, Tensors, contents_of, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.on_ranks import on_all_ranks
-from dualtrain.run_folder import checkpoint
 from dualtrain.trainer.data_parallel import measured, replicate
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.rank_state import seed_all
 from dualtrain.trainer.same_run import compare_task
-from dualtrain.user_code import in_one_line, user_code, user_traceback
+from dualtrain.training.saveable import check_state
+from dualtrain.user_code import in_one_line, user_traceback
 
 #: Largest number of samples that are searched for the cause of a loss that is not finite.
 LARGEST_SEARCH = 10_000
@@ -91,35 +90,7 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         for inputs, targets in stored_tensors(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
     training_mode(model)  # the user's own function may return a model in evaluation mode
-    _check_state(model, name)
-
-
-def _check_state(model: nn.Module, name: str) -> None:
-    """Raise UserError if the model's state cannot be saved, or cannot be restored."""
-    with user_code(f"state_dict() of --model {name}"):
-        state = model.state_dict()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # also buffers that are not persistent
-    with saveable(f"--model {name} has a state"):
-        checkpoint.check({**tensors, **state})
-    for tensor_name, tensor in tensors.items():
-        if not is_lazy(tensor) and any(
-            not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
-            raise UserError(
-                f"--model {name} has {tensor_name!r}, whose elements share memory, as after expand(), so that it cannot be "
-                "restored: clone() it"
-            )
-
-
-@contextmanager
-def saveable(what: str) -> Iterator[None]:
-    """Convert a TypeError that the block raises because a checkpoint cannot hold a value; ``what`` begins the message."""
-    try:
-        yield
-    except TypeError as error:
-        raise UserError(
-            f"{what} that cannot be saved: {error}; use numbers, text, dense tensors, and lists or dicts of them"
-        ) from error
+    check_state(model, name)
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:

@@ -49,7 +49,6 @@ from dualtrain.training.assemble import (
     make_computation,
     make_model,
     not_finite,
-    saveable,
     try_out,
 )
 from dualtrain.training.batch_plan import BatchPlan
@@ -61,6 +60,7 @@ from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
 from dualtrain.training.resume import adopted, compare_batches_and_data, compare_samples, restore_best, set_aside
+from dualtrain.training.saveable import saveable
 from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
 from dualtrain.user_code import enough_memory, takes_arguments

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dualtrain.errors import UserError
-from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder import checkpoint, structure
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.trainer.rank_state import random_state, restore_random_state
 
@@ -98,7 +98,7 @@ def test_subclasses_of_dict_list_and_tuple_are_saved_as_plain_ones_and_keys_may_
     assert loaded.pop("counts") == Counter({(1, 2): 3})
     assert loaded == tree
     old = json.dumps(["dict", [["size", ["Size", [["value", 2], ["value", 3]]]]]])
-    assert checkpoint._rebuild(json.loads(old), {}) == {"size": (2, 3)}
+    assert structure.rebuild(json.loads(old), {}) == {"size": (2, 3)}
 
 
 def test_a_schedule_with_milestones_goes_on_after_its_state_was_saved(tmp_path):

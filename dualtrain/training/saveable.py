@@ -1,0 +1,41 @@
+"""Find out before the first step whether a checkpoint can hold a model's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dualtrain.errors import UserError
+from dualtrain.run_folder.structure import check
+from dualtrain.user_code import user_code
+
+
+def check_state(model: nn.Module, name: str) -> None:
+    """Raise UserError if the model's state cannot be saved, or cannot be restored."""
+    with user_code(f"state_dict() of --model {name}"):
+        state = model.state_dict()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # also buffers that are not persistent
+    with saveable(f"--model {name} has a state"):
+        check({**tensors, **state})
+    for tensor_name, tensor in tensors.items():
+        if not is_lazy(tensor) and any(
+            not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise UserError(
+                f"--model {name} has {tensor_name!r}, whose elements share memory, as after expand(), so that it cannot be "
+                "restored: clone() it"
+            )
+
+
+@contextmanager
+def saveable(what: str) -> Iterator[None]:
+    """Convert a TypeError that the block raises because a checkpoint cannot hold a value; ``what`` begins the message."""
+    try:
+        yield
+    except TypeError as error:
+        raise UserError(
+            f"{what} that cannot be saved: {error}; use numbers, text, dense tensors, and lists or dicts of them"
+        ) from error
