@@ -7,7 +7,7 @@ own parameter groups and state, so that schedulers, GradScaler and checkpoints s
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
@@ -21,24 +21,18 @@ from dualtrain.backends.sum_order import sum_order as sum_order_of
 from dualtrain.errors import BackendError
 from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
-
-
-def _of_wrapped(name: str) -> Any:
-    """Return a property that reads, sets and deletes an attribute of the wrapped optimizer."""
-    return property(
-        lambda self: getattr(self.optimizer, name),
-        lambda self, value: setattr(self.optimizer, name, value),
-        lambda self: delattr(self.optimizer, name),
-    )
+from dualtrain.gradients.parameters import name_parameters
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wrapper of ``optimizer``; gradients are averaged over ``backend`` during backward.
 
     After ``loss.backward()`` every rank's ``param.grad`` is the average: clip, unscale or log it as in one process.
-    ``param_groups``, ``state``, ``state_dict()`` and ``zero_grad(set_to_none=…)`` are those of the wrapped optimizer;
-    pickling or deep-copying gives the wrapped optimizer alone. If each rank's loss is a mean over its samples,
-    and all ranks have the same number of samples, the average is the gradient of the mean over all samples.
+    All attributes and methods that the wrapper does not have itself, such as ``param_groups`` and ``state``, are those of
+    the wrapped optimizer, also in assignments. Hooks of ``state_dict()`` and ``load_state_dict()`` are the wrapped
+    optimizer's too, and get it as their argument. Pickling or deep-copying gives the wrapped optimizer alone. If each
+    rank's loss is a mean over its samples, and all ranks have the same number of samples, the average is the gradient of
+    the mean over all samples.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
@@ -62,6 +56,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bounds.
     """
 
+    _changing = False  # whether ``step`` has begun to change the parameters
+    _interrupted = False  # whether an interrupt such as Ctrl-C has stopped ``step`` while it changed the parameters
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -75,50 +72,49 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sum_order: Literal["backend", "canonical"] | SumOrder = "backend",
         carry: int | None = None,
     ) -> None:
-        # Initialize the base class as unpickling does: Optimizer.__init__ would make new parameter groups.
-        self.optimizer = optimizer
-        self.__setstate__({"defaults": optimizer.defaults})
-        self.backend = backend
-        named = _name_all(optimizer, named_parameters)
+        # Optimizer.__init__ is not called: it would make new parameter groups. Only step hooks are kept here, not in the
+        # wrapped optimizer. The names of their dictionaries are private in torch 2.5 to 2.15.
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.backend, self._alone = backend, backend.size == 1
+        named = name_parameters(optimizer, named_parameters)
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
         self._order = order = _order(sum_order, backend)
-        options = inspect.signature(optimizer.zero_grad).parameters.values()
-        self._takes_set_to_none = any(one.name == "set_to_none" or one.kind is one.VAR_KEYWORD for one in options)
-        self._changing = False  # whether ``step`` has begun to change the parameters
-        self._interrupted = False  # whether Ctrl-C has stopped ``step`` while it changed the parameters
+        self._takes_set_to_none = takes_set_to_none(optimizer)
         self.reducer = GradientReducer(
             named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer, order=order
         )
         self.reducer.follow(optimizer)
+        self.optimizer = optimizer  # at last: from now on, __setattr__ passes new attributes on
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's own parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's own state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
+    # All that the wrapper does not have itself is the wrapped optimizer's, such as param_groups, state, the methods train()
+    # and eval() of schedule-free optimizers, and found_inf, which GradScaler sets for a fused step and deletes after it.
 
     def __getattr__(self, name: str) -> Any:
-        # Reads are passed on, because optimizers may have methods of their own, such as train() and eval() of schedule-free
-        # optimizers. Assignments are not passed on. During construction and unpickling there is no wrapped optimizer yet.
+        # During construction and unpickling there is no wrapped optimizer yet.
         if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    #: GradScaler sets these two for a step of an optimizer that unscales its gradients itself.
-    grad_scale = _of_wrapped("grad_scale")
-    found_inf = _of_wrapped("found_inf")
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._has(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._has(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.optimizer, name)
+
+    def _has(self, name: str) -> bool:
+        """Return whether an attribute is the wrapper's own. During construction, all attributes are."""
+        own = vars(self)
+        return name in own or "optimizer" not in own or hasattr(type(self), name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the wrapped optimizer's state and groups. Some programs call this method in place of load_state_dict."""
+        self.optimizer.__setstate__(state)
 
     # Private in torch 2.5 to 2.15: GradScaler reads this property; there is no public one.
     @property
@@ -178,27 +174,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
             BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only; or an interrupt such as
                 Ctrl-C has stopped an earlier step, which may have changed some parameters.
         """
-        if self._interrupted and self.backend.size > 1:
+        with self._refusing_after_interrupt():
+            return self._step_with_hooks(closure)
+
+    @contextmanager
+    def _refusing_after_interrupt(self) -> Iterator[None]:
+        """Run a step in this context; refuse it if an interrupt has stopped an earlier step that changed parameters."""
+        if self._interrupted and not self._alone:
             raise BackendError(
-                f"an earlier step of the optimizer was interrupted on rank {self.backend.rank}, whose parameters may "
-                "differ: restart the ranks, or load the same model and optimizer state on all ranks"
+                "an earlier step of the optimizer was interrupted on this rank, whose parameters may differ: restart the "
+                "ranks, or load the same model and optimizer state on all ranks"
             )
         self._changing = False
         try:
-            return self._step_with_hooks(closure)
+            yield
         except Exception:
             raise
         except BaseException:
             self._interrupted = self._changing
             raise
 
-    step.hooked = True  # type: ignore[attr-defined]  # without this mark, torch would run the hooks around step() again
-
     def _step_with_hooks(self, closure: Callable[[], Any] | None) -> Any:
-        # Private in torch 2.5 to 2.15: there is no public way to find out whether an optimizer has step hooks.
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            return _with_hooks(self) if closure is None else _with_hooks(self, closure)
-        return self._step(closure)
+        """Take a step, with this wrapper's own step hooks; hooks for all optimizers run in the wrapped optimizer's step."""
+        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
+        options: dict[str, Any] = {}
+        for before in self._optimizer_step_pre_hooks.values():
+            args, options = before(self, args, options) or (args, options)
+        result = DistributedOptimizer._step(*args, **options)
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, args, options)
+        return result
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
@@ -233,6 +238,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients as the wrapped optimizer does; averages that no step has used are lost."""
         self.reducer.renew()
+        self._zero_gradients(set_to_none)
+
+    def _zero_gradients(self, set_to_none: bool) -> None:
         if self._takes_set_to_none:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         else:
@@ -262,10 +270,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
 
 
-#: ``_step`` in torch's wrapper for ``step`` methods, which runs the step hooks of the distributed optimizer.
-_with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
-
-
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Combine the losses that the ranks' closures returned. Return any other value unchanged. Collective; blocks.
@@ -291,6 +295,12 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
     return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
 
 
+def takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the method ``zero_grad`` of ``optimizer`` has the option ``set_to_none``."""
+    options = inspect.signature(optimizer.zero_grad).parameters.values()
+    return any(one.name == "set_to_none" or one.kind is one.VAR_KEYWORD for one in options)
+
+
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
@@ -301,33 +311,3 @@ def _order(requested: str | SumOrder, backend: Backend) -> SumOrder | None:
     if requested not in ("backend", "canonical"):
         raise ValueError(f'sum_order={requested!r} is not known: choose "backend" or "canonical"')
     return sum_order_of(backend.size, backend.size) if requested == "canonical" else None
-
-
-def _name_all(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
-    theirs = [
-        (f"group {g} parameter {i}", p)
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-    ]
-    if named is None:
-        return theirs
-    pairs = list(named)
-    doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if doubled:
-        raise ValueError(f"named_parameters has the name {doubled[0]!r} twice: pass model.named_parameters()")
-    wanted = {p for _, p in theirs}
-    given = {p for _, p in pairs}
-    missing = [name for name, p in theirs if p not in given]
-    if missing:
-        raise ValueError(
-            f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
-            "pass model.named_parameters() of the whole model"
-        )
-    first_names: dict[torch.nn.Parameter, str] = {}
-    for name, p in pairs:
-        if p in wanted:
-            first_names.setdefault(p, name)  # a shared parameter may have several names
-    return [(name, p) for p, name in first_names.items()]

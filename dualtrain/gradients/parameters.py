@@ -1,9 +1,10 @@
-"""Checks on the parameters of a reducer: which kinds it accepts, and whether one changed after its bucket was made."""
+"""The parameters of a reducer: their names, which kinds it accepts, and whether one changed after its bucket was made."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -38,6 +39,46 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         )
     if reason is not None:
         raise ValueError(f"parameter {name!r} {reason}")
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
+) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
+    theirs = [
+        (f"group {g} parameter {i}", p)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    ]
+    if named is None:
+        return theirs
+    pairs = list(named)
+    doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if doubled:
+        raise ValueError(f"named_parameters has the name {doubled[0]!r} twice: pass model.named_parameters()")
+    given = {p for _, p in pairs}
+    missing = [name for name, p in theirs if p not in given]
+    if missing:
+        raise ValueError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
+            "pass model.named_parameters() of the whole model"
+        )
+    return first_names(pairs, optimizer)
+
+
+def first_names(
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) for each parameter of ``optimizer``, in the order of ``named``.
+
+    A shared parameter may have several names. The first one counts.
+    """
+    wanted = {p for group in optimizer.param_groups for p in group["params"]}
+    names: dict[nn.Parameter, str] = {}
+    for name, p in named:
+        if p in wanted:
+            names.setdefault(p, name)
+    return [(name, p) for p, name in names.items()]
 
 
 def warn_of_ddp(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dualtrain.gradients import Transfer
+from dualtrain.gradients.parameters import first_names
 from dualtrain.hvd import compat
 from dualtrain.hvd.arithmetic import Adasum, Average, Sum
 from dualtrain.hvd.base_reducer import HorovodReducer
@@ -25,8 +26,9 @@ from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
 from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+from dualtrain.hvd.wrapped_values import values_of
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
-from dualtrain.optimizer import combined_loss
+from dualtrain.optimizer import combined_loss, takes_set_to_none
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -65,7 +67,10 @@ def DistributedOptimizer(  # noqa: N802
     Raises:
         ValueError: an option is wrong, a parameter has no name, two parameters have the same name, or the process set was
             made from a communicator and is not in use. (A set made from ranks may be added before the first backward.)
+        TypeError: ``optimizer`` is a wrapper already.
     """
+    if isinstance(optimizer, NativeOptimizer):
+        raise TypeError("the optimizer is a DistributedOptimizer already, whose gradients are combined: wrap it only once")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if gradient_predivide_factor != 1.0 and rocm_built():
@@ -83,7 +88,7 @@ def DistributedOptimizer(  # noqa: N802
     base = _AdasumOptimizer if op == Adasum and _several(process_set) else _Optimizer
     # Make a subclass of the optimizer's class, as Horovod does: the wrapper of an SGD is an instance of torch.optim.SGD.
     # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
-    names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}"}
+    names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}", **values_of(optimizer, base)}
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
     made: _Optimizer = object.__new__(cls)
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
@@ -110,17 +115,19 @@ class _Optimizer(NativeOptimizer):
         process_set: ProcessSet,
     ) -> None:
         """Initialize. ``__init__`` is not used, because it has the arguments of the wrapped optimizer's class."""
-        self.optimizer = optimizer
-        self.__setstate__({"defaults": optimizer.defaults})
+        self._takes_set_to_none = takes_set_to_none(optimizer)
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
         self.backward_passes_per_step = passes
         self.op, self.process_set = op, process_set
         self._synchronized, self._should_synchronize = False, True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
-        if process_set.included() and (_several(process_set) or os.environ.get("HOROVOD_ELASTIC") == "1"):
-            self.reducer = self._make_reducer(named, compression, transfer)
+        several = _several(process_set) or os.environ.get("HOROVOD_ELASTIC") == "1"
+        self._alone = not (several and process_set.included())
+        if not self._alone:
+            self.reducer = self._make_reducer(first_names(named, optimizer), compression, transfer)
         if self.reducer is not None:
             self.reducer.follow(optimizer)
+        self.optimizer = optimizer  # at last: from now on, __setattr__ passes new attributes on
 
     def close(self) -> None:
         """Remove the hooks: later backward passes send no gradients. Callers must not call ``step`` afterwards."""
@@ -128,12 +135,6 @@ class _Optimizer(NativeOptimizer):
             self.reducer.close()
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
-        wrapped = {p for group in self.optimizer.param_groups for p in group["params"]}
-        names: dict[torch.nn.Parameter, str] = {}  # a shared parameter may have several names; the first one counts
-        for name, p in named:
-            if p in wrapped:
-                names.setdefault(p, name)
-        named = [(name, p) for p, name in names.items()]
         options = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
         HorovodReducer.close_replaced(named, *options[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
@@ -143,11 +144,6 @@ class _Optimizer(NativeOptimizer):
         if self.op not in (Average, Sum) or compression not in NARROW:
             return CallReducer(named, *options, self.op, compression)
         return ChannelReducer(named, *options, transfer)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not wrapped yet
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
@@ -259,7 +255,7 @@ class _Optimizer(NativeOptimizer):
         if self.reducer is not None:
             self.reducer.renew()
             self.reducer.hooks.restore()
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._zero_gradients(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""

@@ -217,6 +217,7 @@ def hooked_for_all(backend):
         # Ranks that are threads share global hooks, so ignore the other ranks' optimizers.
         return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
 
+    optimizer.register_step_pre_hook(lambda *_: None)  # the wrapper's own hooks do not run the global ones again
     handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
     try:
         train(model, optimizer, backend, 2)
@@ -630,9 +631,10 @@ class WithoutOptions(torch.optim.SGD):
         super().zero_grad()
 
 
-def test_the_wrapper_passes_on_assignments_to_state_and_groups_and_calls_zero_grad_without_arguments():
+def test_the_wrapper_passes_assignments_and_hooks_on_and_calls_zero_grad_without_arguments():
     p = nn.Parameter(torch.ones(2))
     inner = WithoutOptions([p], 1.0, momentum=0.9)
+    inner.scale = 1.0
     optimizer = DistributedOptimizer(inner, [("p", p)], backend=LocalBackend(World(), torch.device("cpu"), 10.0))
     p.sum().backward()
     optimizer.step()
@@ -643,3 +645,16 @@ def test_the_wrapper_passes_on_assignments_to_state_and_groups_and_calls_zero_gr
     groups = [dict(inner.param_groups[0], lr=0.5)]
     optimizer.param_groups = groups
     assert inner.param_groups is groups
+    optimizer.scale = 0.5
+    optimizer.defaults = defaults = dict(inner.defaults, lr=0.5)
+    assert inner.scale == 0.5
+    assert inner.defaults is defaults
+    del optimizer.scale
+    assert not hasattr(inner, "scale")
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append("save"))
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append("load"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["save", "load"]
+    optimizer.__setstate__({"state": {}})
+    assert inner.state == {}

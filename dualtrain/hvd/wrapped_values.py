@@ -1,0 +1,38 @@
+"""Attributes of an optimizer's class that a wrapper, whose class is a subclass of it, reads from the optimizer itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _WrappedValue:
+    """Value in the class of a wrapper that is read from the wrapped optimizer and set there.
+
+    The class of the wrapped optimizer has a value of this name too, and the optimizer itself may have a different one.
+    """
+
+    def __init__(self, name: str, default: Any) -> None:
+        self._name, self._default = name, default
+
+    def __get__(self, wrapper: Any, cls: type) -> Any:
+        return self._default if wrapper is None else getattr(wrapper.optimizer, self._name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        setattr(wrapper.optimizer, self._name, value)
+
+    def __delete__(self, wrapper: Any) -> None:
+        delattr(wrapper.optimizer, self._name)
+
+
+def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
+    """Return a ``_WrappedValue`` for each attribute of the class of ``optimizer`` that must be read from ``optimizer``.
+
+    These are values, such as defaults of attributes, and methods that ``optimizer`` has replaced. A wrapper inherits other
+    methods, so that a call of ``step()`` in them is the wrapper's. It has the attributes of ``base`` itself.
+    """
+    kind, own = type(optimizer), vars(optimizer)
+    theirs = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}
+    hidden = {name: value for name, value in theirs.items() if name in own or not hasattr(value, "__get__")}
+    return {name: _WrappedValue(name, value) for name, value in hidden.items()}
