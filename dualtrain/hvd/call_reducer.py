@@ -75,8 +75,13 @@ class CallReducer(HorovodReducer):
     def reduce_once(self) -> None:
         """Compress, reduce and decompress every gradient; missing gradients count as zeros. Collective; blocks."""
         handle, contexts = self._submit()
+        try:
+            results = synchronize(handle) or ()
+        except Exception:  # after an interrupt such as Ctrl-C, the next call of ``reduce`` continues to wait
+            self._call = None
+            raise
         self._call = None
-        for slot, result, ctx in zip(self.hooks.slots, synchronize(handle) or (), contexts, strict=True):
+        for slot, result, ctx in zip(self.hooks.slots, results, contexts, strict=True):
             # As in buckets, a frozen parameter without a gradient contributes zeros and gets no gradient.
             if slot.param.requires_grad or slot.param.grad is not None:
                 slot.param.grad = self._compression.decompress(result, ctx)

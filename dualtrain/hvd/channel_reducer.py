@@ -87,13 +87,18 @@ class ChannelReducer(HorovodReducer):
         try:
             with as_horovod_errors():
                 self._run_exchange()
-        finally:
-            self.exchanging = False
-            basics.exchangers.done[self.channel_name] = self.exchanges
-            self._end_lines()
+        except Exception:
+            self._end_exchange()
+            raise
+        self._end_exchange()  # not after an interrupt such as Ctrl-C: the next call of ``reduce`` continues the exchange
         # Reading the extra scalar from a GPU blocks, so read it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
+
+    def _end_exchange(self) -> None:
+        self.exchanging = False
+        basics.exchangers.done[self.channel_name] = self.exchanges
+        self._end_lines()
 
     def _run_exchange(self) -> None:
         exchange = self._exchange

@@ -88,7 +88,9 @@ def synchronize(handle: int) -> Any:
     """
     if handle not in _handles:
         return None
-    pending, finish = _handles.pop(handle)
+    pending, finish = _handles[handle]
+    pending.wait_for_end()
+    _handles.pop(handle, None)  # not before the call has ended: an interrupt such as Ctrl-C may stop the wait
     return finish(pending.wait())
 
 

@@ -209,19 +209,24 @@ class _Optimizer(NativeOptimizer):
 
         Raises:
             HorovodInternalError: as :meth:`synchronize`.
-            BackendError: the closure returned a loss on some ranks only.
+            BackendError: the closure returned a loss on some ranks only; or an interrupt such as Ctrl-C has stopped an
+                earlier step, which may have changed some parameters.
         """
-        if self._should_synchronize:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() "
-                    "context if you use optimizer.synchronize() in your code.",
-                    stacklevel=2,
-                )
-            if closure is None:
-                self.synchronize()
+        if self._should_synchronize and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() "
+                "context if you use optimizer.synchronize() in your code.",
+                stacklevel=2,
+            )
+        with self._refusing_after_interrupt():
+            return self._synchronize_and_step(closure)
+
+    def _synchronize_and_step(self, closure: Callable[[], Any] | None) -> Any:
+        if self._should_synchronize and closure is None:
+            self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
+        self._changing = True
         result = self.optimizer.step(closure and self._with_reduction(closure))
         # Do not reset the reducer if the caller used skip_synchronize() without synchronize(): then zero_grad() and
         # backward must raise AssertionError.
@@ -277,7 +282,7 @@ class _Optimizer(NativeOptimizer):
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.discard_step()
-        self.optimizer.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -303,7 +308,6 @@ class _AdasumOptimizer(_Optimizer):
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank alone, then replace the parameters' changes by their adaptive sum over the ranks. Collective.
 
@@ -311,12 +315,18 @@ class _AdasumOptimizer(_Optimizer):
 
         Raises:
             ValueError: the process set was not added, or was removed; no step was taken.
+            BackendError: an interrupt such as Ctrl-C has stopped an earlier step.
         """
         if not self.process_set.included():
             return self.optimizer.step(closure)
         self.process_set.usable_id()
+        with self._refusing_after_interrupt(), torch.no_grad():
+            return self._step_and_combine(closure)
+
+    def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [p.detach().clone() for p in params]
+        self._changing = True
         result = self.optimizer.step(closure)
         changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
         combined = grouped_allreduce(

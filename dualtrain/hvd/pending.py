@@ -46,14 +46,18 @@ class Pending:
     events: list[Any] = field(default_factory=list)
     progress: Callable[[], int] = _nothing
 
+    def wait_for_end(self) -> None:
+        """Block until there is a result or an error."""
+        while not self.ended.wait(slice_seconds(self.progress)):
+            pass
+
     def wait(self) -> Any:
         """Block until the result can be used on the current stream; return it.
 
         Raises:
             HorovodInternalError: the call failed.
         """
-        while not self.ended.wait(slice_seconds(self.progress)):
-            pass
+        self.wait_for_end()
         if self.error is not None:
             # A new exception each time, because several callers may wait.
             raise HorovodInternalError(*self.error.args) from self.error

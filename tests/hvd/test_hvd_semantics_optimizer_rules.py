@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from dualtrain.errors import BackendError
+from dualtrain.hvd.pending import Pending
 from tests.hvd.worlds import OURS_2, PAIR, THEIRS, check, library, mean_of_ranks, same
 
 
@@ -37,6 +40,7 @@ def refusals(backend):
             same("negative groups", wrap(groups=-1), "ValueError"),
             same("twice in groups", wrap(groups=[[p], [p]]), "ValueError"),
             same("groups of text", wrap(groups=[["p"]]), "ValueError"),
+            same("wrapped twice", lambda: hvd.DistributedOptimizer(wrap()(), named), "TypeError"),
             same("no_sync", lambda: wrap()().no_sync().__enter__(), "AttributeError"),
         )
 
@@ -496,3 +500,114 @@ def later_hook(backend):
 @OURS_2
 def test_a_grouped_allreduce_of_all_gradients_waits_for_hooks_that_were_registered_later(real):
     assert real(later_hook) == [[20.0, 20.0]] * 2
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer with attributes and methods of its own."""
+
+    scale = 1.0
+    steps = 0
+
+    def set_scale(self, scale):
+        self.scale = scale
+
+    def train(self, loss):
+        loss.backward()
+        self.step()
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(self.scale)
+        return super().step(closure)
+
+
+def own_attributes(backend):
+    """Use a wrapper as if it were the optimizer that it wraps."""
+    with library(backend) as hvd:
+        me, mean = hvd.rank(), mean_of_ranks(hvd.size())
+        p = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(Scaled([p], 1.0), [("p", p)])
+        assert (optimizer.scale, optimizer.steps) == (1, 0)
+        optimizer.set_scale(0.5)
+        optimizer.train((p * (me + 1)).sum())
+        assert (p.tolist(), optimizer.scale, optimizer.steps) == ([-0.5 * mean] * 2, 0.5, 1)
+        optimizer.scale = 2.0
+        optimizer.note = "set later"
+        optimizer.zero_grad()
+        optimizer.train((p * (me + 1)).sum())
+        assert (p.tolist(), optimizer.steps, optimizer.note) == ([-2.5 * mean] * 2, 2, "set later")
+        del optimizer.note
+        assert not hasattr(optimizer, "note")
+        seen = []
+        optimizer.register_state_dict_pre_hook(lambda opt: seen.append(opt.steps))
+        optimizer.register_state_dict_post_hook(lambda opt, state: {**state, "scale": opt.scale})
+        optimizer.register_load_state_dict_pre_hook(lambda opt, state: setattr(opt, "scale", state["scale"]))
+        optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(opt.scale))
+        state = optimizer.state_dict()
+        optimizer.scale = 0.0
+        optimizer.load_state_dict(state)
+        assert (seen, optimizer.scale) == ([2, 2.0], 2.0)
+        q, plain = wrapped(hvd, name="hooked")
+        seen.clear()
+        plain.register_step_pre_hook(lambda opt, args, kwargs: seen.append(q.grad[0].item()))
+        (q * (me + 1)).sum().backward()
+        plain.step()
+        # Horovod also runs the hook before gradients are combined. Its first value may be this rank's own.
+        assert seen[-1] == mean
+        assert len(seen) == (2 if backend.name == "horovod" else 1)
+
+
+@PAIR
+def test_a_wrapper_has_the_attributes_methods_and_hooks_of_its_optimizer(real):
+    real(own_attributes)
+
+
+class Interrupted(torch.optim.SGD):
+    """An optimizer whose step Ctrl-C stops after the first parameter has changed, if ``armed`` is set."""
+
+    armed = False
+
+    def step(self, closure=None):
+        if self.armed:
+            self.param_groups[0]["params"][0].data.sub_(1)
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def interrupted_steps(backend):
+    """Stop steps by Ctrl-C on rank 0, while it waits for the other ranks and while it changes parameters."""
+    with library(backend) as hvd:
+        me, found = hvd.rank(), []
+        for op in ("Sum", "Max"):
+            p = nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(Interrupted([p], 1.0), [(op, p)], op=getattr(hvd, op))
+            ours = optimizer.reducer
+            owner, name = (ours._exchange, "wait") if op == "Sum" else (Pending, "wait_for_end")
+            for _ in range(2):
+                (p * (me + 1)).sum().backward()
+                if me == 0:
+                    with mock.patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            if op == "Sum":
+                assert (ours.exchanges, ours.exchanging) == (2, False)
+            found.append(p.tolist())
+            (p * (me + 1)).sum().backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.armed = me == 0
+                for error in (KeyboardInterrupt, BackendError) if me == 0 else ():
+                    with pytest.raises(error):
+                        optimizer.step()
+                optimizer.armed = False
+                optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.step()
+        return found
+
+
+@OURS_2
+def test_an_interrupted_exchange_continues_and_an_interrupted_change_of_parameters_is_not_repeated(real):
+    assert real(interrupted_steps) == [[[-6.0, -6.0], [-4.0, -4.0]]] * 2
