@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -74,7 +75,7 @@ class ParameterHooks:
             if not p.requires_grad:
                 self._frozen.append((name, p))
                 continue
-            self.slots.append(Slot(name, p))
+            self.slots.append(Slot(name, p, node_hooks=_node_hooks(p)))
             hook = _make_hook(reducer, len(self.slots) - 1, name)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
             self._params.append(p)
@@ -152,10 +153,24 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
     return hook
 
 
-def has_later_hook(reducer: Reducer, p: nn.Parameter) -> bool:
-    """Return whether a hook of the user runs on ``p`` after the hook of ``reducer``: it may change the gradient."""
+def _node_hooks(p: nn.Parameter) -> Mapping[int, Any]:
+    """Return the hooks that the program has registered on the autograd node that accumulates the gradient of ``p``.
+
+    A program that registers hooks on this node must keep the node. If no program does, it is a new node, without hooks.
+    """
+    handle = get_gradient_edge(p).node.register_hook(lambda *_: None)
+    # Private in torch 2.5 to 2.15: there is no public way to list the hooks of a node.
+    hooks: Mapping[int, Any] | None = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks or {}
+
+
+def has_later_hook(reducer: Reducer, slot: Slot) -> bool:
+    """Return whether a hook of the user runs on the parameter after the hook of ``reducer``: it may change the gradient."""
+    if slot.node_hooks:
+        return True  # torch calls the hooks of the node after those of the parameter
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
-    for hook in reversed(p._post_accumulate_grad_hooks.values()):
+    for hook in reversed(slot.param._post_accumulate_grad_hooks.values()):
         if not hasattr(hook, "watcher"):
             return True
         if hook.watcher[0]() is reducer:

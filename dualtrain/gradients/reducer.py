@@ -280,7 +280,7 @@ class GradientReducer:
         slot.ready_in_round = schedule.round
         if slot.large:
             slot.copy_to_bucket()
-        if schedule.mark_ready(bucket) and not has_later_hook(self, slot.param):
+        if schedule.mark_ready(bucket) and not has_later_hook(self, slot):
             self._send_complete()
 
     def _send_complete(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,8 @@ class Slot:
     passes: int = 0
     #: Whether the gradient is copied to the bucket as soon as it is ready, before the bucket is complete.
     large: bool = False
+    #: The hooks on the autograd node that accumulates the gradient.
+    node_hooks: Mapping[int, Any] = field(default_factory=dict)
 
     def copy_to_bucket(self) -> None:
         """Copy the gradient, which has just become ready, to its bucket.

@@ -94,7 +94,7 @@ class CallReducer(HorovodReducer):
 
     def slot_ready(self, slot: Slot) -> None:
         """Start the call if all gradients are ready, unless a later hook may still change the gradient of ``slot``."""
-        if self.ready == len(self.hooks.slots) and not has_later_hook(self, slot.param):
+        if self.ready == len(self.hooks.slots) and not has_later_hook(self, slot):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:

@@ -156,7 +156,7 @@ class ChannelReducer(HorovodReducer):
             timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
             if self.ready == len(self.hooks.slots):
-                self._open(start=self._on_cpu and not has_later_hook(self, slot.param))
+                self._open(start=self._on_cpu and not has_later_hook(self, slot))
             return
         bucket = slot.bucket
         if bucket is None:
@@ -164,7 +164,7 @@ class ChannelReducer(HorovodReducer):
         if slot.large:
             slot.copy_to_bucket()
         schedule = self._exchange.schedule
-        if schedule.mark_ready(bucket) and not has_later_hook(self, slot.param):
+        if schedule.mark_ready(bucket) and not has_later_hook(self, slot):
             while schedule.next_is_complete:
                 self._send_next()
 

@@ -28,6 +28,20 @@ def test_torch_lists_the_hooks_of_a_parameter():
     assert not p._post_accumulate_grad_hooks
 
 
+def test_torch_lists_the_hooks_of_a_node_and_runs_them_after_those_of_the_parameter():
+    p = nn.Parameter(torch.zeros(2))
+    order = []
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    node.register_hook(lambda *_: order.append("node"))
+    p.register_post_accumulate_grad_hook(lambda _: order.append("parameter"))
+    p.sum().backward()
+    assert order == ["parameter", "node"], f"{VERSION} runs hooks in a different order: {order}: see gradients/hooks.py"
+    handle = torch.autograd.graph.get_gradient_edge(p).node.register_hook(lambda *_: None)
+    found = handle.hooks_dict_ref()
+    handle.remove()
+    assert len(found) == 1, f"{VERSION} does not list the hooks of a node: change _node_hooks in gradients/hooks.py"
+
+
 def test_torch_calls_back_at_the_end_of_a_backward_pass():
     order = []
     p = nn.Parameter(torch.zeros(2))

@@ -98,21 +98,24 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
     assert kept.data_ptr() != memory.data_ptr()
 
 
-def zeroes_in_hooks(backend, first, sizes):
-    """Zero the gradients in hooks that are registered before or after the reducer's hook."""
+def zeroes_in_hooks(backend, place, sizes):
+    """Zero the gradients in hooks that are registered before or after the reducer's hook, or before on autograd's node."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     named = [(str(number), p) for number, p in enumerate(params)]
 
     def zero(p):
         p.grad.zero_()
 
-    def register():
-        return [p.register_post_accumulate_grad_hook(zero) for p in params]
+    def register(here):
+        if place == here == "node":
+            return [node.register_hook(lambda *_, p=p: zero(p)) for node, p in zip(nodes, params, strict=True)]
+        return [p.register_post_accumulate_grad_hook(zero) for p in params] if place == here else []
 
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
     with small_buckets(sizes):
-        hooks = register() if first else []
+        hooks = [*register("before"), *register("node")]
         reducer = GradientReducer(named, backend)
-        hooks += [] if first else register()
+        hooks += register("after")
         for step in range(4):
             for p in params if step < 2 else []:  # later steps accumulate in the buckets
                 p.grad = None
@@ -126,8 +129,8 @@ def zeroes_in_hooks(backend, first, sizes):
 def test_hooks_may_change_gradients_before_they_are_sent(typical):
     typical.each(
         zeroes_in_hooks,
-        itertools.product([True, False], [(1, 1), (1 << 20, 25 << 20)]),
-        [(True, (1, 1)), (False, (1 << 20, 25 << 20))],
+        itertools.product(["before", "after", "node"], [(1, 1), (1 << 20, 25 << 20)]),
+        [("before", (1, 1)), ("after", (1 << 20, 25 << 20)), ("node", (1, 1))],
     )
 
 

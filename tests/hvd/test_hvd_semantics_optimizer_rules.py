@@ -420,28 +420,41 @@ def test_the_optimizer_works_in_a_world_of_one_rank():
 
 
 def changes_in_a_hook(backend):
-    """Register hooks after the optimizer is made; they change the gradients of every step before these are sent."""
+    """Change the gradients of every step in hooks of parameters and of autograd's nodes, before gradients are sent."""
     with library(backend) as hvd:
-        params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        named = [(str(number), p) for number, p in enumerate(params)]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
+        found = []
+        for place in ("node", "before", "after"):
+            params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+            nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
 
-        def double(p):
-            p.grad.mul_(2)
+            def double(p):
+                p.grad.mul_(2)
 
-        for p in params:
-            p.register_post_accumulate_grad_hook(double)
-        for _ in range(3):
-            optimizer.zero_grad()
-            sum((hvd.rank() + 1) * p.sum() for p in params).backward()
-            optimizer.step()
-        return [p.tolist() for p in params]
+            def register(params=params):
+                for p in params:
+                    p.register_post_accumulate_grad_hook(double)
+
+            if place == "node":
+                for p, node in zip(params, nodes, strict=True):
+                    node.register_hook(lambda *_, p=p: double(p))
+            if place == "before":
+                register()
+            named = [(f"{place}{number}", p) for number, p in enumerate(params)]
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
+            if place == "after":
+                register()
+            for _ in range(3):
+                optimizer.zero_grad()
+                sum((hvd.rank() + 1) * p.sum() for p in params).backward()
+                optimizer.step()
+            found += [p.tolist() for p in params]
+        return found
 
 
 @PAIR
 def test_hooks_of_the_program_change_gradients_before_they_are_sent(real):
     for found in real(changes_in_a_hook):
-        assert found == [[-3 * 2 * mean_of_ranks(real.size)] * 2] * 2
+        assert found == [[-3 * 2 * mean_of_ranks(real.size)] * 2] * 6
 
 
 def groups_and_closures(backend):
