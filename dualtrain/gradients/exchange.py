@@ -112,10 +112,15 @@ class Exchange:
         Ranks that keep the layout wait for these buckets.
 
         Raises:
-            BackendError: on every rank, if some ranks keep the layout.
+            BackendError: on every rank, if some ranks keep the layout. All gradients are dropped then.
         """
-        if self._backend is not None:
+        if self._backend is None:
+            return
+        try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
+        except Exception:
+            self.refusals.drop_gradients()
+            raise
 
     def forget(self) -> None:
         """Discard the buckets, and with them a failed exchange. Called when a new world replaces the current one."""
@@ -163,6 +168,8 @@ class Exchange:
     def wait(self, *, cpu_waits: bool = False) -> bool:
         """Block until the round has ended; all its buckets must have been sent. Return whether any rank refuses.
 
+        An error drops all gradients.
+
         Args:
             cpu_waits: whether the CPU waits anyway for results on a GPU.
 
@@ -177,15 +184,26 @@ class Exchange:
             for number, bucket in enumerate(self.schedule.buckets[finished:], finished + 1):
                 bucket.finish()
                 self._finished = self.schedule.round, number
-        except BackendError as error:
+        except Exception as error:
             self._failure = str(error)
+            self.refusals.drop_gradients()
             raise
-        return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
+        try:
+            return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
+        except BackendError:
+            self.refusals.drop_gradients()
+            raise
 
     def refuse(self) -> NoReturn:
-        """Raise BackendError with the reason of the first rank that refused in the last round. Collective; blocks."""
+        """Raise BackendError with the reason of the first rank that refused in the last round. Collective; blocks.
+
+        All gradients are dropped.
+        """
         assert self._backend is not None
-        self.refusals.refuse(self._backend, self.schedule.buckets)
+        try:
+            self.refusals.refuse(self._backend, self.schedule.buckets)
+        finally:
+            self.refusals.drop_gradients()
 
     def unpack(self) -> None:
         """Make every ``param.grad`` the result of the round, and gather the sparse gradients. Collective; blocks."""

@@ -157,7 +157,8 @@ class GradientReducer:
         their gradients count as zeros.
 
         Raises:
-            BackendError: a rank failed, did not take part within the backend's timeout, or has different parameters.
+            BackendError: a rank failed, did not take part within the backend's timeout, or has different parameters. All
+                gradients are then ``None``, because some of them may be sums already.
             RuntimeError: the reducer was closed.
         """
         if self.is_reduced():
@@ -239,7 +240,7 @@ class GradientReducer:
         Parameters that were unfrozen, or lost their hooks by ``torch.utils.swap_tensors``, are averaged from the next
         backward on. ``stepped`` says whether an optimizer step used the averages.
         """
-        self._exchange.reduced = False
+        self._exchange.reduced = self._exchange.refusals.dropped = False
         self._exchange.refusals.steps += stepped
         if not self._closed:
             self.hooks.restore()

@@ -40,10 +40,12 @@ class Refusals:
         optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
+        dropped: whether gradients were dropped, and neither zeroed nor computed since.
     """
 
     def __init__(self, hooks: ParameterHooks) -> None:
         self.steps = 0
+        self.dropped = False
         self.optimizer: torch.optim.Optimizer | None = None
         self.hooks = hooks
         self._forms = Forms([])
@@ -95,7 +97,23 @@ class Refusals:
                 "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
                 "after the replacement"
             )
-        return self._lost() or self._unknown()
+        return self._lost() or self._unknown() or self._dropped()
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own.
+
+        Until the program has made or zeroed gradients, further exchanges are refused.
+        """
+        for slot in self.hooks.slots:
+            slot.param.grad = None
+            self.dropped = True
+
+    def _dropped(self) -> str | None:
+        if self.dropped:
+            self.dropped = all(slot.param.grad is None for slot in self.hooks.slots)
+        if not self.dropped:
+            return None
+        return "the gradients were dropped when their exchange failed: call optimizer.zero_grad(), and run backward again"
 
     def _lost(self) -> str | None:
         lost = self.hooks.lost()

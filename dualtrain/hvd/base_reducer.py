@@ -112,7 +112,8 @@ class HorovodReducer(ABC):
         """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
 
         Raises:
-            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down. If gradients may be sums
+                already, all of them are ``None`` then.
             RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
         if self.is_reduced():
@@ -120,10 +121,15 @@ class HorovodReducer(ABC):
         self.check_open()
         self.add_unfrozen()
         self.enter_world()
-        if self._late:
-            self._reduce_late()
-        else:
-            self.reduce_once()
+        try:
+            if self._late:
+                self._reduce_late()
+            else:
+                self.reduce_once()
+        except Exception:
+            if self.refusals.dropped:
+                self.reset_passes()  # the program may run backward again
+            raise
 
     def _reduce_late(self) -> None:
         """Combine the gradients in the current layout. Then add the late parameters, and combine theirs in the new layout.
@@ -139,9 +145,11 @@ class HorovodReducer(ABC):
             p.grad = None
         try:
             self.reduce_once()
-        finally:
-            for p, grad in before:
-                p.grad = grad
+        except Exception:
+            self.refusals.drop_gradients()  # some are sums already
+            raise
+        for p, grad in before:
+            p.grad = grad
 
     def _add_late(self) -> int:
         """Add the late parameters to the layout. Return how many of them are trained."""

@@ -259,6 +259,7 @@ class _Optimizer(NativeOptimizer):
             )
         if self.reducer is not None:
             self.reducer.renew()
+            self.reducer.refusals.dropped = False
             self.reducer.hooks.restore()
         self._zero_gradients(set_to_none)
 

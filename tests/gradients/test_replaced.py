@@ -428,6 +428,59 @@ def test_hvd_raises_on_every_rank_if_one_rank_changed_a_parameter(real):
     real(refused_by_hvd)
 
 
+def dropped(params, step, backward, zero_grad):
+    """Check that a refused exchange has dropped all gradients, and that no step is taken until there are new ones."""
+    assert [p.grad for p in params] == [None, None]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match=r"rank 0: the gradients were dropped .* call optimizer.zero_grad\(\)"):
+        step()
+    assert all(map(torch.equal, params, before))
+    zero_grad()
+    backward()
+    step()
+    assert [p[0].item() - old[0].item() for p, old in zip(params, before, strict=True)] == [-1.5, -1.5]
+
+
+def refused_and_repeated(backend):
+    """Make a change on rank 1 that is refused, then undo it. One gradient is large: it is copied to its bucket early."""
+    for large in (40000, 3):
+        params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(large))]
+        named = [(f"{large}.{number}", p) for number, p in enumerate(params)]
+
+        def backward(params=params):
+            ((backend.rank + 1) * (params[0].sum() + params[1].sum())).backward()
+
+        def train(optimizer, params=params):
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            listed = optimizer.param_groups[0]["params"]
+            listed += [nn.Parameter(torch.ones(2))] * backend.rank
+            return lambda: listed.__delitem__(slice(2, None))
+
+        native = DistributedOptimizer(torch.optim.SGD(params, 1.0), named, backend=backend)
+        undo = train(native)
+        with pytest.raises(BackendError, match="rank 1: group 0 parameter 2"):
+            backward()
+        undo()
+        dropped(params, native.step, backward, native.zero_grad)
+        native.close()
+        with library(backend) as hvd:
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
+            optimizer.zero_grad()
+            undo = train(optimizer)
+            backward()
+            with pytest.raises(RuntimeError, match="rank 1: group 0 parameter 2"):
+                optimizer.step()
+            undo()
+            dropped(params, optimizer.step, backward, optimizer.zero_grad)
+
+
+@OURS_2
+def test_a_refused_exchange_drops_all_gradients(real):
+    real(refused_and_repeated)
+
+
 def refused_without_buckets(backend, change):
     """Make a change on rank 1 with ``op=Max``, which uses no buckets.
 
