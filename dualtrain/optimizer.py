@@ -253,13 +253,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[-1]["params"]
         self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Return the wrapped optimizer's state. Optimizers of its class can load it, wrapped or not, on any backend."""
-        return self.optimizer.state_dict()
+        return self.optimizer.state_dict(*args, **options)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         """Load the wrapped optimizer's state."""
-        self.optimizer.load_state_dict(state_dict)
+        self.optimizer.load_state_dict(state_dict, *args, **options)
         self._interrupted = False
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -227,13 +227,17 @@ class _Optimizer(NativeOptimizer):
             self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
         self._changing = True
-        result = self.optimizer.step(closure and self._with_reduction(closure))
+        result = self._step_wrapped(closure and self._with_reduction(closure))
         # Do not reset the reducer if the caller used skip_synchronize() without synchronize(): then zero_grad() and
         # backward must raise AssertionError.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.reset_passes()
         return result
+
+    def _step_wrapped(self, closure: Callable[[], Any] | None) -> Any:
+        """Run the wrapped optimizer's step. It may have no parameter ``closure``."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -278,12 +282,12 @@ class _Optimizer(NativeOptimizer):
         else:
             super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         """Load the wrapped optimizer's state. Also reset the reducer, because the previous step may have failed."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.discard_step()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, *args, **options)
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -319,7 +323,7 @@ class _AdasumOptimizer(_Optimizer):
             BackendError: an interrupt such as Ctrl-C has stopped an earlier step.
         """
         if not self.process_set.included():
-            return self.optimizer.step(closure)
+            return self._step_wrapped(closure)
         self.process_set.usable_id()
         with self._refusing_after_interrupt(), torch.no_grad():
             return self._step_and_combine(closure)
@@ -328,7 +332,7 @@ class _AdasumOptimizer(_Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [p.detach().clone() for p in params]
         self._changing = True
-        result = self.optimizer.step(closure)
+        result = self._step_wrapped(closure)
         changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
         combined = grouped_allreduce(
             changes, name=self._name, compression=self._compression, op=Adasum, process_set=self.process_set

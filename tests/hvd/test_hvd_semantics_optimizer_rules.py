@@ -528,6 +528,9 @@ class Scaled(torch.optim.SGD):
         loss.backward()
         self.step()
 
+    def state_dict(self, comment):
+        return {**super().state_dict(), "comment": comment}
+
     def step(self, closure=None):
         self.steps += 1
         for group in self.param_groups:
@@ -558,7 +561,7 @@ def own_attributes(backend):
         optimizer.register_state_dict_post_hook(lambda opt, state: {**state, "scale": opt.scale})
         optimizer.register_load_state_dict_pre_hook(lambda opt, state: setattr(opt, "scale", state["scale"]))
         optimizer.register_load_state_dict_post_hook(lambda opt: seen.append(opt.scale))
-        state = optimizer.state_dict()
+        state = optimizer.state_dict(comment="an argument of its own")
         optimizer.scale = 0.0
         optimizer.load_state_dict(state)
         assert (seen, optimizer.scale) == ([2, 2.0], 2.0)
@@ -582,11 +585,11 @@ class Interrupted(torch.optim.SGD):
 
     armed = False
 
-    def step(self, closure=None):
+    def step(self):  # without a closure
         if self.armed:
             self.param_groups[0]["params"][0].data.sub_(1)
             raise KeyboardInterrupt
-        return super().step(closure)
+        super().step()
 
 
 def interrupted_steps(backend):
