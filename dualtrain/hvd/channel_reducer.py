@@ -120,6 +120,7 @@ class ChannelReducer(HorovodReducer):
         for slot in self.hooks.slots:
             slot.param.grad = None
         self._is_left_out = divide_by == "active"
+        self.refusals.dropped = False  # after a refused exchange: missing gradients are zeros here
         self.renew()
         try:
             self.reduce()

@@ -474,6 +474,19 @@ def refused_and_repeated(backend):
                 optimizer.step()
             undo()
             dropped(params, optimizer.step, backward, optimizer.zero_grad)
+            # A rank may also join after the refusal.
+            optimizer.zero_grad()
+            undo = train(optimizer)
+            backward()
+            with pytest.raises(RuntimeError, match="rank 1: group 0 parameter 2"):
+                optimizer.step()
+            undo()
+            if hvd.rank() == 0:
+                before = params[0][0].item()
+                backward()
+                optimizer.step()
+                assert params[0][0].item() == before - 0.5
+            hvd.join()
 
 
 @OURS_2
