@@ -24,7 +24,7 @@ from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
 from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
-from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
+from dualtrain.hvd.optimizer_options import NARROW, FixedOption, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.hvd.wrapped_values import values_of
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
@@ -104,6 +104,11 @@ def _several(process_set: ProcessSet) -> bool:
 class _Optimizer(NativeOptimizer):
     """Wrapper that ``DistributedOptimizer`` returns. It combines gradients at the points where Horovod does."""
 
+    op = FixedOption()
+    process_set = FixedOption()
+    gradient_predivide_factor = FixedOption()
+    sparse_as_dense = FixedOption()
+
     def wrap(
         self,
         optimizer: torch.optim.Optimizer,
@@ -117,8 +122,9 @@ class _Optimizer(NativeOptimizer):
         """Initialize. ``__init__`` is not used, because it has the arguments of the wrapped optimizer's class."""
         self._takes_set_to_none = takes_set_to_none(optimizer)
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
-        self.backward_passes_per_step = passes
+        self._passes = passes
         self.op, self.process_set = op, process_set
+        self.gradient_predivide_factor, self.sparse_as_dense = 1 / transfer.before, transfer.sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
         several = _several(process_set) or os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -135,7 +141,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.close()
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
-        options = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        options = base_name(named, self.process_set), self.process_set, self._passes
         HorovodReducer.close_replaced(named, *options[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
@@ -164,9 +170,18 @@ class _Optimizer(NativeOptimizer):
             )
         return self._unscales_itself()
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes that are summed before gradients are exchanged."""
+        return self._passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum ``passes`` backward passes before gradients are exchanged, from the next step on."""
-        self.backward_passes_per_step = passes
+        self._passes = passes
         if self.reducer is not None:
             self.reducer.passes = passes
             self.reducer.reset_passes()

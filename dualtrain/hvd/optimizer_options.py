@@ -25,6 +25,23 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 }
 
 
+class FixedOption:
+    """Attribute of a wrapper for an option that cannot be changed later. Horovod reads such attributes in every step."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, cls: type) -> Any:
+        return self if wrapper is None else vars(wrapper)[self._name]
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        if self._name in vars(wrapper):
+            raise AttributeError(
+                f"{self._name} of a wrapped optimizer cannot be changed: pass it to a new hvd.DistributedOptimizer"
+            )
+        vars(wrapper)[self._name] = value
+
+
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
     """Return ``given`` as a list; if it is ``None``, return all parameters of ``optimizer`` with generated names.
 

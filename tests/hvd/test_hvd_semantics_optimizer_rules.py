@@ -95,7 +95,18 @@ def rules(backend):
             (q.sum() * (me + 1)).backward()
         accumulating.step()
         assert q[0].item() == -3 * mean_of_ranks(size)  # summed over passes, averaged over ranks
+        accumulating.backward_passes_per_step = 1
+        for _ in range(2):
+            accumulating.zero_grad()
+            (q.sum() * (me + 1)).backward()
+            accumulating.step()
+        check(hvd, same("another pass", lambda: [q.sum().backward() for _ in range(2)], "AssertionError"))
+        accumulating.step()
         accumulating.zero_grad()
+        # On Horovod, options may be changed at any time.
+        for option in ("op", "process_set", "gradient_predivide_factor", "sparse_as_dense"):
+            value = getattr(accumulating, option)
+            check(hvd, (option, lambda: setattr(accumulating, option, value), None, "AttributeError"))  # noqa: B023
         # Wrap an optimizer that has a state and options.
         used = nn.Parameter(torch.ones(2))
         adam = torch.optim.Adam([used], lr=0.5, weight_decay=0.25)
