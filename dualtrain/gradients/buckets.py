@@ -15,7 +15,7 @@ from dualtrain.backends.wire import wire_dtype
 from dualtrain.errors import BackendError
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
-from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot
+from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot, kept_among, may_be_kept
 
 _GRAD, _SHAPE = attrgetter("grad"), attrgetter("shape")
 
@@ -84,7 +84,8 @@ class Bucket:
             slot.place(self, view)
         self._params = [slot.param for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
-        self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
+        self._nbytes = [slot.nbytes for slot in self.slots]
+        self._all_small = all(nbytes < LARGE_BYTES for nbytes in self._nbytes)
         start = self.values.data_ptr()
         #: Where this bucket's gradients lie in memory: (first address, address past the last). ``make_buckets`` replaces
         #: this list by the sorted ranges of all buckets.
@@ -93,6 +94,8 @@ class Bucket:
         self._copied: list[Slot] = []
         #: Slots whose gradients lay in the bucket already.
         self._kept: list[Slot] = []
+        #: Slots whose gradients stay outside of the bucket, and these gradients, into which results must be copied.
+        self.outside: list[tuple[Slot, torch.Tensor]] = []
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
         #: The missing slots whose parameters are frozen in this round.
@@ -127,6 +130,9 @@ class Bucket:
     def pack(self) -> None:
         """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
         slots, grads = self._sort()
+        self.outside = []
+        if may_be_kept(grads, self._nbytes if slots is self.slots else [slot.nbytes for slot in slots]):
+            self._leave_outside(slots, grads)
         for slot in (*self._missing, *slots):
             if sys.getrefcount(slot.alias) > REFERENCES:  # ``move_kept`` checks this too; avoid a call for every gradient
                 slot.move_kept()
@@ -143,6 +149,11 @@ class Bucket:
             self.values.mul_(self._before)
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
+
+    def _leave_outside(self, slots: list[Slot], grads: list[torch.Tensor]) -> None:
+        self.outside = kept_among(slots, grads)
+        left = {slot for slot, _ in self.outside}
+        self._copied = [slot for slot in self._copied if slot not in left]
 
     def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""
@@ -260,7 +271,7 @@ class Bucket:
                 self.values.mul_(self._after)
 
     def unpack(self) -> None:
-        """Make every ``param.grad`` a view of its part of the buffer."""
+        """Make every ``param.grad`` a view of its part of the buffer, except for the gradients of ``outside``."""
         for slot in self._copied:
             slot.unpack()
         for slot in self._kept:

@@ -20,7 +20,7 @@ from dualtrain.gradients.hooks import ParameterHooks
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.schedule import Schedule
-from dualtrain.gradients.slots import Slot, separate_gradients
+from dualtrain.gradients.slots import Slot, separate_gradients, write_back
 from dualtrain.gradients.sparse import SparseGradients, has_values
 
 Unused = Literal["zero", "none"]
@@ -220,6 +220,8 @@ class Exchange:
         buckets = self.schedule.buckets
         for bucket in buckets:
             bucket.unpack()
+        outside = [pair for bucket in buckets for pair in bucket.outside]
+        write_back(outside)
         if self.unused == "none" and buckets:
             for slot, ranks in zip(self.slots, self._used.tolist(), strict=True):
                 if slot.bucket is not None and not ranks:
@@ -227,7 +229,11 @@ class Exchange:
         self.sparse.restore(self.slots)
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
-        self._results = [(bucket.values, bucket.values._version) for bucket in buckets] if any_grad else []
+        # ``detach`` shares the counter, and refers to no autograd graph.
+        results = [*(bucket.values for bucket in buckets), *(grad.detach() for _, grad in outside)]
+        self._results = [(each, each._version) for each in results] if any_grad else []
+        for bucket in buckets:
+            bucket.outside.clear()  # drop the references to the gradients
 
     def is_reduced(self) -> bool:
         """Return whether the gradients are the result of the last round, and were not zeroed or set to ``None`` since."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,7 @@ class Slot:
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+    nbytes: int = 0
     #: The last round of the schedule in which the gradient was marked ready.
     ready_in_round: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
@@ -67,15 +69,17 @@ class Slot:
             return  # the gradient is in its bucket already, or in the memory of another gradient (``pack`` reports this)
         # Don't copy if another reducer or the user has a hook that runs later: it must see this rank's own gradient, and
         # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
-        if len(p._post_accumulate_grad_hooks) == 1:
+        grads, grad = [grad], None  # ``may_be_kept`` counts references
+        if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads, [self.nbytes]):
             self.move_kept()
-            self.view.copy_(grad.detach())
+            self.view.copy_(grads[0].detach())
             self.unpack()
 
     def place(self, bucket: SlotBucket, view: torch.Tensor) -> None:
         """Make ``view``, a part of ``bucket``, the gradient's place."""
         self.bucket, self.view, self.alias = bucket, view, view.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
+        self.nbytes = view.nbytes
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
 
@@ -112,6 +116,54 @@ class Slot:
 _EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
 #: The reference count of a slot's alias while only the slot refers to it.
 REFERENCES = sys.getrefcount(_EXAMPLE.alias)
+_EXAMPLE.param.grad = torch.empty(0)
+#: The reference count of a gradient in a list, while only ``param.grad`` and the list refer to it.
+_LISTED_REFERENCES = max(map(sys.getrefcount, [_EXAMPLE.param.grad]))
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def may_be_kept(grads: list[torch.Tensor], nbytes: list[int]) -> bool:
+    """Return whether the program may use one of these dense gradients, of ``nbytes``, later in backward or after it.
+
+    This is so if it has a reference to the gradient, if the gradient is a part of a larger tensor, or if it has an autograd
+    graph (``create_graph=True``). Only ``param.grad`` and the list ``grads`` may refer to the gradients.
+    """
+    # This runs for all gradients in every step, so it runs in C.
+    return (
+        max(map(sys.getrefcount, grads), default=0) > _LISTED_REFERENCES
+        or list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, grads))) != nbytes
+        or any(map(_REQUIRES_GRAD, grads))
+    )
+
+
+def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot, torch.Tensor]]:
+    """Return the gradients that must stay the gradients of their parameters; see :func:`may_be_kept` for the arguments."""
+    counts = list(map(sys.getrefcount, grads))
+    return [
+        (slot, grad)
+        for slot, grad, count in zip(slots, grads, counts, strict=True)
+        if (count > _LISTED_REFERENCES or grad.untyped_storage().nbytes() != slot.nbytes or grad.requires_grad)
+        and slot.param.grad is grad
+        and grad.dtype is slot.dtype
+        and grad.device == slot.view.device
+    ]
+
+
+@torch.no_grad()
+def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
+    """Copy results into gradients that stay the gradients of their parameters.
+
+    A gradient that shares memory with another one, whose result may differ, becomes a view of its bucket instead.
+    """
+    end = 0
+    for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):
+        start, strides = grad.data_ptr(), zip(grad.shape, grad.stride(), strict=True)
+        span = 1 + sum((n - 1) * stride for n, stride in strides) if grad.numel() else 0
+        if start < end or span < grad.numel() or slot.param.grad is not grad:
+            slot.unpack()
+        else:
+            grad.detach().copy_(slot.view)
+        end = max(end, start + span * grad.element_size())
 
 
 @torch.no_grad()

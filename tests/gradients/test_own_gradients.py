@@ -1,0 +1,140 @@
+"""Gradients in memory of the program's own, gradients with an autograd graph, and changes of gradients by the program."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain.gradients import GradientReducer
+from dualtrain.gradients.slots import may_be_kept
+from tests.models_for_tests import perceptron, seeded, sgd, vector_loss
+
+#: Numbers of inputs of a layer with a small weight, and of a layer whose weight is copied to its bucket when it is ready.
+INPUTS = 4, 20000
+
+
+def flat_gradients(params):
+    """Make all gradients parts of one tensor."""
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    return [flat]
+
+
+def interleaved_gradients(params):
+    """Make each gradient a tensor with gaps."""
+    memory = [torch.zeros(*p.shape, 2) for p in params]
+    for p, each in zip(params, memory, strict=True):
+        p.grad = each[..., 0]
+    return memory
+
+
+def separate_gradients(params):
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    return [p.grad for p in params]
+
+
+def clips_own_memory(backend, make, inputs, accumulate):
+    """Train with gradients in the program's memory, which the program zeroes and halves; compare with one process."""
+    x = torch.linspace(-1, 1, backend.size * inputs).view(backend.size, inputs) / inputs
+    model, alone = (seeded(nn.Sequential(nn.Linear(inputs, 2), nn.Linear(2, 2))) for _ in range(2))
+    optimizer = sgd(model, backend)
+    params = list(model.parameters())
+    memory = make(params)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for each in memory:
+            each.zero_()
+        if accumulate:
+            with optimizer.no_sync():
+                model(x[backend.rank]).square().mean().backward()
+        model(x[backend.rank]).square().mean().backward()
+        for each in memory:
+            each.mul_(0.5)
+        optimizer.step()
+        plain.zero_grad()
+        (alone(x).square().mean() * (1 if accumulate else 0.5)).backward()
+        plain.step()
+        torch.testing.assert_close(params, list(alone.parameters()), rtol=1e-5, atol=1e-6)
+    optimizer.close()
+
+
+# The filter is set here, not by each rank, because ranks that are threads share the warning filters.
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
+def test_gradients_stay_in_the_programs_own_memory(typical):
+    makes = flat_gradients, interleaved_gradients, separate_gradients
+    typical.each(
+        clips_own_memory,
+        itertools.product(makes, INPUTS, [False, True]),
+        [(flat_gradients, 20000, False), (separate_gradients, 4, True)],
+    )
+
+
+def shares_memory(backend):
+    """Make one gradient a part of another one; only the last rank does so."""
+    p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
+    reducer = GradientReducer([("p", p), ("q", q)], backend)
+    last = backend.size - 1
+    memory = torch.full((6,), 1.0)
+    p.grad, q.grad = memory[:4], memory[2:4] if backend.rank == last else torch.full((2,), 7.0)
+    reducer.reduce()
+    torch.testing.assert_close(p.grad, torch.ones(4))
+    torch.testing.assert_close(q.grad, torch.full((2,), (7.0 * last + 1) / backend.size))
+    reducer.close()
+
+
+def test_gradients_that_share_memory_get_separate_results(typical):
+    typical(shares_memory)
+
+
+def penalizes(backend, retain):
+    """Add a penalty on the averaged gradients, through their graph; compare with one process."""
+    losses = [lambda model, rank=rank: vector_loss(model, rank) for rank in range(backend.size)]
+    model, alone = perceptron(), perceptron()
+    optimizer = sgd(model, backend)
+    for _ in range(2):
+        for each in (optimizer, alone):
+            each.zero_grad()
+        losses[backend.rank](model).backward(create_graph=True)
+        assert all(p.grad.requires_grad for p in model.parameters())
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        if not retain:
+            optimizer.zero_grad()
+        penalty.backward()
+        (sum(loss(alone) for loss in losses) / backend.size).backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in alone.parameters())
+        if not retain:
+            alone.zero_grad()
+        penalty.backward()
+        for p, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.detach(), expected.grad.detach(), rtol=1e-5, atol=1e-6)
+    for each in (optimizer, alone):
+        each.zero_grad()  # break the cycles of parameters and gradients
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_averages_keep_the_graph_of_create_graph(typical):
+    typical.each(penalizes, [(True,), (False,)])
+
+
+def test_fresh_gradients_are_recognized():
+    # The reference counts depend on the versions of Python and torch: if they were higher, each result would be copied.
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    found = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: found.append(may_be_kept([p.grad], [p.nbytes])))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 1, 4, 4)).sum().backward()
+    params = list(model.parameters())
+    assert found == [False] * 2 * len(params)
+    sizes = [p.nbytes for p in params]
+    assert not may_be_kept([p.grad for p in params], sizes)
+    kept = params[-1].grad
+    assert may_be_kept([p.grad for p in params], sizes)
+    assert kept is not None
