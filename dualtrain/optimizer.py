@@ -34,6 +34,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     rank's loss is a mean over its samples, and all ranks have the same number of samples, the average is the gradient of
     the mean over all samples.
 
+    Changes of ``param.grad`` before the end of backward, by hooks, are averaged; a change of a gradient that was sent
+    already raises BackendError. Changes after backward are local, and ``step()`` uses them: make the same ones on every
+    rank, or run backward in :meth:`no_sync`; :meth:`synchronize` or ``step()`` then averages them.
+
     Args:
         optimizer: any torch optimizer; its state is kept.
         named_parameters: ``model.named_parameters()``, for readable errors; without it, errors show numbers. It must

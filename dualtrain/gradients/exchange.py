@@ -16,7 +16,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket, make_buckets
-from dualtrain.gradients.hooks import ParameterHooks
+from dualtrain.gradients.hooks import ParameterHooks, reducers_of
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.schedule import Schedule
@@ -211,6 +211,26 @@ class Exchange:
         self._share_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
 
+    def changed_late(self) -> Slot | None:
+        """Return a slot whose gradient the program has changed after it was sent. Call it before ``unpack``.
+
+        Ignore parameters of several reducers, each of which replaces ``param.grad``.
+        """
+        changed = [slot for bucket in self.schedule.buckets for slot in bucket.changed()]
+        return next((slot for slot in changed if len(reducers_of(slot.param)) == 1), None)
+
+    def check_assigned(self) -> None:
+        """Raise BackendError, on this rank, if a parameter got a gradient after the last round, in which it had none."""
+        assert self._backend is not None
+        for bucket in self.schedule.buckets:
+            slot = bucket.assigned_late()
+            if slot is not None:
+                raise BackendError(
+                    f"rank {self._backend.rank}: the gradient of {slot.name!r} was assigned after backward, which had "
+                    "averaged zeros for it: run backward in no_sync(), so that step() averages all gradients, or change "
+                    "param.grad in place if every rank has the same values"
+                )
+
     def end_round(self, *, reduced: bool) -> None:
         """Start the next round; ``reduced`` says whether the gradients are the result of the round that has ended."""
         self.reduced = reduced  # set first: after an interrupt in between, the gradients must not be averaged again
@@ -230,7 +250,7 @@ class Exchange:
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
         # ``detach`` shares the counter, and refers to no autograd graph.
-        results = [*(bucket.values for bucket in buckets), *(grad.detach() for _, grad in outside)]
+        results = [*(bucket.front for bucket in buckets), *(grad.detach() for _, grad in outside)]
         self._results = [(each, each._version) for each in results] if any_grad else []
         for bucket in buckets:
             bucket.outside.clear()  # drop the references to the gradients

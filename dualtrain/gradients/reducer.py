@@ -165,6 +165,7 @@ class GradientReducer:
         """
         if self.is_reduced():
             self._exchange.refusals.check_groups(self.backend)
+            self._exchange.check_assigned()
             return
         if self._closed:
             raise RuntimeError("the reducer was closed, and no longer averages gradients: make a new optimizer")
@@ -196,8 +197,15 @@ class GradientReducer:
             exchange.refuse()
         if self._scalars is not None:
             self._scalars.copy_(exchange.extra)
+        changed = exchange.changed_late()
         exchange.unpack()
-        self._start_over(reduced=True)
+        self._start_over(reduced=changed is None)
+        if changed is not None:
+            raise BackendError(
+                f"rank {self.backend.rank}: the gradient of {changed.name!r} changed after it was sent, during backward: "
+                "change gradients after backward, in a hook of the parameter (register_post_accumulate_grad_hook), or run "
+                "backward in no_sync(), so that step() sends the gradients"
+            )
 
     def begin_shards(self) -> None:
         """Begin a step in which ranks have several shards. Collective if buckets must be made; blocks.

@@ -36,9 +36,11 @@ class Slot:
     param: torch.nn.Parameter
     #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    #: The same memory with a counter of in-place changes (``_version``) of its own, which shows changes by the program.
+    front: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient.
     bucket: SlotBucket | None = None
-    #: The tensor that becomes ``param.grad``. It is not ``view`` itself, since the user may assign to its ``.data``.
+    #: The tensor that becomes ``param.grad``. It is not ``front`` itself, since the user may assign to its ``.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: Address (``data_ptr()``), strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
     address: int = 0
@@ -75,9 +77,9 @@ class Slot:
             self.view.copy_(grads[0].detach())
             self.unpack()
 
-    def place(self, bucket: SlotBucket, view: torch.Tensor) -> None:
+    def place(self, bucket: SlotBucket, view: torch.Tensor, front: torch.Tensor) -> None:
         """Make ``view``, a part of ``bucket``, the gradient's place."""
-        self.bucket, self.view, self.alias = bucket, view, view.detach()
+        self.bucket, self.view, self.front, self.alias = bucket, view, front, front.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         self.nbytes = view.nbytes
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
@@ -91,17 +93,17 @@ class Slot:
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
-            self.alias = self.view.detach()
+            self.alias = self.front.detach()
 
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
         if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned to ``alias.data``
-            self.alias = alias = self.view.detach()
+            self.alias = alias = self.front.detach()
         try:
             self.param.grad = alias
         except RuntimeError:  # the parameter has a different shape or dtype now
-            self.alias = self.param.grad = self.view.detach()
+            self.alias = self.param.grad = self.front.detach()
 
     def describe(self) -> str:
         """Describe what must be the same on every rank: name, dtype, shape, strides and device type."""
@@ -146,6 +148,7 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
         and slot.param.grad is grad
         and grad.dtype is slot.dtype
         and grad.device == slot.view.device
+        and not grad.is_inference()
     ]
 
 

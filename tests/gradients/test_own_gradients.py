@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from dualtrain import BackendError
 from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.slots import may_be_kept
-from tests.models_for_tests import perceptron, seeded, sgd, vector_loss
+from tests.models_for_tests import gradients, mean_gradients, perceptron, seeded, sgd, vector_loss
 
 #: Numbers of inputs of a layer with a small weight, and of a layer whose weight is copied to its bucket when it is ready.
 INPUTS = 4, 20000
@@ -93,7 +95,7 @@ def test_gradients_that_share_memory_get_separate_results(typical):
 
 def penalizes(backend, retain):
     """Add a penalty on the averaged gradients, through their graph; compare with one process."""
-    losses = [lambda model, rank=rank: vector_loss(model, rank) for rank in range(backend.size)]
+    losses = [partial(vector_loss, key=rank) for rank in range(backend.size)]
     model, alone = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     for _ in range(2):
@@ -138,3 +140,87 @@ def test_fresh_gradients_are_recognized():
     kept = params[-1].grad
     assert may_be_kept([p.grad for p in params], sizes)
     assert kept is not None
+
+
+def changes_what_was_sent(backend, change, in_place):
+    """Change the gradient of the last layer in a hook of its module, after all its gradients were sent."""
+    model = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 500), nn.Linear(500, 600)))
+    optimizer = sgd(model, backend, momentum=0.0)
+    bias = model[2].bias
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=not in_place)
+        if step == 2:
+            model[1].register_full_backward_hook(lambda *_: change(bias))
+            with pytest.raises(BackendError, match=r"gradient of '2\.(bias|weight)' changed after it was sent"):
+                model(torch.ones(1, 2)).sum().backward()
+        else:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():  # as the message says
+        (model(torch.ones(1, 2)).sum() * backend.rank).backward()
+    own = bias.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(own, torch.full_like(own, 0.0 if change is drop else 0.5 * backend.rank))
+    optimizer.close()
+
+
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+def drop(p):
+    p.grad = torch.zeros_like(p)
+
+
+def test_changes_of_gradients_that_were_sent_are_refused(typical):
+    typical.each(changes_what_was_sent, itertools.product([halve, drop], [False, True]), [(halve, True), (drop, False)])
+
+
+def assigns_the_heads_gradient(backend):
+    """Run backward for the body only, and assign the gradient of the head; without and with ``no_sync``."""
+    model = perceptron()
+    body, head = list(model[0].parameters()), list(model[2].parameters())
+    optimizer = sgd(model, backend)
+
+    def backward():
+        optimizer.zero_grad()
+        loss = vector_loss(model, backend.rank)
+        loss.backward(inputs=body, retain_graph=True)
+        for p, grad in zip(head, torch.autograd.grad(loss, head), strict=True):
+            p.grad = grad
+
+    expected = mean_gradients(model, [partial(vector_loss, key=rank) for rank in range(backend.size)])
+    backward()
+    with pytest.raises(BackendError, match=r"the gradient of '2\.(weight|bias)' was assigned after backward"):
+        optimizer.step()
+    with optimizer.no_sync():
+        backward()
+    optimizer.synchronize()
+    torch.testing.assert_close(gradients(model), expected)
+    optimizer.step()
+    optimizer.close()
+
+
+def changes_after_backward(backend):
+    """Change averages after backward: such changes are local, and stay until the step."""
+    model = perceptron()
+    optimizer = sgd(model, backend, momentum=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    vector_loss(model, backend.rank).backward(inputs=list(model[0].parameters()))
+    expected = gradients(model)
+    for p in model.parameters():
+        p.grad.add_(p.detach()).mul_(0.5)
+    model[0].weight.grad = model[0].weight.grad.clone()
+    optimizer.step()
+    for p, was, grad in zip(model.parameters(), before, expected, strict=True):
+        torch.testing.assert_close(p.detach(), was - 0.05 * (grad + was))
+    optimizer.close()
+
+
+def test_gradients_assigned_in_place_of_averaged_zeros_are_refused(typical):
+    typical(assigns_the_heads_gradient)
+
+
+def test_changes_after_backward_are_kept(typical):
+    typical(changes_after_backward)
