@@ -20,6 +20,7 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.sum_order import sum_order as sum_order_of
 from dualtrain.errors import BackendError
 from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
+from dualtrain.gradients.compilation import not_compiled
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.parameters import name_parameters
 
@@ -154,6 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Stop averaging: backward gives this rank's own gradients from then on. A second call does nothing."""
         self.reducer.close()
 
+    @not_compiled
     def synchronize(self) -> None:
         """Make every gradient the average over ranks, if backward has not done so. Collective; blocks; idempotent.
 
@@ -168,6 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self.reducer.no_sync():
             yield
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, on averaged gradients. Collective.
 
@@ -239,6 +242,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.backend.allgather(values[None], name="loss")
         ) * (1.0 / self.backend.size)
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients as the wrapped optimizer does; averages that no step has used are lost."""
         self.reducer.renew()

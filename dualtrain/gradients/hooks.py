@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from dualtrain.gradients.compilation import not_compiled
 from dualtrain.gradients.parameters import check_supported
 from dualtrain.gradients.slots import Slot
 
@@ -130,6 +131,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
     """Return a hook for slot ``number``. It raises RuntimeError in backward if no reducer of the parameter is left."""
     ref = weakref.ref(reducer)
 
+    @not_compiled
     def hook(p: torch.Tensor) -> None:
         living = ref()
         if living is not None:

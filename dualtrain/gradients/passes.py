@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dualtrain.gradients.compilation import not_compiled
+
 
 class EndOfPass:
     """Callback for the end of the outermost backward pass that is running.
@@ -18,6 +20,7 @@ class EndOfPass:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
+    @not_compiled
     def __call__(self) -> None:
         """Call the function, or register for the end of the enclosing pass. Autograd calls this at a pass's end."""
         # Private in torch 2.5 to 2.15: there is no public way to find out whether a backward pass runs inside of another.

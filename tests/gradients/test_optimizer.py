@@ -7,13 +7,14 @@ import io
 import itertools
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dualtrain import BackendError, DistributedOptimizer
+from dualtrain import BackendError, DistributedOptimizer, connect
 from dualtrain.backends.local import LocalBackend
 from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.launchers import World
@@ -658,3 +659,28 @@ def test_the_wrapper_passes_assignments_and_hooks_on_and_calls_zero_grad_without
     assert seen == ["save", "load"]
     optimizer.__setstate__({"state": {}})
     assert inner.state == {}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason=f"torch {torch.__version__} cannot leave functions uncompiled",
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_step_gives_the_result_of_a_plain_one():
+    # "eager" is torch.compile without code generation.
+    found = []
+    for wrapper in (lambda function: function, partial(torch.compile, backend="eager")):
+        with connect("local") as backend:
+            model = perceptron()
+            optimizer = sgd(model, backend)
+
+            @wrapper
+            def step(x, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            found.append([step(vectors(key)) for key in range(3)] + list(model.parameters()))
+    torch.testing.assert_close(*found, **EXACT)
