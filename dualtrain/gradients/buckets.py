@@ -88,8 +88,7 @@ class Bucket:
             slot.place(self, view, front)
         self._params = [slot.param for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
-        self._nbytes = [slot.nbytes for slot in self.slots]
-        self._all_small = all(nbytes < LARGE_BYTES for nbytes in self._nbytes)
+        self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
         start = self.values.data_ptr()
         #: Where this bucket's gradients lie in memory: (first address, address past the last). ``make_buckets`` replaces
         #: this list by the sorted ranges of all buckets.
@@ -137,7 +136,7 @@ class Bucket:
         """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
         slots, grads = self._sort()
         self.outside = []
-        if may_be_kept(grads, self._nbytes if slots is self.slots else [slot.nbytes for slot in slots]):
+        if may_be_kept(grads):
             self._leave_outside(slots, grads)
         for slot in (*self._missing, *slots):
             if sys.getrefcount(slot.alias) > REFERENCES:  # ``move_kept`` checks this too; avoid a call for every gradient

@@ -53,8 +53,8 @@ class GradientReducer:
     In the first reduction, the ranks also compare their layouts; a difference raises BackendError, which names the
     parameter. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
     ``param.grad`` becomes a view into a buffer; you may assign to it or to its ``.data``. A gradient that the program has a
-    reference to, that is a part of a larger tensor, or that has a graph (``create_graph=True``) stays ``param.grad``, and
-    the average is copied into it. A gradient that the program keeps over ``zero_grad()`` stays as it is, as in torch; a
+    reference to, that shares memory with another tensor, or that has a graph (``create_graph=True``) stays ``param.grad``,
+    and the average is copied into it. A gradient that the program keeps over ``zero_grad()`` stays as it is, as in torch; a
     view of it (``param.grad.view(-1)``, ``param.grad.detach()``) is overwritten by the next backward.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
     ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as

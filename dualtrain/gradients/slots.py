@@ -47,7 +47,6 @@ class Slot:
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    nbytes: int = 0
     #: The last round of the schedule in which the gradient was marked ready.
     ready_in_round: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
@@ -72,7 +71,7 @@ class Slot:
         # Don't copy if another reducer or the user has a hook that runs later: it must see this rank's own gradient, and
         # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
         grads, grad = [grad], None  # ``may_be_kept`` counts references
-        if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads, [self.nbytes]):
+        if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads):
             self.move_kept()
             self.view.copy_(grads[0].detach())
             self.unpack()
@@ -81,7 +80,6 @@ class Slot:
         """Make ``view``, a part of ``bucket``, the gradient's place."""
         self.bucket, self.view, self.front, self.alias = bucket, view, front, front.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
-        self.nbytes = view.nbytes
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
 
@@ -119,32 +117,44 @@ _EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
 #: The reference count of a slot's alias while only the slot refers to it.
 REFERENCES = sys.getrefcount(_EXAMPLE.alias)
 _EXAMPLE.param.grad = torch.empty(0)
-#: The reference count of a gradient in a list, while only ``param.grad`` and the list refer to it.
-_LISTED_REFERENCES = max(map(sys.getrefcount, [_EXAMPLE.param.grad]))
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_CDATA, _REQUIRES_GRAD = attrgetter("_cdata"), attrgetter("requires_grad")
 
 
-def may_be_kept(grads: list[torch.Tensor], nbytes: list[int]) -> bool:
-    """Return whether the program may use one of these dense gradients, of ``nbytes``, later in backward or after it.
+def _count_references(grads: list[torch.Tensor]) -> list[int]:
+    return list(map(sys.getrefcount, grads))
 
-    This is so if it has a reference to the gradient, if the gradient is a part of a larger tensor, or if it has an autograd
-    graph (``create_graph=True``). Only ``param.grad`` and the list ``grads`` may refer to the gradients.
+
+def _count_storage_uses(grads: list[torch.Tensor]) -> list[int]:
+    # Private in torch 2.5 to 2.15: there is no public way to find out whether another tensor has the same storage.
+    storages = list(map(torch.Tensor.untyped_storage, grads))
+    return list(map(torch._C._storage_Use_Count, map(_CDATA, storages)))
+
+
+#: Both counts of a gradient in a list, while nothing else but ``param.grad`` refers to it or to its memory.
+_FRESH = max(_count_references([_EXAMPLE.param.grad])), max(_count_storage_uses([_EXAMPLE.param.grad]))
+
+
+def may_be_kept(grads: list[torch.Tensor]) -> bool:
+    """Return whether the program may use one of these dense gradients later, in backward or after it.
+
+    This is so if the program has a reference to the gradient, if another tensor shares its memory, or if the gradient has
+    an autograd graph (``create_graph=True``). Only ``param.grad`` and the list ``grads`` may refer to the gradients.
     """
     # This runs for all gradients in every step, so it runs in C.
-    return (
-        max(map(sys.getrefcount, grads), default=0) > _LISTED_REFERENCES
-        or list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, grads))) != nbytes
+    return bool(grads) and (
+        max(_count_references(grads)) > _FRESH[0]
+        or max(_count_storage_uses(grads)) > _FRESH[1]
         or any(map(_REQUIRES_GRAD, grads))
     )
 
 
 def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot, torch.Tensor]]:
-    """Return the gradients that must stay the gradients of their parameters; see :func:`may_be_kept` for the arguments."""
-    counts = list(map(sys.getrefcount, grads))
+    """Return the gradients that must stay the gradients of their parameters, as :func:`may_be_kept` finds them."""
+    counts = zip(_count_references(grads), _count_storage_uses(grads), strict=True)
     return [
         (slot, grad)
-        for slot, grad, count in zip(slots, grads, counts, strict=True)
-        if (count > _LISTED_REFERENCES or grad.untyped_storage().nbytes() != slot.nbytes or grad.requires_grad)
+        for slot, grad, (references, uses) in zip(slots, grads, counts, strict=True)
+        if (references > _FRESH[0] or uses > _FRESH[1] or grad.requires_grad)
         and slot.param.grad is grad
         and grad.dtype is slot.dtype
         and grad.device == slot.view.device
