@@ -63,7 +63,7 @@ class Slot:
         """
         p = self.param
         grad = p.grad
-        if grad is None or grad.is_sparse or grad.shape != self.shape:
+        if grad is None or grad.is_sparse or grad.shape != self.shape or grad.dtype is not self.dtype:
             return
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):

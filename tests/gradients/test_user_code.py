@@ -202,6 +202,25 @@ def test_averages_of_large_gradients_do_not_overflow_if_the_factor_is_applied_fi
     typical(nearly_overflows)
 
 
+def casts_a_large_parameter(backend):
+    model, last = seeded(nn.Linear(2, 20000)), backend.size - 1
+    optimizer = sgd(model, backend)
+    for step in range(2):  # after the first step, the last rank casts its model
+        optimizer.zero_grad()
+        model.to(torch.float64 if step and backend.rank == last else torch.float32)
+        loss = model(torch.ones(1, 2, dtype=model.bias.dtype)).sum()
+        if step:
+            with pytest.raises(BackendError, match=rf"rank {last}: parameter 'weight' was float32"):
+                loss.backward()
+        else:
+            loss.backward()
+            optimizer.step()
+
+
+def test_a_large_parameter_that_is_cast_on_one_rank_is_refused(spmd):
+    spmd(casts_a_large_parameter)
+
+
 def freezes_on_one_rank(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
