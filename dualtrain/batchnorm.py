@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 # Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -53,8 +54,12 @@ class SynchronizedNorm(torch.autograd.Function):
         return out.to(input.dtype), mean_all, var, n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only)."""
+        """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only).
+
+        A second derivative raises RuntimeError, as with torch.nn.SyncBatchNorm: the statistics count as constants here.
+        """
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dualtrain import functional
+from dualtrain.batchnorm import synchronize_norms
 from dualtrain.gradients import GradientReducer, Transfer
 
 
@@ -18,14 +19,18 @@ def loss_of(result, rank):
 
 
 def check(backend, call, alone, rows=lambda r: 4):
-    """Compare ``call`` on the ranks with ``alone`` in one process: the results, and the gradients of the summed losses."""
+    """Compare ``call`` on the ranks with ``alone`` in one process: the results, and first and second derivatives."""
     size, me = backend.size, backend.rank
     leaves = [x.requires_grad_() for x in inputs(size, rows)]
-    sum(loss_of(result, r) for r, result in enumerate(alone(leaves))).backward()
+    total = sum(loss_of(result, r) for r, result in enumerate(alone(leaves)))
+    expected = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
+    sum(grad.square().sum() for grad in expected).backward()
     mine = inputs(size, rows)[me].requires_grad_()
     result = call(mine)
     torch.testing.assert_close(result.detach(), alone(leaves)[me].detach())
-    loss_of(result, me).backward()
+    (grad,) = torch.autograd.grad(loss_of(result, me), mine, create_graph=True)
+    torch.testing.assert_close(grad.detach(), expected[me].detach())
+    grad.square().sum().backward()
     torch.testing.assert_close(mine.grad, leaves[me].grad if leaves[me].grad is not None else torch.zeros_like(mine))
 
 
@@ -131,3 +136,16 @@ def inputs_of_some_ranks(backend):
 
 def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
     spmd(inputs_of_some_ranks)
+
+
+def differentiates_norms_twice(backend):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    synchronize_norms(model, backend)
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+def test_second_derivatives_of_synchronized_norms_are_refused(typical):
+    typical(differentiates_norms_twice)
