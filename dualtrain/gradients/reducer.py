@@ -197,7 +197,8 @@ class GradientReducer:
             exchange.refuse()
         if self._scalars is not None:
             self._scalars.copy_(exchange.extra)
-        changed = exchange.changed_late()
+        failed = self._ending is not None and self._ending() is None  # the program may zero the gradients of a failed pass
+        changed = None if failed else exchange.changed_late()
         exchange.unpack()
         self._start_over(reduced=changed is None)
         if changed is not None:
