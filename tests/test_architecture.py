@@ -97,7 +97,7 @@ LAYERS = {
         {"compilation", "parameters", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
         {"slots"},
-        {"sparse"},
+        {"sparse", "packed"},
         {"buckets"},
         {"schedule", "hooks"},
         {"refusals"},

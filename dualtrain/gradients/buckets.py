@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 
 import torch
 
@@ -14,12 +14,12 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import wire_dtype
 from dualtrain.errors import BackendError
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
+from dualtrain.gradients.packed import PackedGradients
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
 from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot, kept_among, may_be_kept
 from dualtrain.gradients.sparse import has_values
 
-# Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
-_GRAD, _SHAPE, _VERSION = attrgetter("grad"), attrgetter("shape"), attrgetter("_version")
+_GRAD, _SHAPE = attrgetter("grad"), attrgetter("shape")
 
 
 class Bucket:
@@ -99,8 +99,7 @@ class Bucket:
         self._kept: list[Slot] = []
         #: Slots whose gradients stay outside of the bucket, and these gradients, into which results must be copied.
         self.outside: list[tuple[Slot, torch.Tensor]] = []
-        #: All gradients, and their counters of in-place changes, when they were packed.
-        self._packed: tuple[list[torch.Tensor | None], list[int]] = [], []
+        self._packed = PackedGradients(self.slots)
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
         #: The missing slots whose parameters are frozen in this round.
@@ -154,33 +153,11 @@ class Bucket:
             self.values.mul_(self._before)
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
-        self._packed = self._gradients()
-
-    def _gradients(self) -> tuple[list[torch.Tensor | None], list[int]]:
-        """Return all gradients, and their counters of in-place changes."""
-        grads = list(map(_GRAD, self._params))
-        try:
-            return grads, list(map(_VERSION, grads))
-        except (AttributeError, RuntimeError):  # a gradient is missing, or was made in inference mode
-            return grads, [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
+        self._packed.record()
 
     def changed(self) -> list[Slot]:
-        """Return slots whose gradients the program has changed since ``pack``. Call it before ``unpack``.
-
-        Gradients that lie in the bucket have one counter of in-place changes.
-        """
-        packed, versions = self._packed
-        grads, now = self._gradients()
-        if now == versions and all(map(is_, grads, packed)):
-            return []
-        # A part of a larger tensor, of which another part may be the gradient of a different bucket, has its counter.
-        shared = {id(grad) for _, grad in self.outside if grad._base is not None}
-        found = zip(self.slots, grads, packed, now, versions, strict=True)
-        return [
-            slot
-            for slot, grad, was, version, before in found
-            if grad is not was or (version != before and id(grad) not in shared)
-        ]
+        """Return the slots whose gradients the program has changed since ``pack``. Call it before ``unpack``."""
+        return self._packed.changed(self.outside)
 
     def assigned_late(self) -> Slot | None:
         """Return a slot that had no gradient in ``pack``, and whose parameter has been given one other than zero since."""
@@ -312,7 +289,7 @@ class Bucket:
 
     def unpack(self) -> None:
         """Make every ``param.grad`` a view of its part of the buffer, except for the gradients of ``outside``."""
-        self._packed = [], []  # drop the references to the gradients
+        self._packed.forget()
         for slot in self._copied:
             slot.unpack()
         for slot in self._kept:

@@ -1,0 +1,56 @@
+"""The gradients that a bucket has packed, and whether the program has changed them since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+
+import torch
+
+from dualtrain.gradients.slots import Slot
+
+# Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+
+
+class PackedGradients:
+    """The gradients of ``slots`` at the time when they were packed."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._params = [slot.param for slot in slots]
+        self._grads: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+
+    def record(self) -> None:
+        """Record the present gradients."""
+        self._grads, self._versions = self._present()
+
+    def forget(self) -> None:
+        """Drop the references to the gradients."""
+        self._grads, self._versions = [], []
+
+    def changed(self, outside: Sequence[tuple[Slot, torch.Tensor]]) -> list[Slot]:
+        """Return the slots whose gradients the program has changed since ``record``.
+
+        Gradients that lie in the bucket have one counter of in-place changes. Gradients of ``outside`` do not lie in it.
+        """
+        grads, versions = self._present()
+        if versions == self._versions and all(map(is_, grads, self._grads)):
+            return []
+        # A part of a larger tensor has the counter of that tensor: another part may be the gradient of another bucket.
+        shared = {id(grad) for _, grad in outside if grad._base is not None}
+        pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)
+        return [
+            slot
+            for slot, grad, was, version, before in pairs
+            if grad is not was or (version != before and id(grad) not in shared)
+        ]
+
+    def _present(self) -> tuple[list[torch.Tensor | None], list[int]]:
+        """Return all gradients, and their counters of in-place changes."""
+        grads = list(map(_GRAD, self._params))
+        try:
+            return grads, list(map(_VERSION, grads))
+        except (AttributeError, RuntimeError):  # a gradient is missing, or was made in inference mode
+            return grads, [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
