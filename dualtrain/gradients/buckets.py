@@ -153,7 +153,7 @@ class Bucket:
             self.values.mul_(self._before)
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
-        self._packed.record()
+        self._packed.record(grads if slots is self.slots else None)
 
     def changed(self) -> list[Slot]:
         """Return the slots whose gradients the program has changed since ``pack``. Call it before ``unpack``."""

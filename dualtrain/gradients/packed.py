@@ -22,9 +22,9 @@ class PackedGradients:
         self._grads: list[torch.Tensor | None] = []
         self._versions: list[int] = []
 
-    def record(self) -> None:
-        """Record the present gradients."""
-        self._grads, self._versions = self._present()
+    def record(self, grads: list[torch.Tensor] | None) -> None:
+        """Record the present gradients; ``grads`` are all of them, if the caller has the list."""
+        self._grads, self._versions = self._present(grads)
 
     def forget(self) -> None:
         """Drop the references to the gradients."""
@@ -35,7 +35,7 @@ class PackedGradients:
 
         Gradients that lie in the bucket have one counter of in-place changes. Gradients of ``outside`` do not lie in it.
         """
-        grads, versions = self._present()
+        grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []
         # A part of a larger tensor has the counter of that tensor: another part may be the gradient of another bucket.
@@ -47,9 +47,10 @@ class PackedGradients:
             if grad is not was or (version != before and id(grad) not in shared)
         ]
 
-    def _present(self) -> tuple[list[torch.Tensor | None], list[int]]:
+    def _present(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
         """Return all gradients, and their counters of in-place changes."""
-        grads = list(map(_GRAD, self._params))
+        # This runs twice in every step, so it runs in C.
+        grads: list[torch.Tensor | None] = list(map(_GRAD, self._params) if known is None else known)
         try:
             return grads, list(map(_VERSION, grads))
         except (AttributeError, RuntimeError):  # a gradient is missing, or was made in inference mode
