@@ -88,12 +88,13 @@ class RankParts:
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """See :class:`Parts`. ``batches`` are this rank's batches, one for each backward pass."""
         passes.begin_part(control_flags)
-        last = False
         if isinstance(batches, torch.Tensor):
             raise TypeError("step() is given a tensor: give batches (inputs, targets), one for each backward pass")
+        computed = False
         for (inputs, targets), last in with_last(passes_of(cast("ShardBatches", batches))):
-            passes.compute(inputs, targets, expected, passes.load if last else None, send=last)
-        if not last:
+            passes.compute(inputs, targets, expected, passes.load, send=last)
+            computed = True
+        if not computed:
             passes.load()  # a rank without samples
         return passes.reduce()
 

@@ -49,7 +49,7 @@ class Passes:
         inputs: torch.Tensor,
         targets: torch.Tensor,
         expected: float,
-        load: Callable[[], None] | None,
+        load: Callable[[], None],
         *,
         send: bool,
     ) -> None:
@@ -60,7 +60,7 @@ class Passes:
             targets: targets of the loss.
             expected: the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
-            send: true for this rank's last batch: its backward sends the gradients.
+            send: true if this is known to be this rank's last batch: its backward then sends the gradients.
         """
         with nullcontext() if send else self.optimizer.no_sync():
             with self._precision.autocast():
@@ -68,8 +68,7 @@ class Passes:
             found = list(map(float, sums))
             self._scalars.add(found)
             self._diverged = self._diverged or self._scalars.diverged
-            if load is not None:
-                load()
+            load()
             # The optimizer averages gradients over parts. Scale the loss, so that the result is the mean over all samples.
             share = found[1] * self._parts / expected
             with self._precision.without_autocast():

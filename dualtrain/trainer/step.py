@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -78,11 +78,21 @@ class StepScalars:
         return step, total[len(NAMES)] > 0
 
 
+class Counted(Generic[T]):
+    """An iterator of which the number of batches is known: see :func:`with_last`."""
+
+    def __init__(self, batches: Iterator[T], count: int) -> None:
+        self._batches, self.count = batches, count
+
+    def __iter__(self) -> Iterator[T]:
+        return self._batches
+
+
 def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each batch, and whether it is the last."""
-    iterator, end = iter(batches), object()
-    batch: Any = next(iterator, end)
-    while batch is not end:
-        following = next(iterator, end)
-        yield batch, following is end
-        batch = following
+    """Yield each batch, and whether it is known to be the last: a list's last batch is, a generator's is not.
+
+    No batch is read ahead, because a generator may put each batch into the memory of the batch before.
+    """
+    count = batches.count if isinstance(batches, Counted) else len(batches) if isinstance(batches, Sequence) else 0
+    for number, batch in enumerate(batches, 1):
+        yield batch, number == count

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.precision import DTYPES, Precision
 from dualtrain.trainer.rank_state import buffers_of, restore_buffers
 from dualtrain.trainer.same_run import compare_arguments, compare_trainer
-from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars, with_last
+from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars
 from dualtrain.trainer.virtual_ranks import VirtualRanks
 
 
@@ -168,7 +169,7 @@ class Trainer:
         Args:
             batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
                 ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
-                or ``None``.
+                or ``None``. The gradients of a list of batches are sent during its last backward pass, those of a generator after it.
             expected: an estimate of the total weight (the number of samples, for example) over all ranks, the same on every
                 rank. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -273,37 +274,36 @@ class Trainer:
 
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
         training_mode(self.model)
-        total, batches, expected = [0.0] * len(NAMES), with_last(loader), 0.0
-        more = True
-        while more:
-            batch, last = next(batches, (None, True))
-            mine = [] if batch is None else [self.to_device(batch)]
-            if mine and not len(mine[0][1]) and not self._has_norms_of_all_ranks():
+        total, left, expected = [0.0] * len(NAMES), _length(loader), 0.0
+        norms = [layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)]
+        batches, ended, compare = iter(loader), False, True
+        while True:
+            # Read no batch ahead: a loader may put each batch into the memory of the batch before, for example.
+            mine = [] if ended else [self.to_device(batch) for batch in islice(batches, 1)]
+            ended, left = not mine, left - 1
+            # Layers that communicate in forward need a forward pass on every rank.
+            everywhere = any(layer.training for layer in norms)
+            if compare or everywhere:
+                largest, some_end, all_end = self._compare_batches(mine)
+                if all_end:
+                    return total
+                if some_end and everywhere:
+                    raise RanksDifferError(
+                        "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in "
+                        "every step: give every rank the same number (DistributedSampler does), or use plain BatchNorm"
+                    )
+                expected = expected or largest * self.backend.size  # an estimate
+            if mine and not len(mine[0][1]) and not everywhere:
                 mine = []  # the mean loss of an empty batch is not a number
-            if not expected:  # at the first step: the largest first batch of any rank, times the number of ranks
-                samples = float(len(mine[0][1])) if mine else 0.0
-                sizes = torch.tensor([samples, -samples], device="cpu")
-                largest, least = self.backend.allreduce(sizes, "max", name="batch size").tolist()
-                expected = largest * self.backend.size
-                self._check_norms(some=largest > 0, all_have=least < 0)
-            step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
-            total = added(total, step.totals)
-            more = step.control_flags[0] > 0
-            self._check_norms(some=more, all_have=step.control_flags[0] == self.backend.size)
-        return total
+            step = self.step(mine, expected or 1.0, [float(not ended and left > 0), 0.0, 0.0])
+            total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
-    def _check_norms(self, *, some: bool, all_have: bool) -> None:
-        """Raise RanksDifferError if only some ranks have a next batch, and layers need the batches of all ranks."""
-        if some and not all_have and self._has_norms_of_all_ranks():
-            raise RanksDifferError(
-                "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in every step: "
-                "give every rank the same number (DistributedSampler does), or use plain BatchNorm"
-            )
-
-    def _has_norms_of_all_ranks(self) -> bool:
-        """Return whether layers of the model communicate in forward: then each step needs a forward pass on every rank."""
-        kinds = SyncBatchNorm | nn.SyncBatchNorm
-        return any(isinstance(layer, kinds) and layer.training for layer in self.model.modules())
+    def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
+        """Return the number of samples in the largest batch, and whether some and all ranks have no batch. Collective."""
+        samples = float(len(mine[0][1])) if mine else 0.0
+        sizes = torch.tensor([samples, float(not mine), float(bool(mine))], device="cpu")
+        largest, some_end, some_have = self.backend.allreduce(sizes, "max", name="batch size").tolist()
+        return largest, some_end > 0, not some_have
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
         """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets)."""
@@ -449,6 +449,14 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
         set_epoch = getattr(sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+
+
+def _length(loader: Iterable[Any]) -> float:
+    """Return how many batches ``loader`` has, as it says itself; infinity if it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except Exception:  # a loader's own __len__ may raise any error
+        return math.inf
 
 
 def _add_buffers(average: nn.Module, model: nn.Module) -> None:

@@ -106,8 +106,7 @@ class VirtualRanks:
         number = 0
         for number, ((inputs, targets), last) in enumerate(with_last(_passes_of(batches)), 1):
             # ``load`` reads the buffers before backward, because backward may run forward again (activation checkpointing).
-            load = partial(self._load, passes, shard, number) if last else None
-            passes.compute(inputs, targets, expected, load, send=send and last)
+            passes.compute(inputs, targets, expected, partial(self._load, passes, shard, number), send=send and last)
         if not number:
             self._load(passes, shard, number)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from dualtrain.trainer.machine import platform_of, threads, use_threads, warn_of
 from dualtrain.trainer.objective import CrossEntropy, training_metrics
 from dualtrain.trainer.passes import Tensors
 from dualtrain.trainer.same_run import compare_settings
+from dualtrain.trainer.step import Counted
 from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.assemble import (
     check_batches,
@@ -65,6 +66,7 @@ from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
 from dualtrain.user_code import enough_memory, takes_arguments
 
+T = TypeVar("T")
 _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
 
 
@@ -296,7 +298,7 @@ class Run:
         passes, samples = [len(part) for part in self.plan.passes(batch)], len(batch)
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
-            batches = self._for_trainer([self._batches(count) for count in passes])
+            batches = self._for_trainer([Counted(self._batches(count), count) for count in passes])
             done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
@@ -331,7 +333,7 @@ class Run:
         saves = (self.cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         return step == self.total_steps or (batch == self.sampler.batches and saves)
 
-    def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
+    def _for_trainer(self, parts: list[T]) -> T | list[T]:
         """Return the trainer's argument: the batches of this rank's part, or a list with the batches of each shard."""
         return parts[0] if self.config.step.virtual_ranks is None else parts
 

@@ -365,6 +365,69 @@ def test_an_empty_batch_changes_no_weights():
     assert all(map(torch.equal, *weights))
 
 
+def refilled(backend, count: int):
+    """Yield batches for this rank that lie in the same memory, one after another."""
+    inputs, targets = (torch.zeros_like(tensor) for tensor in data(8))
+    for start in range(count):
+        for buffer, tensor in zip((inputs, targets), data(64), strict=True):
+            buffer.copy_(tensor[backend.rank :: backend.size].roll(-3 * start, 0)[:8])
+        yield inputs, targets
+
+
+def reads_from_refilled_memory(backend) -> list[list[torch.Tensor]]:
+    def copies(count: int):
+        return [(inputs.clone(), targets.clone()) for inputs, targets in refilled(backend, count)]
+
+    found = []
+    for read in (copies, partial(refilled, backend)):
+        model, sharded = net(), net(1)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        trainer.fit(read(5), epochs=1)
+        trainer.step(read(3), 24.0 * backend.size)
+        trainer.close()
+        trainer = Trainer(sharded, torch.optim.SGD(sharded.parameters(), 0.5), backend=backend, virtual_ranks=2)
+        trainer.step([read(3) for _ in trainer.shards], 48.0)
+        trainer.close()
+        found.append([p.detach() for p in (*model.parameters(), *sharded.parameters())])
+    assert all(map(torch.equal, *found))
+    return found[1]
+
+
+def test_batches_may_lie_in_memory_that_the_loader_fills_again(typical):
+    typical(reads_from_refilled_memory)
+
+
+class Sized:
+    """A loader that says that it has ``length`` batches."""
+
+    def __init__(self, batches: int, length: object) -> None:
+        self.batches, self.length = batches, length
+
+    def __len__(self) -> object:
+        if self.length is None:
+            raise AttributeError("no length")
+        return self.length
+
+    def __iter__(self):
+        return iter([data(4)] * self.batches)
+
+
+@pytest.mark.parametrize(("length", "steps"), [(5, 5), (None, 6), (2, 5), (9, 6)])
+def test_fit_takes_a_step_without_samples_only_if_the_loader_has_a_wrong_length(length, steps):
+    """A rank with fewer batches takes part in all steps; each sample counts once."""
+
+    def body(backend):
+        model, done = net(), []
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        step = trainer.step
+        trainer.step = lambda *arguments: done.append(step(*arguments)) or done[-1]
+        trainer.fit(Sized(5 - 2 * backend.rank, length and max(0, length - 2 * backend.rank)))
+        trainer.close()
+        return len(done), sum(each.totals[1] for each in done)
+
+    assert run_threads(2, body) == [(steps, 32.0)] * 2
+
+
 class Reassigned(nn.Linear):
     """A layer whose forward puts a new tensor into its buffer."""
 
