@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -151,6 +151,14 @@ class GradientReducer:
             yield
         finally:
             self._paused = paused
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Only accumulate the gradients of the backend's other reducers inside the block, as in their :meth:`no_sync`."""
+        with ExitStack() as stack:
+            for other in self._turns.others(self._number):
+                stack.enter_context(other.no_sync())
+            yield
 
     def reduce(self) -> None:
         """Make every ``param.grad`` the average over ranks, unless it is the average already. Collective; blocks.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from contextlib import AbstractContextManager
 from functools import reduce
 from operator import and_, or_
 from typing import Protocol
@@ -32,6 +33,9 @@ class Member(Protocol):
     @property
     def is_due(self) -> bool:
         """Return whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Only accumulate gradients inside the block."""
 
     def exchange(self) -> None:
         """Average the reducer's gradients. Collective; blocks."""
@@ -58,6 +62,11 @@ class Turns:
     def may_send(self, number: int) -> bool:
         """Return whether this reducer is the only or the first one, and so may send buckets during backward."""
         return number == self._first or len(self._members) < 2
+
+    def others(self, number: int) -> list[Member]:
+        """Return all reducers except reducer ``number``."""
+        members = [ref() for each, ref in self._members.items() if each != number]
+        return [member for member in members if member is not None]
 
     def due(self, number: int, member: Member) -> list[Member]:
         """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -62,7 +62,7 @@ class Passes:
             load: called between forward and backward.
             send: true if this is known to be this rank's last batch: its backward then sends the gradients.
         """
-        with nullcontext() if send else self.optimizer.no_sync():
+        with nullcontext() if send else self._accumulating():
             with self._precision.autocast():
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
@@ -73,6 +73,12 @@ class Passes:
             share = found[1] * self._parts / expected
             with self._precision.without_autocast():
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        """Exchange no gradients in the block, also none of other optimizers: ranks may have unequal numbers of passes."""
+        with self.optimizer.no_sync(), self.optimizer.reducer.alone():
+            yield
 
     def load(self, more: torch.Tensor | None = None) -> None:
         """Write this part's scalars, then the numbers in ``more``, into the buffer that is sent with the gradients."""
