@@ -78,8 +78,8 @@ LAYERS = {
         {"restarts"},
     ],
     "trainer": [
-        {"common_buffers", "description", "machine", "modes", "objective", "precision", "rank_state"},
-        {"data_parallel", "same_run", "step"},
+        {"common_buffers", "description", "machine", "modes", "objective", "optimizer_state", "precision", "rank_state"},
+        {"arguments", "data_parallel", "fixed_state", "same_run", "same_weights", "step"},
         {"passes"},
         {"parts"},
         {"virtual_ranks"},

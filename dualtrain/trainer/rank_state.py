@@ -46,8 +46,15 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return this rank's buffers and generators, as plain values and tensors on the CPU."""
-    return {"buffers": buffers_of(model), "random": random_state(device)}
+    """Return this rank's buffers, extra state and generators, as plain values and tensors on the CPU."""
+    extra = {name: module.get_extra_state() for name, module in with_extra_state(model).items()}
+    return {"buffers": buffers_of(model), "extra": extra, "random": random_state(device)}
+
+
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have a method ``get_extra_state``, by name."""
+    plain = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not plain}
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -58,11 +65,16 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    If the state is of a different world size, seed the generators anew; for buffers, see :func:`restore_buffers`.
+    If the state is of a different world size, seed the generators anew, and use rank 0's extra state; for buffers, see
+    :func:`restore_buffers`.
     """
     restore_buffers(model, [rank["buffers"] for rank in ranks], backend)
-    if len(ranks) == backend.size:
-        restore_random_state(ranks[backend.rank]["random"], backend.device)
+    same = len(ranks) == backend.size
+    own = ranks[backend.rank if same else 0]
+    for name, extra in own.get("extra", {}).items():  # not in states of versions before 0.3.0
+        model.get_submodule(name).set_extra_state(extra)
+    if same:
+        restore_random_state(own["random"], backend.device)
     else:
         seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))
 

@@ -6,6 +6,7 @@ for each batch; your own program can do the same, or pass a loader to ``fit``.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -16,25 +17,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.errors import RanksDifferError, UserError
 from dualtrain.gradients import Transfer
-from dualtrain.gradients.parameters import check_supported, warn_of_ddp
+from dualtrain.gradients.parameters import warn_of_ddp
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
+from dualtrain.trainer.arguments import check_arguments, check_options, check_schedule, stateful
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
+from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.precision import DTYPES, Precision
-from dualtrain.trainer.rank_state import buffers_of, restore_buffers
+from dualtrain.trainer.rank_state import buffers_of, restore_buffers, with_extra_state
 from dualtrain.trainer.same_run import compare_arguments, compare_trainer
+from dualtrain.trainer.same_weights import compare_weights
 from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars
 from dualtrain.trainer.virtual_ranks import VirtualRanks
 
@@ -63,10 +67,11 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` is below 1, is given with ``compress``, or, for a model with SyncBatchNorm layers,
-            differs from the number of ranks; a parameter's gradient cannot be averaged; ``schedule`` is ReduceLROnPlateau,
-            or the schedule of a different optimizer; ``clip_norm`` is not above 0; ``compress`` is not known;
-            or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
+        TypeError: ``backend`` is not what ``connect()`` returns.
+        ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
+            SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; ``optimizer``
+            needs a closure; ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer; ``clip_norm`` is
+            not above 0; ``compress`` is not known; or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
@@ -88,23 +93,12 @@ class Trainer:
         virtual_ranks: int | None = None,
         seed: int = 0,
     ) -> None:
-        for name, p in model.named_parameters():
-            check_supported(name, p)
-        if isinstance(schedule, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
-                'the scheduler\'s step(values["val_loss"]) on every rank'
-            )
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
-        if compress != "none" and compress not in DTYPES:
-            raise ValueError(f"compress={compress!r} is not known: choose none, fp16 or bf16")
-        _check_schedule(schedule, optimizer)
-        self._loss = _stateful(loss, model, optimizer)
+        check_arguments(model, optimizer, backend)
+        check_schedule(schedule, optimizer)
+        check_options(clip_norm, compress, virtual_ranks)
+        self._loss = stateful(loss, model, optimizer)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
-        if virtual_ranks is not None and compress != "none":
-            raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
         # Matrix products on the CPU depend on the number of threads, so this number must be the same on all ranks.
         threads = torch.get_num_threads() if virtual_ranks is not None and backend.device.type == "cpu" else None
@@ -119,7 +113,9 @@ class Trainer:
         self._forward = forward or model
         broadcast_parameters(model, backend)
         self._parts: Parts = (
-            RankParts(model, backend) if virtual_ranks is None else VirtualRanks(virtual_ranks, seed, model, backend)
+            RankParts(model, backend)
+            if virtual_ranks is None
+            else VirtualRanks(virtual_ranks, seed, model, self._loss, backend)
         )
         # The scalars are sent with the gradients, unless gradients are rounded to 16 bits.
         piggyback = compress == "none"
@@ -135,6 +131,8 @@ class Trainer:
         measured = measure or (lambda inputs, targets: objective(run(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
         self._epochs = 0  # epochs that fit() has completed
+        self._steps = 0  # steps since the construction, or since a state was loaded
+        self._closed = False
         self._ema_updated = False
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
@@ -150,6 +148,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stop averaging gradients, so that the model can be trained by other means. A second call does nothing."""
+        self._closed = True
         self.optimizer.close()
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class Trainer:
         Args:
             batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
                 ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
-                or ``None``. The gradients of a list of batches are sent during its last backward pass, those of a generator after it.
+                or ``None``. A list's gradients are sent during the last backward pass, a generator's only after it.
             expected: an estimate of the total weight (the number of samples, for example) over all ranks, the same on every
                 rank. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -188,23 +187,18 @@ class Trainer:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
         self.optimizer.zero_grad()
-        marks = self._loss_marks()
         step = self._parts.step(self._passes, batches, expected, control_flags)
-        if marks != self._loss_marks():
-            raise ValueError(
-                "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, "
-                "move these buffers into the model"
-            )
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
+        self._steps += 1
+        if self._steps.bit_count() == 1:  # after steps 1, 2, 4, 8, …: a comparison takes longer than a small step
+            self._compare_weights(expected=expected)
         return step
 
-    def _loss_marks(self) -> list[tuple[int, int]]:
-        """With virtual ranks, return numbers that change when a buffer of the loss changes."""
-        if self._loss is None or self.virtual_ranks is None:
-            return []
-        # ``_version`` counts a tensor's in-place changes. It is private in torch 2.5 to 2.15.
-        return [(id(buffer), buffer._version) for buffer in self._loss.buffers()]
+    def _compare_weights(self, **values: float) -> None:
+        """Raise RanksDifferError if the weights or ``values`` are not the same on all ranks. Collective."""
+        if not self._closed:  # otherwise the model may be trained by other means
+            compare_weights(self.backend, self.optimizer.reducer.slots, values)
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
@@ -227,6 +221,7 @@ class Trainer:
                 _add_buffers(self.ema.module, self.model)
                 self._ema_updated = True
             self.ema.update_parameters(self.model)
+            _copy_extra_state(self.ema.module, self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
         """Split a global batch (inputs, targets), equal on every rank; return the batch of each of :attr:`shards`.
@@ -269,6 +264,7 @@ class Trainer:
         for _ in range(epochs):
             _set_epoch(loader, self._epochs)
             history.append(training_metrics(self._epoch(loader), ""))
+            self._compare_weights()
             self._epochs += 1
         return history
 
@@ -334,6 +330,7 @@ class Trainer:
             objective: by default, the training objective.
             prefix: the beginning of the names in the result.
         """
+        self._compare_weights()
         model = self.evaluated
         forward = self._forward if self.ema is None else model
         objective = self.objective if objective is None else as_objective(objective)
@@ -366,10 +363,14 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State that differs between ranks is included once for each rank: running statistics, the states of random
-        generators, and the buffers of a ``loss`` that is a module of your own. With virtual ranks, only the loss's buffers
-        may differ.
+        State that differs between ranks is included once for each rank: running statistics, the modules' extra state, the
+        states of random generators, and the buffers of a ``loss`` that is a module of your own. With virtual ranks, only
+        the loss's buffers may differ.
+
+        The weights and the optimizer's state are the tensors in use, as in a module's ``state_dict()``: the next step
+        changes them. Make a deep copy of the state to keep it in memory.
         """
+        self._compare_weights()
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -396,17 +397,20 @@ class Trainer:
         Raises:
             UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
                 vice versa.
+            ValueError: the state is of a different model or optimizer.
         """
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
             raise UserError(f"the state has {has} schedule, unlike this trainer: make the trainer {cure} schedule")
         self.model.load_state_dict(state["model"])
         load_optimizer_state(self.optimizer, state["optimizer"])
+        check_state(self.optimizer)
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         if self._loss is not None and state.get("loss") is not None:
             restore_buffers(self._loss, state["loss"], self.backend)
+        self._steps = 0
         self._epochs = state.get("epochs", 0)  # not in states of versions before 0.3.0
         self._parts.load_state_dict(state)
         if self.ema is not None:
@@ -417,6 +421,7 @@ class Trainer:
                 self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not the buffers of the rank that wrote the file.
             _add_buffers(self.ema.module, self.model)
+            _copy_extra_state(self.ema.module, self.model)
             own = dict(self.model.named_buffers())
             for name, average in self.ema.module.named_buffers():
                 if name in own:  # an evaluation may have made buffers that only the averaged model has
@@ -469,28 +474,9 @@ def _add_buffers(average: nn.Module, model: nn.Module) -> None:
                 setattr(copied, name, buffer.detach().clone())
 
 
-def _check_schedule(schedule: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``schedule`` changes the learning rates of a different optimizer only."""
-    own = {id(group) for group in optimizer.param_groups}
-    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", optimizer.param_groups)
-    if not any(id(group) in own for group in groups):
-        raise ValueError("the schedule belongs to a different optimizer: make it with the trainer's optimizer")
-
-
-def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Return ``loss`` if it is the user's own module and has buffers, which training may change.
-
-    Raises:
-        ValueError: the optimizer trains parameters of the loss.
-    """
-    if not isinstance(loss, nn.Module):
-        return None
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} - set(map(id, model.parameters()))
-    own = [name for name, p in loss.named_parameters() if id(p) in trained]
-    if own:
-        raise ValueError(f"the loss has parameters to train ({', '.join(own[:3])}): make it a part of the model")
-    plain = type(loss).__module__.startswith("torch.nn.")  # its buffers are options, such as class weights
-    return None if plain or not any(True for _ in loss.buffers()) else loss
+def _copy_extra_state(average: nn.Module, model: nn.Module) -> None:
+    for name, module in with_extra_state(model).items():
+        average.get_submodule(name).set_extra_state(copy.deepcopy(module.get_extra_state()))
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:

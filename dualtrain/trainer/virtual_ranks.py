@@ -27,6 +27,7 @@ from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
 from dualtrain.trainer.common_buffers import CommonBuffers
+from dualtrain.trainer.fixed_state import FixedState
 from dualtrain.trainer.objective import NAMES
 from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
@@ -43,13 +44,14 @@ class VirtualRanks:
         shards: the number of shards, V.
         seed: the seed of all random numbers.
         model: the model. Its forward passes may change its buffers, but no other state.
+        loss: the loss, if it is a module whose buffers must not change.
         backend: communicates with the other ranks.
 
     Raises:
         ValueError: a SyncBatchNorm layer cannot get the statistics of all shards at once.
     """
 
-    def __init__(self, shards: int, seed: int, model: nn.Module, backend: Backend) -> None:
+    def __init__(self, shards: int, seed: int, model: nn.Module, loss: nn.Module | None, backend: Backend) -> None:
         self.count = shards
         self.order = sum_order(shards, backend.size)
         self.mine = self.order.ranges[backend.rank]
@@ -58,7 +60,8 @@ class VirtualRanks:
         self._after = "step"  # the last operation: "step" or "evaluation"
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
-        self.numbers = self._buffers.count
+        self._fixed = FixedState(model, loss)
+        self.numbers = self._buffers.count + 1
         if backend.size > shards and backend.rank == 0:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
             log.warning(
@@ -80,7 +83,8 @@ class VirtualRanks:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
-        with self._begun_step():
+        # Other trainers may have parameters that get gradients too. These are not the gradients of their own shards.
+        with self._begun_step(), reducer.alone():
             reducer.begin_shards()
             for shard, part in given:
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
@@ -92,7 +96,9 @@ class VirtualRanks:
                 if not ends:
                     reducer.add_shard()
             step = passes.reduce()
-            self._buffers.become_mean(passes.more, self.count)
+            if passes.more[-1]:
+                self._fixed.refuse(self._backend)
+            self._buffers.become_mean(passes.more[:-1], self.count)
         return step
 
     def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:
@@ -111,12 +117,14 @@ class VirtualRanks:
             self._load(passes, shard, number)
 
     def _load(self, passes: Passes, shard: int, number: int) -> None:
-        passes.load(self._buffers.numbers(shard, number))
+        changed = torch.tensor([float(self._fixed.difference() is not None)], dtype=torch.float64, device="cpu")
+        passes.load(torch.cat([self._buffers.numbers(shard, number), changed]))
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
         """Count the block as one step, and seed the random generators at its end; if it fails, restore the buffers."""
         self._buffers.keep()
+        self._fixed.keep()
         try:
             yield
         except BaseException:

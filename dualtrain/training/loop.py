@@ -55,7 +55,7 @@ from dualtrain.training.assemble import (
 from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
-from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.origin import origin_of
 from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
@@ -254,7 +254,6 @@ class Run:
         """Load a checkpoint into the trainer; return its position."""
         with checkpoint.fitting("the checkpoint"):
             self.trainer.load_state_dict(saved["trainer"])
-            check_state(self.trainer.optimizer)
             return Cursor.of(saved["cursor"])
 
     def _data(self) -> dict[str, int]:

@@ -27,8 +27,9 @@ from dualtrain.run_folder import checkpoint, checkpoint_writer
 from dualtrain.run_folder.attempts import append_events, read_events
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile, step_of
+from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.training import signals
-from dualtrain.training.optimizers import check_state, optimizer_names
+from dualtrain.training.optimizers import optimizer_names
 from dualtrain.training.signals import note_early_requests
 
 #: Flags of a run with an evaluation after every two steps. Each evaluation is better than the one before.

@@ -322,6 +322,7 @@ def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
         ({"clip_norm": -1.0}, "clip_norm=-1.0 is not above 0"),
         ({"clip_norm": math.nan}, "clip_norm=nan is not above 0"),
         ({"compress": "int8"}, "compress='int8' is not known"),
+        ({"virtual_ranks": 2.5}, "virtual_ranks=2.5 is not a whole number"),
         ({"schedule": lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0), 1)}, "a different optimizer"),
     ],
 )
@@ -329,6 +330,14 @@ def test_options_without_a_meaning_are_refused(options, words):
     model = net()
     with connect("local") as backend, pytest.raises(ValueError, match=words):
         Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, **options)
+
+
+def test_arguments_that_a_trainer_cannot_use_are_refused():
+    model = net()
+    with pytest.raises(TypeError, match=r"backend is a NoneType: give what connect\(\) returns"):
+        Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=None)
+    with connect("local") as backend, pytest.raises(ValueError, match="LBFGS needs a closure"):
+        Trainer(model, torch.optim.LBFGS(model.parameters()), backend=backend)
 
 
 @pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf])
@@ -395,6 +404,42 @@ def reads_from_refilled_memory(backend) -> list[list[torch.Tensor]]:
 
 def test_batches_may_lie_in_memory_that_the_loader_fills_again(typical):
     typical(reads_from_refilled_memory)
+
+
+def adversaries(backend, virtual_ranks: int | None) -> list[torch.Tensor]:
+    """Train two models with a trainer each; the second one's loss also gives gradients to the first."""
+    critic, maker = seeded(nn.Linear(6, 4)), seeded(nn.Linear(6, 6), 1)
+    options = {"backend": backend, "virtual_ranks": virtual_ranks}
+    first = Trainer(critic, torch.optim.SGD(critic.parameters(), 0.5), **options)
+    second = Trainer(
+        maker,
+        torch.optim.SGD(maker.parameters(), 0.5),
+        lambda made, _: -functional.softmax(critic(made), 1)[:, 0].mean(),
+        **options,
+    )
+    for _ in range(3):
+        with torch.no_grad():
+            made = maker(data(8)[0]), data(8)[1]
+        for trainer, whole in ((first, made), (second, data(8))):
+            if virtual_ranks:
+                trainer.step(trainer.split(whole), 8.0)
+            else:  # rank 0 has one backward pass, and every other rank has two
+                mine = [tensor[backend.rank :: backend.size] for tensor in whole]
+                passes = zip(*(tensor.tensor_split(1 + (backend.rank > 0)) for tensor in mine), strict=True)
+                trainer.step(list(passes), 8.0)
+    first.close()
+    second.close()
+    return [p.detach() for p in (*critic.parameters(), *maker.parameters())]
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 3])
+def test_the_loss_of_a_trainer_may_use_the_model_of_another_one(virtual_ranks):
+    with connect("local") as backend:
+        alone = adversaries(backend, virtual_ranks)
+    for ranks in (2, 3):
+        for found in run_threads(ranks, adversaries, virtual_ranks):
+            exact = {"rtol": 0, "atol": 0} if virtual_ranks else {}
+            torch.testing.assert_close(found, alone, **exact)
 
 
 class Sized:

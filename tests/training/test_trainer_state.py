@@ -176,6 +176,26 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
         trainer.load_state_dict(old)
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (torch.optim.SGD, torch.optim.Adam, "has no usable betas"),
+        (torch.optim.Adam, torch.optim.SGD, "has no usable momentum"),
+        (torch.optim.Adam, torch.optim.Adamax, "exp_inf is missing"),
+    ],
+)
+def test_the_state_of_a_different_optimizer_is_refused(saved, loaded, words, tmp_path):
+    with connect("local") as backend:
+        for kind in (saved, loaded):
+            model = net()
+            trainer = Trainer(model, kind(model.parameters(), 0.1), backend=backend)
+            if kind is saved:
+                trainer.step([batch()], 6.0)
+                trainer.save(tmp_path / "state")
+        with pytest.raises(UserError, match=f"does not fit this model and optimizer .*{words}"):
+            trainer.resume(tmp_path / "state")
+
+
 def test_averaged_weights_start_from_the_weights_of_a_state_without_an_average(tmp_path):
     with connect("local") as backend:
         model = net()

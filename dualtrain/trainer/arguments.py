@@ -1,0 +1,69 @@
+"""Check a trainer's arguments, before its ranks compare them."""
+
+from __future__ import annotations
+
+import inspect
+from numbers import Integral
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dualtrain.backends import Backend
+from dualtrain.gradients.parameters import check_supported
+from dualtrain.trainer.precision import DTYPES
+
+
+def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+    """Raise TypeError or ValueError for an argument that a trainer cannot use."""
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend is a {type(backend).__name__}: give what connect() returns")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs a closure, which it calls several times in a step, and the trainer computes "
+            "one gradient in a step: choose another optimizer, or use DistributedOptimizer in your own loop"
+        )
+    for name, p in model.named_parameters():
+        check_supported(name, p)
+
+
+def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | None) -> None:
+    """Raise ValueError for an option without a meaning."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
+    if compress != "none" and compress not in DTYPES:
+        raise ValueError(f"compress={compress!r} is not known: choose none, fp16 or bf16")
+    if virtual_ranks is not None and not isinstance(virtual_ranks, Integral):
+        raise ValueError(f"virtual_ranks={virtual_ranks!r} is not a whole number: give the number of shards, or None")
+    if virtual_ranks is not None and compress != "none":
+        raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
+
+
+def check_schedule(schedule: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if ``schedule`` needs a metric, or changes the learning rates of a different optimizer only."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
+            'the scheduler\'s step(values["val_loss"]) on every rank'
+        )
+    own = {id(group) for group in optimizer.param_groups}
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", optimizer.param_groups)
+    if not any(id(group) in own for group in groups):
+        raise ValueError("the schedule belongs to a different optimizer: make it with the trainer's optimizer")
+
+
+def stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """Return ``loss`` if it is the user's own module and has buffers, which training may change.
+
+    Raises:
+        ValueError: the optimizer trains parameters of the loss.
+    """
+    if not isinstance(loss, nn.Module):
+        return None
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} - set(map(id, model.parameters()))
+    own = [name for name, p in loss.named_parameters() if id(p) in trained]
+    if own:
+        raise ValueError(f"the loss has parameters to train ({', '.join(own[:3])}): make it a part of the model")
+    plain = type(loss).__module__.startswith("torch.nn.")  # its buffers are options, such as class weights
+    return None if plain or not any(True for _ in loss.buffers()) else loss

@@ -1,0 +1,197 @@
+"""The ranks' weights are compared while they train; state that forward changes is kept for each rank, or refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from dualtrain import Trainer, connect
+from dualtrain.errors import RanksDifferError
+from dualtrain.trainer import same_weights
+from tests.models_for_tests import seeded
+from tests.threads import run_threads
+
+
+def data(backend, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch that differs between ranks."""
+    draw = torch.Generator().manual_seed(1 + backend.rank)
+    return torch.randn(samples, 4, generator=draw), torch.randn(samples, 2, generator=draw)
+
+
+def trained(backend, model: nn.Module | None = None, **options) -> Trainer:
+    model = model or seeded(nn.Linear(4, 2))
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), mse_loss, backend=backend, **options)
+
+
+def refused(size: int, body, words: str) -> None:
+    """Check that ``body`` is refused with the same ``words`` on all ranks."""
+
+    def member(backend) -> str:
+        with pytest.raises(RanksDifferError, match=words) as error:
+            body(backend)
+        return str(error.value)
+
+    assert len(set(run_threads(size, member))) == 1
+
+
+def renormalized(backend, virtual_ranks: int | None = None) -> None:
+    model = seeded(nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 2)))
+    trainer = trained(backend, model, virtual_ranks=virtual_ranks)
+    tokens = torch.arange(3) + 3 * backend.rank
+    batch = tokens[None], torch.ones(1, 2)
+    trainer.step([batch] if virtual_ranks is None else [batch] * len(trainer.shards), 2.0)
+
+
+def test_weights_that_forward_changes_on_each_rank_are_refused():
+    refused(2, renormalized, r"the ranks do not have the same weights.*checksum of '0.weight' is -?\d+ on rank 0 and")
+    with connect("local") as backend:
+        renormalized(backend)  # with one rank, this is the result of torch
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_virtual_ranks_refuse_weights_that_forward_changes(ranks):
+    def member(backend) -> None:
+        with pytest.raises(ValueError, match=r"parameter '0\.weight' changes in forward"):
+            renormalized(backend, 2)
+
+    run_threads(ranks, member)
+
+
+def test_expected_weights_that_differ_between_ranks_are_refused():
+    def body(backend) -> None:
+        trained(backend).step([data(backend)], 8.0 + backend.rank)
+
+    refused(
+        3, body, r"do not take the same step: expected is 8\.0 on rank 0, 9\.0 on rank 1 and 10\.0 on rank 2; give every"
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda trainer, batch: [trainer.step([batch], 16.0) for _ in range(4)],
+        lambda trainer, batch: trainer.fit([batch] * 3),
+        lambda trainer, batch: trainer.evaluate([batch]),
+        lambda trainer, batch: trainer.state_dict(),
+    ],
+)
+def test_weights_that_a_rank_changes_are_refused_before_results_are_used(use):
+    def body(backend) -> None:
+        trainer, batch = trained(backend), data(backend)
+        for _ in range(4):
+            trainer.step([batch], 16.0)
+        if backend.rank:
+            trainer.model.bias.data[0] += 1e-3
+        use(trainer, batch)
+
+    refused(2, body, "checksum of 'bias'")
+
+
+def test_weights_of_other_optimizers_and_of_closed_trainers_may_differ():
+    def body(backend) -> None:
+        model = seeded(nn.Linear(4, 2))
+        trainer = Trainer(model, torch.optim.SGD([model.weight], 0.1), mse_loss, backend=backend)
+        model.bias.data += backend.rank
+        trainer.step([data(backend)], 16.0)
+        trainer.evaluate([data(backend)])
+        trainer.close()
+        model.weight.data += backend.rank
+        trainer.evaluate([data(backend)])
+
+    run_threads(2, body)
+
+
+def test_different_processors_make_it_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(same_weights, "processor", lambda backend: {"CPU capability": f"AVX{backend.rank}"})
+
+    def body(backend) -> None:
+        trainer = trained(backend)
+        trainer.step([data(backend)], 16.0)
+        assert not caplog.messages
+        trainer.model.bias.data += backend.rank
+        trainer.evaluate([data(backend)])
+
+    run_threads(2, body)
+    assert caplog.messages == [
+        "the weights of the ranks differ, at least in the last digits, because CPU capability is 'AVX0' on rank 0 and "
+        "'AVX1' on rank 1"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_checksum_depends_on_every_element(dtype):
+    memory = torch.zeros(64, dtype=dtype)
+    for tensor in (memory[:1], memory[0], memory[3:24], memory[2:26].view(4, 6).t(), memory[::2], memory[:0]):
+        memory.zero_()
+        assert same_weights._checksum(tensor) == 0
+        for index in itertools.product(*map(range, tensor.shape)):
+            memory.zero_()
+            tensor[index] = 1
+            assert same_weights._checksum(tensor) != 0
+
+
+class Centered(nn.Linear):
+    """A layer that subtracts a running mean, which it keeps as extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self._mean = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self._mean = 0.9 * self._mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self._mean)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self._mean
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self._mean = state
+
+
+def centered(backend, **options) -> Trainer:
+    return trained(backend, nn.Sequential(seeded(Centered())), **options)
+
+
+def test_a_resume_restores_the_extra_state_of_each_rank(tmp_path):
+    def body(backend) -> None:
+        trainer, batch = centered(backend), data(backend)
+        for number in range(4):
+            if number == 2:
+                trainer.save(tmp_path / "state.safetensors")
+            trainer.step([batch], 16.0)
+        resumed = centered(backend)
+        resumed.resume(tmp_path / "state.safetensors")
+        for _ in range(2):
+            resumed.step([batch], 16.0)
+        assert torch.equal(resumed.model[0].weight, trainer.model[0].weight)
+        assert torch.equal(resumed.model[0]._mean, trainer.model[0]._mean)
+        # With a state of another world size, all ranks get rank 0's.
+        state = copy.deepcopy(resumed.state_dict())
+        state["ranks"].pop()
+        resumed.load_state_dict(state)
+        means = backend.allgather_object(resumed.model[0]._mean)
+        assert torch.equal(means[0], means[1])
+
+    run_threads(2, body)
+
+
+def test_virtual_ranks_refuse_extra_state_that_forward_changes():
+    def body(backend) -> None:
+        trainer = centered(backend, virtual_ranks=3)
+        with pytest.raises(ValueError, match=r"extra state of '0' changes in forward, and has no mean over virtual ranks"):
+            trainer.step([data(backend)] * len(trainer.shards), 24.0)
+
+    run_threads(2, body)
+
+
+def test_averaged_weights_are_evaluated_with_the_present_extra_state():
+    with connect("local") as backend:
+        trainer = centered(backend, ema=0.5)
+        trainer.step([data(backend)], 8.0)
+        assert torch.equal(trainer.evaluated[0]._mean, trainer.model[0]._mean)
