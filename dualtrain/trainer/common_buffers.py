@@ -94,7 +94,7 @@ class CommonBuffers:
         self._writable = list[torch.Tensor]()  # buffers that passed :meth:`_are_writable`
         #: The values in ``_began``: the averaged buffers as one vector, the counters as integers.
         self._vector, self._counts = numpy.empty(0), list[int]()
-        self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
+        self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 2
 
     def keep(self) -> None:
         """Record the present values as the values at the start of a step.
@@ -150,8 +150,10 @@ class CommonBuffers:
             place.write(state[place.name].to(place.read().device))
 
     @torch.no_grad()
-    def numbers(self, shard: int, passes: int) -> torch.Tensor:
+    def numbers(self, shard: int, passes: int, *, refused: bool = False) -> torch.Tensor:
         """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
+
+        The last number is 1 if this rank refuses the step, and 0 otherwise.
 
         Raises:
             ValueError: a constant buffer changed, an averaged buffer changed its shape, or a counter changed too much.
@@ -183,7 +185,7 @@ class CommonBuffers:
             (change if is_bool else change / passes) if passes else 0.0
             for is_bool, change in zip(self._bools, changes, strict=True)
         ]
-        counters = [*first, *each, *(change * change for change in each), float(passes > 0)]
+        counters = [*first, *each, *(change * change for change in each), float(passes > 0), float(refused)]
         # NumPy: on small arrays, its operations take a fraction of the time of torch's.
         numbers = numpy.empty(self.count)
         numbers[: len(vector)] = vector
@@ -224,9 +226,9 @@ class CommonBuffers:
             ValueError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
         """
         sums_of_values, changed, counters = total.split(
-            [sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1]
+            [sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 2]
         )
-        *numbers, shards_with_passes = counters.tolist()
+        *numbers, shards_with_passes, _ = counters.tolist()
         changes, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
             if each * each != square * shards_with_passes:  # by Cauchy-Schwarz, equal only if all changes are equal

@@ -61,7 +61,7 @@ class VirtualRanks:
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
         self._fixed = FixedState(model, loss)
-        self.numbers = self._buffers.count + 1
+        self.numbers = self._buffers.count
         if backend.size > shards and backend.rank == 0:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
             log.warning(
@@ -98,7 +98,7 @@ class VirtualRanks:
             step = passes.reduce()
             if passes.more[-1]:
                 self._fixed.refuse(self._backend)
-            self._buffers.become_mean(passes.more[:-1], self.count)
+            self._buffers.become_mean(passes.more, self.count)
         return step
 
     def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:
@@ -117,8 +117,8 @@ class VirtualRanks:
             self._load(passes, shard, number)
 
     def _load(self, passes: Passes, shard: int, number: int) -> None:
-        changed = torch.tensor([float(self._fixed.difference() is not None)], dtype=torch.float64, device="cpu")
-        passes.load(torch.cat([self._buffers.numbers(shard, number), changed]))
+        changed = self._fixed.difference() is not None
+        passes.load(self._buffers.numbers(shard, number, refused=changed))
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
