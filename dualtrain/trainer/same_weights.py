@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.backends.comparison import compare
 from dualtrain.backends.wire import as_bytes
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
-from dualtrain.gradients.slots import Slot
+from dualtrain.trainer.description import Text, describe
 from dualtrain.trainer.machine import PROCESSOR, processor
 
 log = logging.getLogger("dualtrain")
@@ -25,8 +26,10 @@ log = logging.getLogger("dualtrain")
 _THREADS = "torch.get_num_threads()"
 
 
-def compare_weights(backend: Backend, slots: Sequence[Slot], values: Mapping[str, Any]) -> None:
-    """Compare checksums of the trained parameters, and ``values``, between the ranks. Collective; blocks.
+def compare_weights(
+    backend: Backend, model: nn.Module, groups: Sequence[dict[str, Any]], values: Mapping[str, Any]
+) -> None:
+    """Compare ``values``, and the parameters and learning rates in ``groups``, between the ranks. Collective; blocks.
 
     Unequal parameters cause a warning, and no error, if the ranks have different processors or numbers of threads, since
     their results then differ in the last digits.
@@ -34,20 +37,20 @@ def compare_weights(backend: Backend, slots: Sequence[Slot], values: Mapping[str
     Raises:
         RanksDifferError: on every rank; names what differs.
     """
+    own: dict[str, Any] = {}
     sums: dict[str, int] = {}
 
     def read() -> dict[str, Any]:
-        sums.update(_checksums(slots))
-        return {**values, **sums, _THREADS: torch.get_num_threads(), **processor(backend)}
+        own.update(values, lr=Text(describe([group.get("lr") for group in groups])))
+        sums.update(_checksums(model, groups))
+        return {**own, **sums, _THREADS: torch.get_num_threads(), **processor(backend)}
 
     found = compare(backend, "weights", read)
-    given = [one for one in found if one.name in values]
-    different = [one for one in found if one.name in sums]
+    given = [one for one in found if one.name in own]
     unlike = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
+    different = [one for one in found if one not in (*given, *unlike)]
     if given:
-        raise RanksDifferError(
-            f"the ranks do not take the same step: {in_words(given)}; give every rank the same arguments"
-        )
+        raise RanksDifferError(f"the ranks do not take the same step: {in_words(given)}; give every rank the same")
     if different and not unlike:
         raise RanksDifferError(
             f"the ranks do not have the same weights after a step: {in_words(different)}; change weights, gradients and "
@@ -59,13 +62,16 @@ def compare_weights(backend: Backend, slots: Sequence[Slot], values: Mapping[str
 
 
 @torch.no_grad()
-def _checksums(slots: Sequence[Slot]) -> dict[str, int]:
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for slot in slots:
-        sums.setdefault(slot.param.device, []).append(_checksum(slot.param))
+def _checksums(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, int]:
+    names = {id(p): repr(name) for name, p in model.named_parameters()}
+    sums: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for number, group in enumerate(groups):
+        for place, p in enumerate(group["params"]):
+            name = names.get(id(p), f"group {number} parameter {place}")
+            sums.setdefault(p.device, {})[f"the checksum of {name}"] = _checksum(p)
     # One copy for each device, because the CPU waits for every copy.
-    found = {device: iter(torch.stack(some).tolist()) for device, some in sums.items()}
-    return {f"the checksum of {slot.name!r}": next(found[slot.param.device]) for slot in slots}
+    lists = [(some, torch.stack([*some.values()]).tolist()) for some in sums.values()]
+    return {name: value for some, values in lists for name, value in zip(some, values, strict=True)}
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,8 @@ class Trainer:
     Args:
         model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure.
-        loss: ``loss(outputs, targets)``, which returns the mean over the samples, or an ``Objective``, which returns a pair
-            of that mean and the four sums of ``objective.NAMES``; cross entropy by default.
+        loss: ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples, or an ``Objective``, which
+            returns a pair of that mean and the four sums of ``objective.NAMES``; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
         clip_norm: the largest total norm of the averaged gradients; if their norm is larger, they are scaled down to it.
@@ -198,7 +198,7 @@ class Trainer:
     def _compare_weights(self, **values: float) -> None:
         """Raise RanksDifferError if the weights or ``values`` are not the same on all ranks. Collective."""
         if not self._closed:  # otherwise the model may be trained by other means
-            compare_weights(self.backend, self.optimizer.reducer.slots, values)
+            compare_weights(self.backend, self.model, self.optimizer.param_groups, values)
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
@@ -252,7 +252,7 @@ class Trainer:
         Raises:
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
                 SyncBatchNorm.
-            ValueError: the trainer has virtual ranks.
+            ValueError: the trainer has virtual ranks, or the loaders have no batches after the first epoch.
         """
         if not isinstance(self._parts, RankParts):
             raise ValueError(
@@ -260,10 +260,16 @@ class Trainer:
                 "step() with the batches of trainer.shards (trainer.split() makes them of a global batch)"
             )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
-        history = []
+        history: list[dict[str, float]] = []
         for _ in range(epochs):
             _set_epoch(loader, self._epochs)
-            history.append(training_metrics(self._epoch(loader), ""))
+            total = self._epoch(loader)
+            if history and not total[1] and not math.isnan(history[0]["loss"]):
+                raise ValueError(
+                    f"no rank's loader has batches in epoch {len(history) + 1} of this fit(): a generator can be read only "
+                    "once, so give a loader that can be read again, or call fit() with a new one for each epoch"
+                )
+            history.append(training_metrics(total, ""))
             self._compare_weights()
             self._epochs += 1
         return history

@@ -71,6 +71,31 @@ def test_expected_weights_that_differ_between_ranks_are_refused():
     )
 
 
+def test_learning_rates_that_differ_between_ranks_are_refused():
+    def body(backend) -> None:
+        trainer = trained(backend)
+        trainer.step([data(backend)], 16.0)
+        trainer.optimizer.param_groups[0]["lr"] = 0.5 + backend.rank
+        trainer.step([data(backend)], 16.0)
+
+    refused(
+        2, body, r"do not take the same step: lr is \[0\.5\] on rank 0 and \[1\.5\] on rank 1; give every rank the same"
+    )
+
+
+def test_frozen_weights_that_each_rank_changes_are_refused():
+    """A momentum encoder that each forward pass updates, for example."""
+
+    def body(backend) -> None:
+        model = seeded(nn.Linear(4, 2))
+        model.bias.requires_grad_(False)
+        trainer = trained(backend, model)
+        model.bias += backend.rank
+        trainer.step([data(backend)], 16.0)
+
+    refused(2, body, "the checksum of 'bias' is")
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -98,6 +123,7 @@ def test_weights_of_other_optimizers_and_of_closed_trainers_may_differ():
         trainer = Trainer(model, torch.optim.SGD([model.weight], 0.1), mse_loss, backend=backend)
         model.bias.data += backend.rank
         trainer.step([data(backend)], 16.0)
+        trainer.optimizer.param_groups[0]["lr"] = None  # of an optimizer that computes its rate itself
         trainer.evaluate([data(backend)])
         trainer.close()
         model.weight.data += backend.rank

@@ -442,6 +442,19 @@ def test_the_loss_of_a_trainer_may_use_the_model_of_another_one(virtual_ranks):
             torch.testing.assert_close(found, alone, **exact)
 
 
+def test_an_iterator_that_is_exhausted_in_the_second_epoch_is_refused():
+    def body(backend) -> None:
+        model = net()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        with pytest.raises(
+            ValueError, match=r"no rank's loader has batches in epoch 2 of this fit\(\): a generator can be"
+        ):
+            trainer.fit((batch for batch in [data(4)] * 2), epochs=3)
+        trainer.close()
+
+    run_threads(2, body)
+
+
 class Sized:
     """A loader that says that it has ``length`` batches."""
 
