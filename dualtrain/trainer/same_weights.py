@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def compare_weights(
             "different samples (as nn.Embedding(max_norm=…) does)"
         )
     if different and backend.rank == 0:
-        log.warning(f"the weights of the ranks differ, at least in the last digits, because {in_words(unlike)}")
+        _warn_once(f"the weights of the ranks differ, at least in the last digits, because {in_words(unlike)}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
 
 
 @torch.no_grad()

@@ -175,8 +175,11 @@ class Trainer:
             news: deprecated name of ``control_flags``.
 
         Raises:
-            ValueError: ``expected`` is not above 0, or not finite.
+            ValueError: ``expected`` is not above 0, or not finite; or, on every rank, forward has changed state that the
+                shards of a step share (see :class:`~dualtrain.trainer.fixed_state.FixedState`).
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number.
+            RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
+                compared after steps 1, 2, 4, 8 and so on; weights and rates also in an evaluation and before a save.
             BackendError: a rank failed, or the timeout passed.
         """
         if not 0 < expected < math.inf:
