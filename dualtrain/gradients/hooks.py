@@ -49,13 +49,14 @@ class ParameterHooks:
         slots: one for each trained parameter, in the order in which they were added.
         lock: held while a hook runs; ``None`` if all parameters are on one device, since autograd then uses one thread.
         known: ids of all parameters that were added, including frozen ones.
+        frozen: the parameters without a slot, because they were frozen when they were added.
     """
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.lock: threading.RLock | None = None
         self.known: set[int] = set()
-        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self.frozen: list[tuple[str, nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
         self._params: list[nn.Parameter] = []
         #: The parameters' attribute dictionaries. ``torch.utils.swap_tensors`` replaces the dictionary of a parameter.
@@ -74,7 +75,7 @@ class ParameterHooks:
         self.known.update(id(p) for _, p in pairs)
         for name, p in pairs:
             if not p.requires_grad:
-                self._frozen.append((name, p))
+                self.frozen.append((name, p))
                 continue
             self.slots.append(Slot(name, p, node_hooks=_node_hooks(p)))
             hook = _make_hook(reducer, len(self.slots) - 1, name)
@@ -86,9 +87,9 @@ class ParameterHooks:
 
     def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that were frozen when they were added and are not frozen now; each is returned once."""
-        unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]
+        unfrozen = [pair for pair in self.frozen if pair[1].requires_grad]
         if unfrozen:
-            self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
+            self.frozen = [pair for pair in self.frozen if not pair[1].requires_grad]
         return unfrozen
 
     def check_devices(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,18 @@ def _failure(error: BackendError) -> HorovodInternalError:
     return HorovodInternalError(f"{engine.down} ({error})")
 
 
+@contextmanager
+def _without_gradients(slots: Sequence[Slot]) -> Iterator[None]:
+    before = [(slot.param, slot.param.grad) for slot in slots]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
 class HorovodReducer(ABC):
     """Combines the gradients of one optimizer over the ranks. ``reduce`` waits for other ranks; backward never does.
 
@@ -69,10 +81,13 @@ class HorovodReducer(ABC):
         self.hooks = ParameterHooks()
         self.ready = 0
         self.dirty = False
+        #: Whether this rank already knew, when it became dirty, that a rank discards the current exchange.
+        self._dirty_after_drop = False
         self.closed = False
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
-        self._late_in = basics.generation()  # the only world in which ranks may have used the layout
+        self._first_slots = 0  # number of slots when this reducer got its channel name
+        basics.exchangers.reducers.add(self)
 
     @property
     def set_id(self) -> int:
@@ -95,6 +110,11 @@ class HorovodReducer(ABC):
     @abstractmethod
     def world_changed(self) -> None:
         """Discard all state that belongs to the previous world, because ``init`` was called again."""
+
+    @property
+    @abstractmethod
+    def exchanging(self) -> bool:
+        """Return whether this rank has begun to send gradients, and the exchange has not ended."""
 
     @abstractmethod
     def is_reduced(self) -> bool:
@@ -119,9 +139,10 @@ class HorovodReducer(ABC):
         if self.is_reduced():
             return
         self.check_open()
-        self.add_unfrozen()
         self.enter_world()
+        self.add_unfrozen()
         try:
+            self._complete_dropped()
             if self._late:
                 self._reduce_late()
             else:
@@ -131,6 +152,13 @@ class HorovodReducer(ABC):
                 self.reset_passes()  # the program may run backward again
             raise
 
+    def _complete_dropped(self) -> None:
+        """Complete the exchanges whose results a rank discards. Collective; blocks."""
+        while self.drops_exchange():
+            if self.exchanging or (self.dirty and not self._dirty_after_drop):
+                basics.engine().require_unused(self.current)
+            self.exchange_zeros()
+
     def _reduce_late(self) -> None:
         """Combine the gradients in the current layout. Then add the late parameters, and combine theirs in the new layout.
 
@@ -138,18 +166,15 @@ class HorovodReducer(ABC):
         parameters, because their gradients are sums already.
         """
         self.reduce_once()
-        before = [(slot.param, slot.param.grad) for slot in self.hooks.slots]
+        reduced = list(self.hooks.slots)
         if not self._add_late():
             return  # all late parameters are frozen
-        for p, _ in before:
-            p.grad = None
         try:
-            self.reduce_once()
+            with _without_gradients(reduced):
+                self.reduce_once()
         except Exception:
             self.refusals.drop_gradients()  # some are sums already
             raise
-        for p, grad in before:
-            p.grad = grad
 
     def _add_late(self) -> int:
         """Add the late parameters to the layout. Return how many of them are trained."""
@@ -167,8 +192,90 @@ class HorovodReducer(ABC):
         for slot in self.hooks.slots:
             slot.passes = 0
 
+    def adopt(self, added: list[str]) -> None:
+        """Add the parameters that other ranks have added after this rank had joined.
+
+        Args:
+            added: the value of :attr:`added` on the other ranks.
+
+        Raises:
+            HorovodInternalError: this rank's optimizer does not have one of these parameters. The world was ended.
+        """
+        self.enter_world()
+        known = set(self.added)
+        missing = [name for name in added if name not in known]
+        if missing:
+            pairs = dict((*self.hooks.frozen, *self._late))
+            for name in set(missing).difference(pairs):
+                why = (
+                    f"join() was called before other ranks added the parameter {name!r} to an optimizer: add parameters on "
+                    "every rank before any rank calls join()"
+                )
+                basics.engine().end_world(why)
+                raise HorovodInternalError(why)
+            chosen = [(name, pairs[name]) for name in missing]
+            frozen = [p for _, p in chosen if not p.requires_grad]
+            for waiting in (self.hooks.frozen, self._late):
+                waiting[:] = [pair for pair in waiting if pair[0] not in missing]
+            for p in frozen:
+                p.requires_grad_()  # a parameter that is frozen now gets a slot too: the other ranks train it
+            self.hooks.add(self, chosen)
+            for p in frozen:
+                p.requires_grad_(False)
+            self.layout_changed()
+
+    @property
+    def added(self) -> list[str]:
+        """Return the names of the parameters that were added after this reducer got its channel name."""
+        return [slot.name for slot in self.hooks.slots[self._first_slots :]]
+
+    # -- exchanges without a result ---------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> tuple[str, int]:
+        """Return the channel name and the number of the exchange that is in progress or comes next."""
+        return self.channel_name, basics.exchangers.done.get(self.channel_name, 0) + 1
+
+    def drops_exchange(self) -> bool:
+        """Return whether a rank discards the result of the current exchange."""
+        dropped = basics.exchangers.dropped
+        return bool(dropped) and self.current in dropped
+
+    def end_exchange(self) -> None:
+        """Count the current exchange as ended.
+
+        Raises:
+            HorovodInternalError: this rank uses the result, but another rank discards it. The world was ended.
+        """
+        exchange = self.current
+        basics.exchangers.done[self.channel_name] = exchange[1]
+        if exchange in basics.exchangers.dropped:
+            basics.engine().require_unused(exchange)
+
+    def exchange_zeros(self) -> None:
+        """Complete the current exchange, with zeros for unsent gradients, and discard its result. Collective; blocks."""
+        basics.exchangers.unused.add(self.current)
+        self.refusals.dropped = False  # after a refused exchange: missing gradients are zeros here
+        with _without_gradients(self.hooks.slots):
+            self.reduce_once()
+        self.renew()
+
+    def abandon_call(self) -> None:
+        """Discard the result of a call that this rank has made before it joined. Called in the engine's thread."""
+        return
+
     def discard_step(self) -> None:
-        """Reset the reducer after a failed step."""
+        """Discard the gradients of the step that backward has begun. Does not block.
+
+        Other ranks may have sent their gradients already, so the next ``reduce`` completes the exchange first. Every other
+        rank must discard this step too, or must not have begun it.
+        """
+        begun, in_world = self.dirty or self.exchanging, self._generation == basics.generation()
+        if begun and in_world and basics.engine().down is None and self.process_set.process_set_id is not None:
+            for slot in self.hooks.slots:
+                if slot.param.grad is not None:  # other ranks' gradients may be added to its memory until the exchange ends
+                    slot.param.grad = slot.param.grad.clone()
+            basics.engine().drop(*self.current, self.set_id)
         self.renew()
         self.reset_passes()
 
@@ -185,8 +292,8 @@ class HorovodReducer(ABC):
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
-        if not self.hooks.slots or self._late_in != basics.generation():
-            self._add_late()  # no rank can have sent gradients in the current layout
+        if not self.hooks.slots:
+            self._add_late()  # no rank can have sent gradients
 
     def add_unfrozen(self) -> None:
         """Add parameters that were frozen and now require gradients; in compat mode, only record Horovod's defect."""
@@ -233,6 +340,12 @@ class HorovodReducer(ABC):
             if (old.base_name, old.process_set, old.hooks.known) == (base_name, process_set, params):
                 old.close()
 
+    def begin_world(self) -> None:
+        """Add late and unfrozen parameters to the layout, because no rank has sent gradients in the new world yet."""
+        if not self.closed:
+            self.add_unfrozen()
+            self._add_late()
+
     def enter_world(self) -> None:
         """Get a channel name, if the world has changed since the last exchange.
 
@@ -243,15 +356,9 @@ class HorovodReducer(ABC):
         if self._generation != basics.generation():
             self.world_changed()
             self._generation = basics.generation()
-            if self._late_in != self._generation:
-                self._late_in = self._generation
-                self._add_late()
+            self._first_slots = len(self.hooks.slots)
             self.channel_name = f"{self.base_name}.{basics.engine().channels.claim(self.base_name)}"
             self.name = f"gradients.{self.channel_name}"
-
-    def leave_world(self) -> None:
-        """Make the next exchange get a different channel name."""
-        self._generation = -1
 
     # -- during backward --------------------------------------------------------------------------------------------
 
@@ -261,8 +368,10 @@ class HorovodReducer(ABC):
 
     def gradient_ready(self, slot: Slot) -> None:
         """Count one more backward pass for a gradient. Raises AssertionError after too many passes, as Horovod does."""
+        self.enter_world()
         self.renew()
-        self.dirty = True
+        if not self.dirty:
+            self.dirty, self._dirty_after_drop = True, self.drops_exchange()
         slot.passes += 1
         if slot.passes > self.passes:
             raise AssertionError(
@@ -271,5 +380,5 @@ class HorovodReducer(ABC):
             )
         if slot.passes == self.passes:
             self.ready += 1
-            self.enter_world()
-            self.slot_ready(slot)
+            if not self.drops_exchange():
+                self.slot_ready(slot)

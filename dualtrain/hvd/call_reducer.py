@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named
 from dualtrain.hvd.calls import ALLREDUCE
 from dualtrain.hvd.compression import AnyCompressor
+from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.forms import new_handle, reduction_options, start, synchronize
 from dualtrain.hvd.process_sets import ProcessSet
 
@@ -23,7 +26,7 @@ class CallReducer(HorovodReducer):
     Used for the user's own compressors, for Min, Max and Product, and for float16 sums that are rounded as on Horovod.
 
     Args:
-        named: the parameters, the same on every rank of the set.
+        named: the parameters, the same on every rank of the set, in any order.
         base_name: name of the set of parameters, the same on every rank.
         process_set: the ranks.
         passes: number of backward passes that are summed before the call.
@@ -56,6 +59,11 @@ class CallReducer(HorovodReducer):
         """Checks that can refuse a call."""
         return self._refusals
 
+    @property
+    def exchanging(self) -> bool:
+        """Return whether this rank has started the call, and has not used its result yet."""
+        return self._call is not None
+
     def is_reduced(self) -> bool:
         """Return whether the gradients are the result of the last call."""
         return self._reduced
@@ -71,9 +79,11 @@ class CallReducer(HorovodReducer):
     def world_changed(self) -> None:
         """Discard the previous world's results, and make the next call check the current parameters."""
         self._checked = self._reduced = False
+        self._call = None
 
     def reduce_once(self) -> None:
         """Compress, reduce and decompress every gradient; missing gradients count as zeros. Collective; blocks."""
+        self._adopt_added()
         handle, contexts = self._submit()
         try:
             results = synchronize(handle) or ()
@@ -81,21 +91,37 @@ class CallReducer(HorovodReducer):
             self._call = None
             raise
         self._call = None
-        for slot, result, ctx in zip(self.hooks.slots, results, contexts, strict=True):
+        self.end_exchange()
+        for slot, result, ctx in zip(self._slots(), results, contexts, strict=True):
             # As in buckets, a frozen parameter without a gradient contributes zeros and gets no gradient.
             if slot.param.requires_grad or slot.param.grad is not None:
                 slot.param.grad = self._compression.decompress(result, ctx)
         self._reduced = True
 
-    def discard_step(self) -> None:
-        """Reset the reducer after a failed step."""
-        super().discard_step()
-        self._call = None
+    def abandon_call(self) -> None:
+        """Discard the result of a call that this rank has made before it joined. Called in the engine's thread."""
+        if self._call is not None:
+            basics.exchangers.unused.add(self.current)
+            handle, _ = self._call
+            self._call = None
+            with suppress(HorovodInternalError):  # the ranks have disagreed
+                synchronize(handle)  # has ended, because the other ranks have ended a later call
+                self.end_exchange()
+            self.reset_passes()
 
     def slot_ready(self, slot: Slot) -> None:
         """Start the call if all gradients are ready, unless a later hook may still change the gradient of ``slot``."""
+        self._adopt_added()
         if self.ready == len(self.hooks.slots) and not has_later_hook(self, slot):
             self._submit()
+
+    def _slots(self) -> list[Slot]:
+        """Return the slots sorted by name, because ranks may list the parameters in different orders."""
+        return sorted(self.hooks.slots, key=attrgetter("name"))
+
+    def _adopt_added(self) -> None:
+        """Add the parameters that other ranks added while this rank had joined."""
+        self.adopt(basics.exchangers.added.pop(self.channel_name, []))
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
@@ -116,7 +142,7 @@ class CallReducer(HorovodReducer):
         return new_handle(refused, tuple), []
 
     def _start_call(self) -> tuple[int, list[Any]]:
-        params = [slot.param for slot in self.hooks.slots]
+        params = [slot.param for slot in self._slots()]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
         # Frozen parameters get no gradient on this rank, so the other ranks must not train them.
         frozen = [slot.name for slot in self.hooks.slots if not slot.param.requires_grad and slot.param.grad is None]
@@ -125,5 +151,7 @@ class CallReducer(HorovodReducer):
         handle = -1
         if tensors:
             options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
-            handle = start(ALLREDUCE, tensors, {**options, "frozen": frozen}, grouped=True, in_place=True)
+            handle = start(
+                ALLREDUCE, tensors, {**options, "frozen": frozen, "added": self.added}, grouped=True, in_place=True
+            )
         return handle, [ctx for _, ctx in packed]

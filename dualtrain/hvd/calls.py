@@ -71,7 +71,7 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     _check_reducible(tensors, op)
     if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
         compat.note(compat.HALF)
-    more = {"frozen": options["frozen"]} if options.get("frozen") else {}
+    more = {name: options[name] for name in ("frozen", "added") if name in options}  # of an optimizer's gradients
     return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **more)
 
 

@@ -42,7 +42,6 @@ class ChannelReducer(HorovodReducer):
 
     Attributes:
         exchanges: number of exchanges in this world, including those in which this rank contributed zeros after ``join``.
-        exchanging: whether an exchange is in progress.
         announced: indices (from 1) of the exchanges during which this rank knew that a rank had called ``join``.
 
     Raises:
@@ -55,7 +54,6 @@ class ChannelReducer(HorovodReducer):
         if transfer.dtype is not None and transfer.dtype not in self.backend.narrow:
             raise ValueError(f"the {self.backend.name} backend cannot send {transfer.dtype}: compress to float16")
         self.exchanges = 0
-        self.exchanging = False
         self.announced: set[int] = set()
         self._opening: Pending | None = None
         self._agreed = False  # whether _agree() has returned; until then, only the engine's thread may send
@@ -66,6 +64,7 @@ class ChannelReducer(HorovodReducer):
         self._exchange = Exchange(self.hooks, transfer, scalars=_SCALARS)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange
+        self._waits = False  # whether the main thread waits for the exchange
         self.add(named)
         basics.exchangers.register(self)
 
@@ -73,6 +72,20 @@ class ChannelReducer(HorovodReducer):
     def refusals(self) -> Refusals:
         """Checks that can refuse an exchange."""
         return self._exchange.refusals
+
+    @property
+    def exchanging(self) -> bool:
+        """Return whether this rank has begun to send gradients, and the exchange has not ended."""
+        return self.exchanges == self.current[1]
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Return whether the ranks that have joined must take part in an exchange now.
+
+        Joined ranks block in the exchange of sparse gradients, so this rank must not end another exchange before it.
+        """
+        usable = self.process_set.process_set_id is not None
+        return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)
 
     def is_reduced(self) -> bool:
         """Return whether the gradients are the result of the last exchange, and were not set to None or zero after it."""
@@ -84,68 +97,94 @@ class ChannelReducer(HorovodReducer):
 
     def reduce_once(self) -> None:
         """Combine the gradients of the parameters in ``hooks`` over the ranks. Collective; blocks."""
+        self._waits = True
         try:
             with as_horovod_errors():
                 self._run_exchange()
         except Exception:
-            self._end_exchange()
+            if self.exchanging:
+                self.end_exchange()
             raise
-        self._end_exchange()  # not after an interrupt such as Ctrl-C: the next call of ``reduce`` continues the exchange
+        finally:
+            self._waits = False
+            self._end_lines()
+        self.end_exchange()  # not after an interrupt such as Ctrl-C: the next call of ``reduce`` continues the exchange
         # Reading the extra scalar from a GPU blocks, so read it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
 
-    def _end_exchange(self) -> None:
-        self.exchanging = False
-        basics.exchangers.done[self.channel_name] = self.exchanges
-        self._end_lines()
-
     def _run_exchange(self) -> None:
+        self._send_all()
         exchange = self._exchange
-        self.hooks.restore()
-        self.fill_frozen()
-        if not self._agreed:
-            self._agree()
-        self._begin_exchange()
-        while exchange.schedule.has_unsent:
-            self._send_next()
         if exchange.wait():
             exchange.end_round(reduced=False)
             exchange.refuse()
         exchange.unpack()
         exchange.end_round(reduced=True)
 
-    def join_with_zeros(self, divide_by: str) -> None:
-        """Take part in one exchange with gradients of zeros, because this rank has joined. Collective; blocks."""
-        for slot in self.hooks.slots:
-            slot.param.grad = None
-        self._is_left_out = divide_by == "active"
+    def _send_all(self) -> None:
+        self.hooks.restore()
+        self.fill_frozen()
+        if not self._agreed:
+            self._agree()
+        self._begin_exchange()
+        if self._exchange.sparse.dims:
+            self._announce()
+        while self._exchange.schedule.has_unsent:
+            self._send_next()
+
+    def exchange_zeros(self) -> None:
+        """Complete the current exchange, with zeros for unsent gradients, and discard its result. Collective; blocks."""
+        super().exchange_zeros()
+        self._ignore_frozen()
+
+    def _ignore_frozen(self) -> None:
+        """Ignore frozen parameters that other ranks have trained, because this rank takes no step."""
+        for bucket in self._exchange.schedule.buckets:
+            bucket.trained_elsewhere = None
+
+    def take_part(self, divide_by: str) -> None:
+        """Send zeros for one exchange, because this rank has joined; do not wait for the sums.
+
+        If a backward pass has begun the exchange, send this rank's gradients instead.
+        """
+        self.enter_world()
+        if self.drops_exchange() or not self.exchanging:
+            self._forget_gradients()
+        self._is_left_out = divide_by == "active" and not self.exchanging
         self.refusals.dropped = False  # after a refused exchange: missing gradients are zeros here
-        self.renew()
+        basics.exchangers.unused.add(self.current)
         try:
-            self.reduce()
+            with as_horovod_errors():
+                self._send_all()
         finally:
             self._is_left_out = False
+
+    @property
+    def can_finish(self) -> bool:
+        """Return whether all sums of the exchange are known."""
+        return all(bucket.work is None or bucket.work.done() for bucket in self._exchange.schedule.buckets)
+
+    def finish_exchange(self) -> None:
+        """End the exchange in which this rank takes part. Blocks."""
+        try:
+            self.reduce_once()
+        finally:
             self._exchange.extra.zero_()
-            for bucket in self._exchange.schedule.buckets:
-                bucket.trained_elsewhere = None  # a joined rank takes no steps, so what it freezes does not matter
+        self._ignore_frozen()
         self.renew()
         self.reset_passes()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
         for slot in self.hooks.slots:
             slot.param.grad = None
 
-    def finish_exchange(self) -> None:
-        """End the exchange that a backward pass has begun, with this rank's gradients. Collective; blocks."""
-        self.reduce()
-        self.reset_passes()
-
     def discard_step(self) -> None:
-        """Reset the reducer after a failed step; if an exchange is in progress, discard the channel too."""
-        if self.exchanging:
-            self.leave_world()
-        self.exchanging = False
-        self._exchange.schedule.forget_ready()
+        """Discard the gradients of the step that backward has begun. Does not block."""
         super().discard_step()
+        if not self.exchanging:
+            self._exchange.schedule.forget_ready()
 
     # -- during backward --------------------------------------------------------------------------------------------
 
@@ -190,7 +229,10 @@ class ChannelReducer(HorovodReducer):
     def _begin_exchange(self) -> None:
         if not self.exchanging:
             self.exchanges += 1
-            self.exchanging = True  # from now on the engine's thread announces the exchange if a rank joins
+            self._announce()
+
+    def _announce(self) -> None:
+        if self.needs_zeros:
             basics.engine().announce(self)
 
     # -- the channel ------------------------------------------------------------------------------------------------
@@ -200,7 +242,7 @@ class ChannelReducer(HorovodReducer):
         self.backend = basics.engine().backend
         self._exchange.forget()
         self._opening, self._agreed = None, False
-        self.exchanges, self.exchanging = 0, False
+        self.exchanges = 0
         self.announced.clear()
 
     def layout_changed(self) -> None:
@@ -236,18 +278,18 @@ class ChannelReducer(HorovodReducer):
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """Make and send all buckets, in the engine's thread: the main thread may wait for another optimizer's gradients."""
-        self._adopt(channel, sparse)
-        while self._exchange.schedule.has_unsent:
+        self._use(channel, sparse)
+        while self._exchange.schedule.has_unsent and not self.drops_exchange():
             self._send_next()
 
     def _agree(self) -> None:
         """Wait until the ranks have agreed on the layout, then use the channel. Collective; blocks."""
         channel, sparse = self._open(start=False).wait()
         if not self._exchange.laid_out:  # the engine's thread has not called _start
-            self._adopt(channel, sparse)
+            self._use(channel, sparse)
         self._agreed = True
 
-    def _adopt(self, channel: Backend, sparse: list[list[int]]) -> None:
+    def _use(self, channel: Backend, sparse: list[list[int]]) -> None:
         self.backend = channel
         self._exchange.sparse.add(((number, dims) for number, dims in sparse), self._exchange.transfer)
         self._exchange.lay_out(channel, self.name)

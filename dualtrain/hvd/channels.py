@@ -30,18 +30,48 @@ class Exchanger(Protocol):
     channel_name: str
     closed: bool
     exchanges: int
-    exchanging: bool
     announced: set[int]
+
+    @property
+    def exchanging(self) -> bool:
+        """Return whether an exchange is in progress."""
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Return whether the ranks that have joined must take part in an exchange now."""
 
     @property
     def set_id(self) -> int:
         """The id of the reducer's process set."""
 
-    def join_with_zeros(self, divide_by: str) -> None:
-        """Take part in one exchange with gradients of zeros."""
+    @property
+    def added(self) -> list[str]:
+        """Return the names of the parameters that were added after the reducer got its channel name."""
+
+    def adopt(self, added: list[str]) -> None:
+        """Add the parameters that were added on other ranks. Raises HorovodInternalError for an unknown one."""
+
+    def take_part(self, divide_by: str) -> None:
+        """Send zeros for one exchange, or the gradients of a backward pass that has begun it; do not wait for the sums."""
+
+    @property
+    def can_finish(self) -> bool:
+        """Return whether :meth:`finish_exchange` would not wait for sums."""
 
     def finish_exchange(self) -> None:
-        """End the exchange that a backward pass has begun."""
+        """End the exchange in which this rank takes part. Blocks."""
+
+
+class Reducer(Protocol):
+    """A reducer of any kind."""
+
+    channel_name: str
+
+    def abandon_call(self) -> None:
+        """Discard the result of an exchange that this rank has made before it joined, if the exchange was a call."""
+
+    def begin_world(self) -> None:
+        """Handle a new call of ``init``. In a program, all ranks have made the same changes of parameters before it."""
 
 
 class Exchangers:
@@ -51,10 +81,18 @@ class Exchangers:
     """
 
     def __init__(self) -> None:
+        #: Channel name → names of the parameters that the other ranks have added, as of the last :meth:`skip`.
+        self.added: dict[str, list[str]] = {}
         self._references: list[weakref.ref[Exchanger]] = []  # made in this world, in the order of their registration
         self._earlier: list[weakref.ref[Exchanger]] = []  # made in earlier worlds
+        #: All reducers, including those that send gradients through requests to rank 0.
+        self.reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         #: Channel name → number of the last exchange in which this rank took part; outlives the reducer.
         self.done: dict[str, int] = {}
+        #: Exchanges whose results at least one rank discards, as pairs of a channel name and a number.
+        self.dropped: set[tuple[str, int]] = set()
+        #: Exchanges whose results this rank has not used, although it has taken part in them.
+        self.unused: set[tuple[str, int]] = set()
 
     def register(self, exchanger: Exchanger) -> None:
         """Register ``exchanger``: the engine will inform it when ranks join."""
@@ -75,16 +113,28 @@ class Exchangers:
         unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
         return next(iter(known + unused), None)
 
+    def skip(self, channel_name: str, added: list[str]) -> None:
+        """Count an exchange of zeros, which this rank has made without a reducer. ``added``: see :attr:`added`."""
+        for reducer in tuple(self.reducers):
+            if reducer.channel_name == channel_name:
+                reducer.abandon_call()
+        self.added[channel_name] = added
+        self.done[channel_name] = self.done.get(channel_name, 0) + 1
+        self.unused.add((channel_name, self.done[channel_name]))
+
     def enter_world(self) -> None:
         """Forget the channels and the exchanges of the previous world."""
         if self.alive():
             gc.collect()  # an optimizer that the script has dropped must not take the place of one that it uses
-        self.done.clear()
+        for each in (self.done, self.dropped, self.unused, self.added):
+            each.clear()
         self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []
         for one in self.alive():
-            one.channel_name = ""
-            one.exchanges, one.exchanging = 0, False
+            one.exchanges = 0
             one.announced.clear()
+        for reducer in tuple(self.reducers):
+            reducer.channel_name = ""
+            reducer.begin_world()
 
 
 class Channels:

@@ -76,11 +76,15 @@ class Coordinator:
         self._joined: dict[int, Message] = {}
         #: Channel → index of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
+        #: Channel → the last request for zeros that was sent to the joined ranks.
+        self._zeros_sent: dict[str, Message] = {}
         #: The ranks' waits for gradients, whose exchanges this class does not match:
         #: operation → waiting rank → (time of the rank's report, report).
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
+        #: The channels that were opened: the first rank's request, and the message that opened the channel.
+        self._opened: dict[Key, tuple[Message, Message]] = {}
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
@@ -97,6 +101,9 @@ class Coordinator:
             self._after_join(rank)
         elif kind == "join_with_zeros":
             self._request_zeros(rank, message)
+        elif kind == "drop":
+            for member in self.sets.get(message["set"], ()):
+                self._send(member, {"do": "drop", "channel": message["channel"], "exchange": message["exchange"]})
         elif kind == "progress":
             for other in range(self.size):
                 self._send(other, {"do": "progress"})
@@ -155,12 +162,24 @@ class Coordinator:
         if key[0] not in self.sets:
             self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {key[0]} was removed"})
             return
+        if key in self._opened:
+            self._reopen(key, rank, message)
+            return
         if key not in self._table:
             self._table[key] = _Waiting(self._clock())
             self._note("negotiate", _line(key), rank)
         self._table[key].calls.setdefault(rank, deque()).append(message)
         self._note("ready", _line(key), rank)
         self._match(key)
+
+    def _reopen(self, key: Key, rank: int, message: Message) -> None:
+        """Answer a request for a channel that the other ranks opened after ``rank`` had joined."""
+        first, facts = self._opened[key]
+        problem = disagreement(key, {first["rank"]: first, rank: message})
+        if problem is None:
+            self._send(rank, {**facts, "id": message["id"]})
+        else:
+            self.shut_down(problem)  # the other ranks may wait for this rank's gradients already
 
     def _needed(self, key: Key) -> list[int]:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
@@ -192,7 +211,7 @@ class Coordinator:
                 self._send(rank, {"do": "fail", "id": message["id"], "why": problem})
             return
         first = next(iter(calls.values()))
-        facts = {name: first[name] for name in (*_EQUAL, "tensors") if name in first}
+        facts = {name: first[name] for name in (*_EQUAL, "tensors", "added") if name in first}
         facts |= {"do": "run", "kind": key[1], "name": key[2], "set": key[0], "members": members}
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":
@@ -200,6 +219,7 @@ class Coordinator:
             # Shared memory needs equal buffers, which ranks do not have if only some of them use a GPU.
             same = all(message["buffers"] == first["buffers"] for message in calls.values())
             facts["buffers"] = first["buffers"] if same else []
+            self._opened[key] = {**first, "rank": next(iter(calls))}, facts
         if key[1] in _FREE_ROWS:
             facts["rows"] = [[_rows(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
         if key[1] == "alltoall":
@@ -213,8 +233,13 @@ class Coordinator:
         return len(members) - len(left_out)
 
     def _after_join(self, rank: int) -> None:
+        for message in self._zeros_sent.values():
+            # The rank may have begun the exchange without ending it. The ranks that joined earlier wait for it.
+            if rank in self.sets.get(message["set"], ()):
+                self._send(rank, message)
         if len(self._joined) == self.size:
             joined, self._joined = self._joined, {}
+            self._zeros_sent.clear()
             for other, message in joined.items():
                 self._send(other, {"do": "joined", "id": message["id"], "last": rank})
             return
@@ -237,9 +262,10 @@ class Coordinator:
         if not requests.issuperset(self._needed((message["set"], "join_with_zeros", channel))):
             return
         self._zeros_requested[channel] = {n: ranks for n, ranks in self._zeros_requested[channel].items() if n > exchange}
+        self._zeros_sent[channel] = {**message, "do": "join_with_zeros"}
         for other in self._joined:
             if other in self.sets.get(message["set"], ()):
-                self._send(other, {"do": "join_with_zeros", "channel": channel, "exchange": exchange})
+                self._send(other, self._zeros_sent[channel])
 
     # -- process sets -----------------------------------------------------------------------------------------------
 
@@ -284,6 +310,9 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
         if first.get("layout") != other.get("layout"):
             pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
             one, two = next((a, b) for a, b in pairs if a != b)
+            if sorted(first["layout"]) == sorted(other["layout"]):
+                order = f"the order of the parameters differs: {one} on rank {first_rank}, {two} on rank {rank}"
+                return f"{title}: {order}: pass named_parameters in the same order on every rank"
             return f"{title}: the parameters or options differ: {one} on rank {first_rank}, {two} on rank {rank}"
         differing = set(first.get("frozen", [])) ^ set(other.get("frozen", []))
         if differing:

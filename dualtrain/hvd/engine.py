@@ -117,27 +117,38 @@ class Engine:
         while not self._zeros_requests.empty():  # left by a join that an exception such as KeyboardInterrupt has stopped
             self._zeros_requests.get()
         pending = self.submit("join", divide_by=divide_by)
-        while (request := self._next_zeros_request()) is not None:
+        begun: dict[str, Exchanger] = {}  # by channel: the exchanges in which this rank takes part
+        while (request := self._next_zeros_request(begun)) is not None:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
                 continue  # this rank has taken part in the exchange, and another rank has not returned from its step yet
-            exchanger = self.exchangers.find(channel)
+            exchanger = begun.get(channel) or self.exchangers.find(channel)
             if exchanger is None:
-                self._end_world(
+                self.end_world(
                     f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the "
                     "same optimizers on every rank before join()"
                 )
                 continue
-            if exchanger.exchanging and exchanger.exchanges <= number:
+            if exchanger.exchanging and exchanger.exchanges < number:
                 exchanger.finish_exchange()
-            if exchanger.exchanges < number:
-                exchanger.join_with_zeros(divide_by)
+            exchanger.adopt(request["added"])
+            exchanger.take_part(divide_by)
+            begun[channel] = exchanger
+        for _, exchanger in sorted(begun.items()) if self.down is None else ():
+            exchanger.finish_exchange()
         return int(pending.wait())
 
-    def _next_zeros_request(self) -> Message | None:
+    def _next_zeros_request(self, begun: dict[str, Exchanger]) -> Message | None:
+        """Wait for a request. Until it arrives, end exchanges whose sums are known.
+
+        The other ranks may end the exchanges of several optimizers in any order, so do not wait for one of them.
+        """
         while True:
+            seconds = slice_seconds(self.channels.progress)
             with suppress(queue.Empty):
-                return self._zeros_requests.get(timeout=slice_seconds(self.channels.progress))
+                return self._zeros_requests.get(timeout=SLICE_SECONDS if begun else seconds)
+            for channel in [channel for channel, exchanger in begun.items() if exchanger.can_finish]:
+                begun.pop(channel).finish_exchange()
 
     def send(self, message: Message) -> None:
         """Send a message to the coordinator."""
@@ -158,7 +169,7 @@ class Engine:
             if one.message["kind"] == "join":
                 self._zeros_requests.put(None)
 
-    def _end_world(self, why: str) -> None:
+    def end_world(self, why: str) -> None:
         """Make all pending and later calls fail, on every rank."""
         self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})
         self.fail(why)
@@ -190,10 +201,6 @@ class Engine:
         Returns:
             A pending call. Its result is a pair: the backend, and the sparse gradients of all ranks.
         """
-        if name in self.channels.gradients:  # the other ranks opened it after this rank had joined
-            pending = Pending({}, result=self.channels.gradients[name])
-            pending.ended.set()
-            return pending
         facts: dict[str, Any] = {"layout": layout, "sparse": sparse, "buffers": buffers}
         return self.submit("channel", name, set_id, then=then, transport=self.settings.transport, **facts)
 
@@ -202,7 +209,28 @@ class Engine:
         if self.absent:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            self.send({"kind": "join_with_zeros", "channel": channel, "exchange": exchange, "set": exchanger.set_id})
+            request = {"channel": channel, "exchange": exchange, "added": exchanger.added, "set": exchanger.set_id}
+            self.send({"kind": "join_with_zeros", **request})
+
+    def drop(self, channel: str, exchange: int, set_id: int) -> None:
+        """Report to all ranks that this rank discards the result of an exchange of gradients."""
+        for exchanges in (self.exchangers.unused, self.exchangers.dropped):
+            exchanges.add((channel, exchange))
+        self.send({"kind": "drop", "channel": channel, "exchange": exchange, "set": set_id})
+
+    def require_unused(self, exchange: tuple[str, int]) -> None:
+        """End the world if this rank uses the result of an exchange that another rank discards.
+
+        Raises:
+            HorovodInternalError: the world was ended.
+        """
+        if exchange not in self.exchangers.unused:
+            why = (
+                f"rank {self.backend.rank} uses a step that another rank discarded by load_state_dict() after backward: "
+                f"call it on every rank in the same step (optimizer with the parameter {exchange[0].rpartition('-')[0]!r})"
+            )
+            self.send({"kind": "shutdown", "why": why})  # calls that rank 0 has matched before can still be executed
+            raise HorovodInternalError(why)
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Raise if the world has ended, and report long waits to rank 0. Called repeatedly while ``backend`` waits."""
@@ -256,10 +284,12 @@ class Engine:
         except Exception as error:  # the other ranks may be blocked in this call: end the world
             log.debug("a matched call failed", exc_info=True)
             why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
-            self._end_world(why)
+            self.end_world(why)
             return
         if pending is not None:
             self._end(message["id"], result)
+        elif "added" in message:  # a call of an optimizer, made by the ranks that have not joined
+            self.exchangers.skip(message["name"].removeprefix("gradients."), message["added"])
 
     def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:
         with self._lock:
@@ -284,11 +314,18 @@ class Engine:
         self.absent = message["ranks"]
         if self.backend.rank not in self.absent:
             for exchanger in self.exchangers.alive():
-                if exchanger.exchanging:
+                if exchanger.needs_zeros:
                     self.announce(exchanger)
 
     def _do_join_with_zeros(self, message: Message) -> None:
         self._zeros_requests.put(message)
+
+    def _do_drop(self, message: Message) -> None:
+        exchange = message["channel"], message["exchange"]
+        self.exchangers.dropped.add(exchange)
+        if self.exchangers.done.get(exchange[0], 0) >= exchange[1]:
+            with suppress(HorovodInternalError):  # the script's next call raises it
+                self.require_unused(exchange)
 
     def _do_who(self, message: Message) -> None:
         self._requested_reports[message["what"]] = time.monotonic()

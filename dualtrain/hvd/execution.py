@@ -43,15 +43,7 @@ class Executor:
     def _dispatch(self, message: Message, pending: Pending | None) -> Any:
         kind = message["kind"]
         if kind == "channel":
-            self._channels.close_released()
-            channel = self._backend.group(message["members"])
-            if channel is None:
-                return None
-            channel = self._channels.with_shared_memory(channel, message["transport"], message["buffers"])
-            self._channels.gradients[message["name"]] = channel, message["sparse"]
-            if pending is not None and pending.then is not None:
-                pending.then(channel, message["sparse"])
-            return channel, message["sparse"]
+            return self._open_channel(message, pending)
         if kind == "add_process_set":
             group = self._backend.group(message["ranks"])
             if group is not None:
@@ -63,6 +55,19 @@ class Executor:
                 group.close()
             return True
         return self._communicate(message, pending)
+
+    def _open_channel(self, message: Message, pending: Pending | None) -> tuple[Backend, list[list[int]]] | None:
+        if message["name"] not in self._channels.gradients:  # otherwise, it was opened after this rank had joined
+            self._channels.close_released()
+            channel = self._backend.group(message["members"])
+            if channel is None:
+                return None
+            channel = self._channels.with_shared_memory(channel, message["transport"], message["buffers"])
+            self._channels.gradients[message["name"]] = channel, message["sparse"]
+        opened = self._channels.gradients[message["name"]]
+        if pending is not None and pending.then is not None:
+            pending.then(*opened)
+        return opened
 
     def _communicate(self, message: Message, pending: Pending | None) -> list[torch.Tensor]:
         if pending is None:

@@ -345,6 +345,7 @@ class _AdasumOptimizer(_Optimizer):
 
     def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        params.sort(key=lambda p: self._parameter_names.get(p, ""))  # ranks may list them in different orders
         before = [p.detach().clone() for p in params]
         self._changing = True
         result = self._step_wrapped(closure)

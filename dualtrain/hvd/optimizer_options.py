@@ -103,7 +103,7 @@ def transfer_of(
 
 
 def base_name(named: Named, process_set: ProcessSet) -> str:
-    """Return a name for these parameters and ranks, the same on every rank."""
-    text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return f"{named[0][0] if named else 'nothing'}-{digest}"
+    """Return a name for these parameters and ranks, the same on every rank. The order of ``named`` makes no difference."""
+    shapes = sorted((name, tuple(p.shape)) for name, p in named)
+    digest = hashlib.blake2b(f"{process_set.ranks} {shapes}".encode(), digest_size=4).hexdigest()
+    return f"{shapes[0][0] if shapes else 'nothing'}-{digest}"

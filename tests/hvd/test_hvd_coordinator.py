@@ -137,6 +137,10 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     harness.coordinator.sets[7] = [1, 3]
     harness.receive(1, **request | {"channel": "of a set.1"}, set=7)
     assert harness.answers(3, "do", "channel") == [("join_with_zeros", "of a set.1")]
+    # A rank that joins later may have begun these exchanges without ending them.
+    harness.receive(1, "join", divide_by="initial")
+    sent = [("join_with_zeros", "p.1"), ("join_with_zeros", "of a set.1"), ("absent", None)]
+    assert harness.answers(1, "do", "channel") == sent
 
 
 def test_process_sets_are_added_and_removed():

@@ -1,0 +1,212 @@
+"""dualtrain/hvd/README.md#distributedoptimizer: ``load_state_dict`` after backward discards a step, on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.hvd.worlds import OURS, OURS_2, OURS_3, library
+
+FAILS = r"another rank discarded by load_state_dict\(\) after backward"
+LARGE = 20_000  # gradients of more than 64 KiB are moved into their buckets during backward
+
+
+class Program:
+    """Two parameters and an optimizer of the given operation."""
+
+    def __init__(self, hvd, op="Sum", numel=2, **options):
+        self.op = op
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(numel)) for _ in range(2))
+        sgd, named = torch.optim.SGD([self.a, self.b], lr=1.0), [("a", self.a), ("b", self.b)]
+        self.optimizer = hvd.DistributedOptimizer(sgd, named, op=getattr(hvd, op), **options)
+        self.state = copy.deepcopy(self.optimizer.state_dict())
+
+    def backward(self, factor, uses_b=True):
+        (factor * (self.a.sum() + self.b.sum() * uses_b) if uses_b else factor * self.a.sum()).backward()
+
+    def step(self, factor, *, set_to_none=True):
+        self.backward(factor)
+        self.optimizer.synchronize()
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        found = [self.a.grad[-1].item(), self.b.grad[-1].item()]
+        self.optimizer.zero_grad(set_to_none)
+        return found
+
+    def discard(self, *, set_to_none=True):
+        self.optimizer.load_state_dict(self.state)
+        self.optimizer.zero_grad(set_to_none)
+
+
+def uneven(backend, op, steps_before, numel, passes):
+    """Discard a step in which only rank 0 uses both parameters, so that only rank 0 has sent all gradients."""
+    with library(backend) as hvd:
+        rank, size = hvd.rank(), hvd.size()
+        program = Program(hvd, op, numel, backward_passes_per_step=passes)
+        expected = [{"Sum": sum(range(1, size + 1)), "Max": size}[op]] * 2
+        for _ in range(steps_before):
+            for _ in range(passes - 1):
+                program.backward(0.0)
+            assert program.step(rank + 1.0, set_to_none=False) == expected
+        for uses_b in (rank == 0, True, rank == size - 1):
+            for _ in range(passes if rank == 0 else 1):
+                program.backward(100.0, uses_b)
+            program.discard(set_to_none=steps_before != 1)
+            for _ in range(2):
+                assert program.step(rank + 1.0, set_to_none=steps_before != 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("op", "steps_before", "numel", "passes"),
+    [("Sum", 0, 2, 1), ("Sum", 1, LARGE, 1), ("Sum", 2, LARGE, 2), ("Max", 0, 2, 1), ("Max", 1, 2, 2)],
+)
+@OURS
+def test_a_step_that_ranks_have_begun_unevenly_can_be_discarded(real, op, steps_before, numel, passes):
+    real(uneven, op, steps_before, numel, passes)
+
+
+def without_backward(backend, op, steps_before):
+    """Discard a step on all ranks, although rank 1 has not run backward."""
+    with library(backend) as hvd:
+        rank, size = hvd.rank(), hvd.size()
+        program = Program(hvd, op)
+        expected = [{"Sum": sum(range(1, size + 1)), "Max": size}[op]] * 2
+        for _ in range(steps_before):
+            program.step(rank + 1.0)
+        if rank != 1:
+            program.backward(100.0)
+        program.discard()
+        hvd.barrier()  # rank 1 may begin its next step only after it knows of the discarded one
+        for _ in range(2):
+            assert program.step(rank + 1.0) == expected
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("op", ["Sum", "Max"])
+@OURS
+def test_a_rank_without_a_backward_pass_takes_part_in_a_discarded_step(real, op, steps_before):
+    real(without_backward, op, steps_before)
+
+
+def on_one_rank(backend, op, uses_b):
+    """Discard a step on rank 0, and take it on the other ranks."""
+    with library(backend) as hvd:
+        program = Program(hvd, op)
+        program.step(1.0)
+        program.backward(1.0, uses_b or hvd.rank() == 0)
+        hvd.barrier()  # rank 1 runs backward before it can know that rank 0 discards this step
+
+        def continue_():
+            if hvd.rank() == 0:
+                program.discard()
+            else:
+                program.optimizer.step()
+            for _ in range(1000):  # the report of rank 0 may arrive late
+                hvd.allreduce(torch.zeros(1), name="later")
+
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=FAILS):
+            continue_()
+
+
+@pytest.mark.parametrize("uses_b", [True, False])
+@pytest.mark.parametrize("op", ["Sum", "Max"])
+@OURS_2
+def test_a_step_that_only_one_rank_discards_ends_the_world(real, op, uses_b):
+    real(on_one_rank, op, uses_b)
+
+
+def while_joined(backend, op):
+    """Discard steps while the last rank has joined, and after it has returned."""
+    with library(backend) as hvd:
+        rank, size = hvd.rank(), hvd.size()
+        program = Program(hvd, op)
+        for _ in range(2):
+            program.step(1.0)
+            if rank < size - 1:
+                for uses_b in (rank == 0, True):
+                    program.backward(100.0, uses_b)
+                    program.discard()
+                    assert program.step(3.0) == [3.0 * (size - 1 if op == "Sum" else 1)] * 2
+            else:
+                program.backward(100.0)
+                program.discard()
+            hvd.join()
+            program.backward(100.0, rank == 0)
+            program.discard()
+            assert program.step(1.0) == [size if op == "Sum" else 1.0] * 2
+
+
+def before_join(backend):
+    """Discard a step on the last rank while the other ranks have joined, then join."""
+    with library(backend) as hvd:
+        table = torch.nn.Embedding(3, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters())
+        for joins_last in (False, hvd.rank() == hvd.size() - 1):
+            table(torch.tensor([0])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if joins_last:
+                hvd.allreduce(torch.zeros(1), name="joined")  # matched once all other ranks have joined
+                table(torch.tensor([0])).sum().backward()
+                optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.zero_grad()
+            hvd.join()
+            assert table.weight.grad is None
+        table(torch.tensor([1])).sum().backward()
+        optimizer.synchronize()
+        return table.weight.grad.to_dense().sum(1).tolist()
+
+
+@OURS
+def test_a_rank_may_join_after_it_has_discarded_a_step(real):
+    for found in real(before_join):
+        assert found == pytest.approx([0, 2, 0])
+
+
+@pytest.mark.parametrize("op", ["Sum", "Max"])
+@OURS_3
+def test_steps_can_be_discarded_while_a_rank_has_joined(real, op):
+    real(while_joined, op)
+
+
+def in_the_next_world(backend, op):
+    """Discard the last step of a world. In the next world, the last rank joins before its first step."""
+    with library(backend) as hvd:
+        program = Program(hvd, op)
+        program.step(1.0)
+        program.backward(1.0)
+        program.discard()
+    with library(backend) as hvd:
+        if hvd.rank() < hvd.size() - 1:
+            for _ in range(2):
+                program.step(1.0)
+        hvd.join()
+        program.backward(1.0)
+        program.discard()
+        assert program.step(1.0) == [hvd.size() if op == "Sum" else 1.0] * 2
+
+
+@pytest.mark.parametrize("op", ["Sum", "Max"])
+@OURS_2
+def test_a_discarded_step_ends_with_its_world(real, op):
+    real(in_the_next_world, op)
+
+
+def of_a_removed_set(backend):
+    """Discard a step of an optimizer, remove its process set, then join."""
+    with library(backend) as hvd:
+        part = hvd.add_process_set([0, 1])
+        program = Program(hvd, process_set=part)
+        program.step(1.0)
+        program.backward(1.0)
+        program.discard()
+        hvd.remove_process_set(part)
+        return hvd.join()
+
+
+@OURS_3
+def test_ranks_may_join_after_a_discarded_step_of_a_removed_set(real):
+    found = real(of_a_removed_set)
+    assert found == found[:1] * 3
