@@ -25,7 +25,7 @@ def main() -> int:
     """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would.
 
     A command that calls ``sys.exit`` sets the exit status. Otherwise, return the exit status: 0 after a command, the help
-    or the version, 2 for an unknown command, 130 after Ctrl-C.
+    or the version, 2 for an unknown command or if standard output cannot be written, 130 after Ctrl-C.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
         sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does
@@ -36,16 +36,17 @@ def main() -> int:
         note_early_requests()  # before the slow imports, as in dualtrain.main
         end_on_early_interrupt()
     from dualtrain import console
+    from dualtrain.errors import UserError
+    from dualtrain.version import __version__
 
     console.open_closed_streams()
     called = "dualtrain" if Path(sys.argv[0]).name == "dualtrain" else "python -m dualtrain"
-    if name in ("", "-h", "--help"):
-        console.show(_overview(called))
-        return 0
-    if name == "--version":
-        from dualtrain.version import __version__
-
-        console.show(f"dualtrain {__version__}")
+    if name in ("", "-h", "--help", "--version"):
+        try:
+            console.show(f"dualtrain {__version__}" if name == "--version" else _overview(called))
+        except UserError as error:
+            console.print_error(error)
+            return 2
         return 0
     if name not in COMMANDS:
         console.print_error(f"{name!r} is no command: choose one of {', '.join(COMMANDS)}, or see {called} --help")

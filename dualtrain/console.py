@@ -22,6 +22,7 @@ from dualtrain.processes import release
 #: surrogate pairs, which represent bytes of a file name that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DAY = 86_400
+_warned = False  # whether show_progress has logged its warning
 
 
 def printable(text: object) -> str:
@@ -54,15 +55,47 @@ def show(text: object, file: TextIO | None = None) -> None:
 
     Writes the whole text at once, even if Python does not buffer, because launchers mix the output of several processes. If
     the pipe is closed, as by ``| head``, this and all later output is discarded: a run continues, and keeps its exit
-    status.
+    status. Text for standard error is discarded if it cannot be written.
+
+    Raises:
+        UserError: standard output cannot be written, because of a full disk, for example.
     """
     stream = file or sys.stdout
-    try:
+    with writing(stream):
         print(encodable(f"{printable(text)}\n", stream), end="", file=stream, flush=True)
-    except BrokenPipeError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())  # otherwise flushing the stream's buffer would fail again at exit
+
+
+@contextmanager
+def writing(stream: TextIO) -> Iterator[None]:
+    """Handle errors of a block that writes to ``stream`` (standard output or error) as :func:`show` does."""
+    try:
+        yield
+    except OSError as error:
+        number = stream.fileno()
+        original, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
         os.close(null)
+        with suppress(OSError):
+            stream.flush()  # empty the stream's buffer: otherwise flushing it would fail again at exit
+        if not isinstance(error, BrokenPipeError):
+            os.dup2(original, number)
+        os.close(original)
+        if not isinstance(error, BrokenPipeError) and stream is not sys.stderr:
+            raise UserError(
+                f"standard output cannot be written ({error.strerror or error}): free space, or redirect it elsewhere",
+                transient=True,
+            ) from error
+
+
+def show_progress(text: object) -> None:
+    """Print ``text`` as :func:`show` does. If standard output cannot be written, log a warning, once: the run continues."""
+    global _warned
+    try:
+        show(text)
+    except UserError as error:
+        if not _warned:
+            _warned = True
+            logging.getLogger("dualtrain").warning("%s; the run continues", error)
 
 
 def size_in_words(size: int) -> str:

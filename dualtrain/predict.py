@@ -190,16 +190,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with enough_memory("check the run's task.json and config.json"):
             files = _expanded(given.images)
             answers = predict(given.run, files, best=given.best)
+        for file, classes in zip(files, answers, strict=True):
+            show(_line(file, classes, as_json=given.json))
     except UserError as error:
         print_error(error)
         return 2
-    for file, classes in zip(files, answers, strict=True):
-        if given.json:
-            show(json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]}))
-        else:
-            line = f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}"
-            show(line.replace("\n", "\\n"))  # one line for each image, even if its name contains a line end
     return 0
+
+
+def _line(file: str, classes: Sequence[tuple[str, float]], *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]})
+    line = f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}"
+    return line.replace("\n", "\\n")  # one line for each image, even if its name contains a line end
 
 
 if __name__ == "__main__":

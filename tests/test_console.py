@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-from dualtrain.console import logging_to_stderr, print_error, printable, show, size_in_words
+from dualtrain import compare, main
+from dualtrain.console import logging_to_stderr, print_error, printable, show, show_progress, size_in_words
+from dualtrain.horovodize.__main__ import main as horovodize
 from tests.forked import ROOT, run
 from tests.no_compiler import NO_COMPILER
 
@@ -73,6 +75,49 @@ def test_a_closed_pipe_does_not_change_how_a_command_ends(tmp_path, closed_pipe,
     end = subprocess.run([sys.executable, "-c", program, *command.split()], **options, check=False)
     assert (end.returncode, end.stderr) == (0, "")
     assert (tmp_path / "run" / "summary.json").exists() == ("run" in command)
+
+
+@pytest.fixture
+def full_disk():
+    """A file on a full disk. Closing it fails if its buffer still holds text."""
+    with open("/dev/full", "w") as stream:
+        yield stream
+
+
+FULL = "standard output cannot be written (No space left on device): free space, or redirect it elsewhere"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda script: compare.main(["--help"]),
+        lambda script: main.main(["--recipe", "list"]),
+        lambda script: horovodize(["--help"]),
+        lambda script: horovodize(["--recorder"]),
+        lambda script: horovodize(["--check", script]),
+        lambda script: horovodize(["--fix", script]),
+        lambda script: horovodize(["--fix", "--diff", script]),
+    ],
+)
+def test_a_command_whose_output_cannot_be_written_ends_with_one_line(tmp_path, monkeypatch, capsys, full_disk, command):
+    monkeypatch.setattr(sys, "stdout", full_disk)
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nimport horovod.torch as hvd\nhvd.init()\n")
+    assert command(str(script)) == 2
+    assert capsys.readouterr().err == f"dualtrain: error: {FULL}\n"
+
+
+def test_a_run_whose_output_cannot_be_written_continues_and_warns_once(monkeypatch, caplog, full_disk):
+    monkeypatch.setattr(sys, "stdout", full_disk)
+    monkeypatch.setattr("dualtrain.console._warned", False)
+    show_progress("step 1")
+    show_progress("step 2")
+    assert caplog.messages == [f"{FULL}; the run continues"]
+
+
+def test_errors_that_cannot_be_written_are_discarded(monkeypatch, full_disk):
+    monkeypatch.setattr(sys, "stderr", full_disk)
+    print_error("lost")
 
 
 @pytest.mark.parametrize(("encoding", "printed"), [("ascii", b"2 ? cpu ?\n"), ("latin-1", b"2 \xd7 cpu ?\n")])

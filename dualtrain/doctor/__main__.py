@@ -46,14 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with logging_to_stderr():
         examination = Examination(given.backend, world, given.timeout)
-    report = examination.report
+    report, shown = examination.report, True
     if world.rank == 0:
-        show(json.dumps(report, indent=1) if given.json else page(report))
+        try:
+            show(json.dumps(report, indent=1) if given.json else page(report))
+        except UserError as error:
+            print_error(error)
+            shown = False
     elif len(report["ranks"]) < world.size:
         for line in report["problems"]:  # rank 0 did not receive this rank's problems, and does not print them
             print_error(line, world.rank, world.size)
     examination.end()
-    return 0 if report["works"] else 2
+    return 0 if report["works"] and shown else 2
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualtrain.config import parse
-from dualtrain.console import leave, parser_of, print_error, seconds, show, text_table, whole
+from dualtrain.console import leave, parser_of, print_error, seconds, show, show_progress, text_table, whole
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
@@ -92,15 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = _folder(given.out)
 
         def progress(line: str) -> None:
-            show(line, sys.stderr if given.json else sys.stdout)
+            if given.json:
+                show(line, sys.stderr)
+            else:
+                show_progress(line)
 
         progress(f"drill of {given.nproc} ranks under {'horovodrun' if horovod else 'torchrun'}, in {folder}")
         drill = Exercise(folder, flags, given.nproc, horovod=horovod, seed=given.seed, limit=given.limit, progress=progress)
         report = drill.run(given.faults)
+        show(json.dumps(report.plain(), indent=1) if given.json else f"\n{table(report)}")
     except UserError as error:
         print_error(error)
         return 2
-    show(json.dumps(report.plain(), indent=1) if given.json else f"\n{table(report)}")
     return 1 if report.problems else 0
 
 

@@ -35,9 +35,6 @@ from dualtrain.launchers import World, detect_world
 def main(arguments: Sequence[str]) -> int:
     """Run the command line. Return the exit status, unless the script itself calls ``sys.exit``."""
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if first in ("-h", "--help"):
-        show(__doc__.strip())
-        return 0
     if first == "--check":
         from dualtrain.horovodize.check import check
 
@@ -59,6 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         return print_recorder()
     world = World()
     try:
+        if first in ("-h", "--help"):
+            show(__doc__.strip())
+            return 0
         world = detect_world()
         program = _load(first, rest)
     except UserError as error:

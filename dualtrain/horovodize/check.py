@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dualtrain.console import show
+from dualtrain.console import print_error, show
 from dualtrain.errors import UserError
 from dualtrain.horovodize.folders import find_sources
 from dualtrain.horovodize.guards import Guards
@@ -28,10 +28,14 @@ def check(files: Sequence[str]) -> int:
         if options or not files:
             what = f"unknown option {options[0]!r}" if options else "--check was given no script"
             raise UserError(f"{what}: name the scripts to read, or see --help")
-        sources, without, unreadable = find_sources(files)
+        return _print_findings(*find_sources(files))
     except UserError as error:
-        show(f"dualtrain: error: {error}", sys.stderr)
+        print_error(error)
         return 2
+
+
+def _print_findings(sources: Mapping[str, Source], without: int, unreadable: Sequence[str]) -> int:
+    """Print the findings, a line about the skipped files, and the summary. Return the exit status."""
     found = {name: findings(source) for name, source in sources.items()}
     for name, of_file in found.items():
         for finding, others in merged(of_file):

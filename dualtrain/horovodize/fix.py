@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dualtrain.console import print_error, show
+from dualtrain.console import print_error, show, writing
 from dualtrain.errors import UserError
 from dualtrain.files import rewrite
 from dualtrain.horovodize.check import findings, status, summary
@@ -43,13 +43,13 @@ def fix(arguments: Sequence[str]) -> int:
         if not options:
             for name, (file, _) in scripts.items():
                 _write(file, data[name])
+        if options:
+            for name, (file, _) in scripts.items():
+                _show_diff(file, data[name])
+        return _report(repaired, diff=bool(options))
     except UserError as error:
         print_error(error)
         return 2
-    if options:
-        for name, (file, _) in scripts.items():
-            _show_diff(file, data[name])
-    return _report(repaired, diff=bool(options))
 
 
 def repair(source: Source, initialized: bool = True) -> Repaired:
@@ -120,10 +120,11 @@ def _show_diff(file: ScriptFile, data: bytes) -> None:
     """Print a unified diff with the script's own bytes, because ``patch`` compares bytes."""
     before, after = file.data.splitlines(keepends=True), data.splitlines(keepends=True)
     name = file.name.encode("utf-8", "surrogateescape")
-    sys.stdout.flush()
-    for line in difflib.diff_bytes(difflib.unified_diff, before, after, name, name):
-        sys.stdout.buffer.write(line if line.endswith((b"\n", b"\r")) else line + b"\n\\ No newline at end of file\n")
-    sys.stdout.buffer.flush()
+    with writing(sys.stdout):
+        sys.stdout.flush()
+        for line in difflib.diff_bytes(difflib.unified_diff, before, after, name, name):
+            sys.stdout.buffer.write(line if line.endswith((b"\n", b"\r")) else line + b"\n\\ No newline at end of file\n")
+        sys.stdout.buffer.flush()
 
 
 def _report(repaired: dict[str, Repaired], *, diff: bool) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.config import MOST_THREADS
-from dualtrain.console import show
+from dualtrain.console import show_progress
 from dualtrain.cores import share_of, usable_cores
 
 log = logging.getLogger("dualtrain")
@@ -56,7 +56,7 @@ def use_threads(number: int, backend: Backend) -> None:
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     # torchrun sets the variable to 1 if the user has not set it. The message below must be true, whoever set the variable.
     if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
-        show(
+        show_progress(
             f"OMP_NUM_THREADS={text} has no effect: the number of intra-op threads of a rank is {number}, "
             "and --threads sets this number when a run starts"
         )

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 from tqdm import tqdm
 
-from dualtrain.console import encodable, printable, show
+from dualtrain.console import encodable, printable, show_progress
 
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
@@ -57,8 +57,7 @@ class Ticker:
     def _run(self) -> None:
         while not self._ended.wait(max(0.0, self.printed + self._seconds - time.monotonic())):
             self.printed = time.monotonic()
-            with suppress(OSError):  # a full disk or a closed pipe must not end the training
-                show(self._line())
+            show_progress(self._line())
 
 
 class Waiting(Ticker):
@@ -175,12 +174,12 @@ class Progress:
         """Print a line; above the bar, if there is one."""
         if not self._shown:
             return
-        with suppress(OSError):  # a full disk or a closed pipe must not end the training
-            if self._bar.disable:
-                show(line)  # in one write: tqdm would write the line break separately
-            else:
-                tqdm.write(encodable(printable(line), sys.stdout), file=sys.stdout)
-                sys.stdout.flush()
+        if self._bar.disable:
+            show_progress(line)  # in one write: tqdm would write the line break separately
+            return
+        with suppress(OSError):  # a closed terminal must not end the training
+            tqdm.write(encodable(printable(line), sys.stdout), file=sys.stdout)
+            sys.stdout.flush()
 
     def warn(self, line: str) -> None:
         """Log a warning; above the bar, if there is one."""

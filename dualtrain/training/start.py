@@ -19,7 +19,7 @@ from typing import Any
 
 from dualtrain.backends import Backend, job_of
 from dualtrain.config import AUTO, OutputSection, StepSection
-from dualtrain.console import show
+from dualtrain.console import show_progress
 from dualtrain.errors import UserError
 from dualtrain.files import absolute, or_nothing, read_json
 from dualtrain.launchers import World
@@ -142,7 +142,7 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
             backend, by, f"the run in {folder} has ended after step {summary['steps']}{seen_by}: nothing is left to train"
         )
         if backend.rank == 0:
-            show(done_line(summary, folder))
+            show_progress(done_line(summary, folder))
         return Start(output, summary=summary)
     files = [_File(step, rank, *more) for rank, one in enumerate(seen) for step, *more in one["files"]]
     needed = "a run that did not begin at step 0" if from_file else ""
@@ -278,6 +278,6 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
 def _print_start(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
     """Print where the run starts, and a warning for each checkpoint that was skipped. On rank 0 alone."""
     if backend.rank == 0:
-        show(f"{by}: {what}")
+        show_progress(f"{by}: {what}")
         for problem in problems:
             log.warning("skipped: %s", problem)

@@ -48,7 +48,11 @@ from dualtrain.horovodize.prove.workspace import workspace
 
 def print_recorder() -> int:
     """Print the recorder's source, for a cluster without dualtrain. Return the exit status."""
-    show(read_text(Path(recorder.__file__)).rstrip("\n"))
+    try:
+        show(read_text(Path(recorder.__file__)).rstrip("\n"))
+    except UserError as error:
+        print_error(error)
+        return 2
     return 0
 
 
@@ -207,7 +211,6 @@ def _record_only(job: Job, folder: Path) -> None:
 
 def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:
     lines = [*text_table(table(evidence)), "", *verdict.details, verdict.line]
-    show("\n".join(printable(line) for line in lines))
     try:
         if given.json is not None:
             write_json(given.json, _all_facts(given, evidence, verdict))
@@ -217,6 +220,8 @@ def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> 
             write_whole(given.html, page(given.script, evidence, verdict).encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or 'the results'} ({error.strerror}): name another file") from None
+    finally:
+        show("\n".join(printable(line) for line in lines))
 
 
 def _all_facts(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
