@@ -5,12 +5,13 @@ With --one-result, the exit status is 1 unless all runs have ended with the same
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import parser_of, print_error, show, text_table
+from dualtrain.console import given_path, parser_of, print_error, show, text_table
 from dualtrain.errors import UserError
 from dualtrain.run_table import read_summary, run_table
 
@@ -70,10 +71,15 @@ def _results(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
 
 
+def _label(folder: str) -> str:
+    """Return the name of a run's folder, in one line. The links in its path are followed, unless they form a loop."""
+    return os.path.basename(os.path.realpath(folder)).replace("\n", "\\n")
+
+
 def _compare_results(folders: Sequence[str]) -> int:
     runs, unfinished = [], []
     for folder in folders:
-        label = Path(folder).resolve().name
+        label = _label(folder)
         try:
             runs.append((label, read_summary(Path(folder))))
         except UserError:
@@ -86,7 +92,7 @@ def _compare_results(folders: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return the exit status: 2 for an error, 1 if --one-result finds no common result, else 0."""
     parser = parser_of("dualtrain.compare", str(__doc__))
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=given_path, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--one-result", action="store_true", help="compare weights and metrics; exit status 1 if they differ"
     )
@@ -94,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         if given.one_result:
             return _compare_results(given.runs)
-        show(table([(Path(folder).resolve().name, read_summary(Path(folder))) for folder in given.runs]))
+        show(table([(_label(folder), read_summary(Path(folder))) for folder in given.runs]))
     except UserError as error:
         print_error(error)
         return 2

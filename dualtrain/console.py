@@ -168,6 +168,13 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return convert
 
 
+def given_path(text: str) -> str:
+    """Return a path, for argparse. Refuses an empty one, as of an unset shell variable: it would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: name a file or a folder")
+    return text
+
+
 def seconds(text: str) -> float:
     """Convert a number of seconds, for argparse: more than 0, and a day at most."""
     with suppress(ValueError):

@@ -8,12 +8,13 @@ classified. All images are read before the first line is printed.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.console import parser_of, print_error, show
+from dualtrain.console import given_path, parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 from dualtrain.user_code import enough_memory
@@ -161,19 +162,19 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
 def _expanded(paths: Sequence[str]) -> list[str]:
     """Return the files among ``paths``, and the images below folders. Raises UserError for a folder without images."""
     files: list[str] = []
-    for path in paths:
-        if not Path(path).is_dir():
-            files.append(path)
+    for name in paths:
+        if not os.path.isdir(name):
+            files.append(name)
             continue
         from dualtrain.data.tree import EXTENSIONS, images_below
 
         try:
-            found = images_below(path)
+            found = images_below(name)
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(f"the folder {path!r} cannot be read ({reason}): give a folder that you may read") from error
+            raise UserError(f"the folder {name!r} cannot be read ({reason}): give a folder that you may read") from error
         if not found:
-            raise UserError(f"the folder {path!r} holds no image files ({', '.join(EXTENSIONS)}): name another folder")
+            raise UserError(f"the folder {name!r} holds no image files ({', '.join(EXTENSIONS)}): name another folder")
         files += found
     return files
 
@@ -181,8 +182,8 @@ def _expanded(paths: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print one line for each image; return the exit status: 0, or 2 for an error that the user can fix."""
     parser = parser_of("dualtrain.predict", str(__doc__))
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file, or a folder of them")
+    parser.add_argument("run", type=given_path, metavar="RUN", help="a run's folder")
+    parser.add_argument("images", nargs="+", type=given_path, metavar="IMAGE", help="an image file, or a folder of them")
     parser.add_argument("--best", action="store_true", help="use model-best.safetensors, from the best evaluation")
     parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
     try:

@@ -46,6 +46,7 @@ from dualtrain.horovodize.check import check
 from dualtrain.horovodize.run_script import load_script
 from dualtrain.models import build, classifiers
 from dualtrain.models.weights import load_weights, read_state
+from dualtrain.report import __main__ as report
 from dualtrain.report.runs import read_runs
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
@@ -530,3 +531,30 @@ def test_settings_and_summaries_of_wrong_types_are_refused(tmp_path):
         with pytest.raises(UserError):
             status(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
         (tmp_path / file).write_text(before)
+
+
+@pytest.mark.parametrize("name", ["loop", "y" * 300, ""])
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda path: compare.main([path]),
+        lambda path: report.main([path]),
+        lambda path: report.main([path, "--watch"]),
+        lambda path: predict.main([path, path]),
+    ],
+)
+def test_a_path_that_names_no_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, command, name):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert command(name) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_run_whose_folder_has_a_line_end_in_its_name_has_one_row(tmp_path, capsys):
+    folder = tmp_path / "a\nb"
+    folder.mkdir()
+    summary = dict.fromkeys(("backend", "launcher", "transport", "weights_sha256"), "x")
+    summary |= dict.fromkeys(("val_accuracy", "samples_per_second", "seconds", "world_size"), 1)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert compare.main([str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith(r"a\nb ")

@@ -48,7 +48,7 @@ from dualtrain.bench.plan import (
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.scale_plan import layouts_of
 from dualtrain.bench.start_contender import LaunchSpec
-from dualtrain.console import parser_of, print_error, show, whole
+from dualtrain.console import given_path, parser_of, print_error, show, whole
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
@@ -86,7 +86,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="with --scale: the numbers of ranks, or NxM for N virtual nodes of M ranks, which needs root (default: "
         "2,4,8,16,32,2x4,4x4)",
     )
-    parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
+    parser.add_argument(
+        "--out", type=given_path, metavar="FOLDER", help="folder of the results (default: a new one below runs/)"
+    )
     given = parser.parse_args(arguments)
     if given.ranks is not None and not given.scale:
         raise UserError("--ranks has no effect without --scale: use --nproc N for the other measurements")

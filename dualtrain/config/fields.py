@@ -34,6 +34,7 @@ def between(low: float, high: float) -> Bounds:
 
 
 ABOVE_ZERO = Bounds("above 0", lambda value: math.isfinite(value) and value > 0)
+ONE_LINE = Bounds("one line of text", lambda value: "\n" not in value)
 UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from dualtrain.config.fields import (
     ABOVE_ZERO,
+    ONE_LINE,
     UNIT,
     Setting,
     at_least,
@@ -189,7 +190,7 @@ class LengthSection:
 class OutputSection:
     """The files and the output of a run."""
 
-    run_dir: str | None = setting(None, "the run's folder (default: a new one below runs/)")
+    run_dir: str | None = setting(None, "the run's folder (default: a new one below runs/)", ONE_LINE)
     resume: str | None = setting(
         None, "resume from this checkpoint file or, without a value, from the newest good checkpoint in --run-dir; auto: "
         "resume from --run-dir if it has a good checkpoint, else start anew"

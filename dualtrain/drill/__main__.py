@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualtrain.config import parse
-from dualtrain.console import leave, parser_of, print_error, seconds, show, show_progress, text_table, whole
+from dualtrain.console import given_path, leave, parser_of, print_error, seconds, show, show_progress, text_table, whole
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
@@ -42,7 +42,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         help="give up after this time without progress (default: 120)",
     )
     parser.add_argument(
-        "--out", metavar="FOLDER", help="folder for both runs and their outputs (default: a new one in runs/)"
+        "--out",
+        type=given_path,
+        metavar="FOLDER",
+        help="folder for both runs and their outputs (default: a new one in runs/)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     given, flags = parser.parse_known_args(arguments)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualtrain.console import parser_of, print_error, show, whole
+from dualtrain.console import given_path, parser_of, print_error, show, whole
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.report.report_page import page
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 for success, 2 for an error that the user can fix, 130 after Ctrl-C.
     """
     parser = parser_of("dualtrain.report", str(__doc__))
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", metavar="PAGE.html", help="path of the page")
+    parser.add_argument("runs", nargs="+", type=given_path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--out", type=given_path, metavar="PAGE.html", help="path of the page")
     parser.add_argument("--watch", action="store_true", help="serve the page on this host, and follow the runs")
     parser.add_argument("--port", type=whole(0, 65_535), metavar="N", help="TCP port of --watch (default: a free one)")
     try:

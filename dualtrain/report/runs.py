@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
     Raises:
         UserError: with ``begun``, a folder has no metrics.
     """
-    paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    paths = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
     colors = (f"c{number % COLORS}" for number in range(len(paths)))
     return [_read_run(*run, begun) for run in zip(paths, _labels(paths), colors, strict=True)]
 

@@ -97,7 +97,7 @@ def server_of(folders: Sequence[str], port: int) -> ReportServer:
         UserError: a folder does not exist, or the port cannot be used.
     """
     for folder in folders:
-        if not Path(folder).is_dir():
+        if not os.path.isdir(folder):
             raise UserError(f"{folder!r} is no folder: start the run first, or name its folder (--run-dir of the run)")
     try:
         return ReportServer(folders, port, lambda: page(read_runs(folders, begun=False), refresh=True))
