@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
+import reprlib
+from operator import index
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from dualtrain.data.loader import LoaderSource, Wanted
 from dualtrain.data.options import Options
+from dualtrain.data.own_source import OwnSource
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Source, Task, Tensors, wrong_targets
 from dualtrain.errors import UserError
@@ -35,7 +39,7 @@ class Samples:
         self.classes = classes
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return _length(self.dataset, self.split)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
         """Read the samples and stack them. Return an error if a sample fails, has a wrong target, or has another shape."""
@@ -85,6 +89,11 @@ class Samples:
         return _unpickled, (content,)
 
 
+def _length(dataset: Any, split: str) -> int:
+    with user_code(f"the length of the {split} dataset"):
+        return len(dataset)
+
+
 def _stacked(samples: list[Any]) -> Any:
     """Stack the samples into a batch. Raises ValueError or TypeError."""
     try:
@@ -105,7 +114,7 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     """
     built = call_user_code(name, "--dataset", "the folder of --data-dir", folder)
     if isinstance(built, Task):
-        return built
+        return _checked(built, name)
     if not isinstance(built, tuple | list) or len(built) != 2 or not all(map(_map_style, built)):
         kinds = " of " + ", ".join(type(part).__name__ for part in built[:4]) if isinstance(built, tuple | list) else ""
         raise UserError(
@@ -113,6 +122,27 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
             "map-style datasets, for training and evaluation"
         )
     return wrap(built[0], built[1], classes=options.classes, workers=options.workers, name=name)
+
+
+def _checked(task: Task, name: str) -> Task:
+    """Return the user's task with its sources as :class:`OwnSource`. Raises UserError if it is not usable."""
+    for source in (task.train, task.val):
+        if not hasattr(source, "stream") or not hasattr(source, "__len__"):
+            raise UserError(
+                f"--dataset {name!r} returned a Task with a {type(source).__name__}, not a dualtrain.data.Source: return "
+                "two map-style datasets, or a Task of sources"
+            )
+    try:
+        shape, classes = tuple(map(index, task.shape)), index(task.classes)
+    except TypeError:
+        shape, classes = (), 0
+    if classes < 1 or task.kind not in ("classes", "tokens"):
+        raise UserError(
+            f"--dataset {name!r} returned a Task of shape {task.shape!r}, classes {task.classes!r}, kind {task.kind!r}: "
+            "give a tuple of whole numbers, a whole number above 0, and 'classes' or 'tokens'"
+        )
+    train, val = OwnSource(task.train, "training", classes), OwnSource(task.val, "validation", classes)
+    return dataclasses.replace(task, train=train, val=val, shape=shape, classes=classes)
 
 
 def _map_style(part: Any) -> bool:
@@ -131,10 +161,7 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     Raises:
         UserError: the samples are of a different kind, or the number of classes is unknown.
     """
-    known: Any = getattr(train, "classes", getattr(train, "num_classes", None))
-    classes = classes or (len(known) if hasattr(known, "__len__") else known and int(known))
-    if not classes:
-        raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
+    classes = classes or _classes(train, name)
     sample = _sample(train, name)
     return Task(
         _source(train, sample, "training", classes, workers),
@@ -145,12 +172,42 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     )
 
 
+def _classes(dataset: Any, name: str) -> int:
+    """Return the number of classes that the dataset's attribute ``classes`` (names or number) or ``num_classes`` states."""
+    with user_code(f"the classes of --dataset {name!r}"):
+        known: Any = getattr(dataset, "classes", getattr(dataset, "num_classes", None))
+    if known is None:
+        raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
+    try:
+        number = _number(known)
+    except (TypeError, OverflowError):
+        number = 0
+    if number < 1:
+        raise UserError(
+            f"--dataset {name!r} has unusable classes ({reprlib.repr(known)}): set its attribute classes to their names or "
+            "their number, or give --classes"
+        )
+    return number
+
+
+def _number(known: Any) -> int:
+    """Return a number of classes, or the number of their names. Raises TypeError for anything else."""
+    if isinstance(known, str | bytes | bool):
+        raise TypeError
+    try:
+        return index(known)
+    except TypeError:
+        return int(known) if isinstance(known, float) and known.is_integer() else len(known)
+
+
 def _source(dataset: Any, sample: Tensors, split: str, classes: int, workers: int) -> Source:
-    return dataset if isinstance(dataset, Source) else LoaderSource(Samples(dataset, sample, split, classes), workers)
+    if isinstance(dataset, Source):
+        return OwnSource(dataset, split, classes)
+    return LoaderSource(Samples(dataset, sample, split, classes), workers)
 
 
 def _sample(dataset: Any, name: str) -> Tensors:
-    if not len(dataset):
+    if not _length(dataset, "training"):
         raise UserError(f"--dataset {name!r} has no samples to train on: give some")
     with seeded(0, 0), user_code(f"sample 0 of --dataset {name!r}"):
         sample = dataset[0]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from urllib.error import URLError
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from dualtrain.data import load_data
-from dualtrain.data.sources import Batch
+from dualtrain.data.sources import Batch, Task
+from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import torchvision as with_shim
 from tests.data.test_data_sources import write_cifar
@@ -176,3 +178,105 @@ def test_the_refusal_of_a_target_that_is_no_class_index_names_its_sample():
 def test_the_refusal_of_a_function_without_datasets_shows_the_returned_types():
     with pytest.raises(UserError, match="returned a tuple of DataLoader, DataLoader: it must"):
         load_data("tests.data.test_data_refusals:build_loaders", classes=2)
+
+
+class Table:
+    """A map-style dataset of 8 samples, with the attribute ``classes``."""
+
+    def __init__(self, classes):
+        self.classes = classes
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return torch.zeros(2), number % 2
+
+
+class Unreadable:
+    @property
+    def classes(self):
+        return open("no such file")
+
+    def __len__(self):
+        return len(open("no such index").read())
+
+    def __getitem__(self, number):
+        return torch.zeros(2), 0
+
+
+NAMES = [["a", "a"], ("a", "b"), {"a": 0, "b": 1}, numpy.array(["a", "b"]), 2, 2.0, numpy.int64(2), torch.tensor(2)]
+
+
+def test_classes_are_names_or_a_number():
+    for known in NAMES:
+        assert wrap(Table(known), Table(known)).classes == 2
+    for known in ("2", True, 2.5, float("nan"), float("inf"), -2, 0, (name for name in "ab"), lambda: 2):
+        with pytest.raises(UserError, match=r"has unusable classes .*: set its attribute classes to .*, or give --classes"):
+            wrap(Table(known), Table(known))
+
+
+def test_errors_in_the_length_or_the_classes_of_a_dataset_keep_their_traceback():
+    with pytest.raises(UserError, match="the classes of --dataset 'dataset' failed: FileNotFoundError") as refusal:
+        wrap(Unreadable(), Unreadable())
+    assert 'open("no such file")' in refusal.value.trace
+    with pytest.raises(UserError, match="the length of the training dataset failed: FileNotFoundError") as refusal:
+        wrap(Unreadable(), Unreadable(), classes=2)
+    assert 'open("no such index")' in refusal.value.trace
+
+
+class Rows:
+    """A source of 8 samples. ``change`` is applied to each batch; None ends the stream."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __len__(self):
+        return 8
+
+    def stream(self, batches, device):
+        for batch in batches:
+            changed = self.change(torch.zeros(len(batch.numbers), 2), batch.numbers % 2)
+            if changed is None:
+                return
+            yield changed
+
+
+def raise_error(inputs, targets):
+    raise FileNotFoundError("no such shard")
+
+
+def build_task(change=lambda inputs, targets: (inputs, targets), **options):
+    return Task(Rows(change), Rows(change), **{"shape": (2,), "classes": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda inputs, targets: (inputs[1:], targets[1:]), r"a tensor of shape \(2, 2\) for a batch of 3 samples"),
+        (lambda inputs, targets: (inputs, targets + 5), r"the target 6 \(int64\)"),
+        (lambda inputs, targets: (inputs, targets.float()), r"the target 1.0 \(float32\)"),
+        (lambda inputs, targets: {"x": inputs}, "a dict"),
+        (lambda inputs, targets: None, "ended after batch 0"),
+        (raise_error, "FileNotFoundError: no such shard"),
+    ],
+)
+def test_batches_of_an_own_source_are_checked(monkeypatch, change, problem):
+    monkeypatch.setattr(f"{__name__}.build_now", lambda: build_task(change), raising=False)
+    task = load_data("tests.data.test_data_refusals:build_now")
+    with pytest.raises(UserError, match=f"the source of the training data .*{problem}") as refusal:
+        list(task.train.stream([Batch(torch.tensor([1, 2, 3]))], torch.device("cpu")))
+    assert ("no such shard" in str(refusal.value)) == ("raise_error" in refusal.value.trace)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"shape": "2"}, "of shape '2'"), ({"classes": "2"}, "classes '2'"), ({"kind": "values"}, "kind 'values'")],
+)
+def test_a_task_with_unusable_values_is_refused(monkeypatch, options, problem):
+    monkeypatch.setattr(f"{__name__}.build_now", lambda: build_task(**options), raising=False)
+    with pytest.raises(UserError, match=problem):
+        load_data("tests.data.test_data_refusals:build_now")
+    monkeypatch.setattr(f"{__name__}.build_now", lambda: Task(Table(2), Table(2), (2,), 2))
+    with pytest.raises(UserError, match=r"a Task with a Table, not a dualtrain\.data\.Source"):
+        load_data("tests.data.test_data_refusals:build_now")
