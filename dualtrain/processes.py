@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from types import FrameType
 #: The signals that only ranks act on: SIGTERM and SIGINT (save and stop), and SIGUSR1 (save).
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
+_EXIT_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"  # a key of multiprocessing's process configuration, which children inherit
 #: Ids of the processes that have started a fork server. A forked process inherits this set, but must not kill the server
@@ -95,8 +97,23 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent.join()
-    _remove_own_folder(parent.pid)  # a killed parent leaves its folder behind
+    # join() also returns if the parent has dropped this worker, as after it could not start the others. It then still uses
+    # its folder.
+    if _has_ended(parent.pid or 0):
+        _remove_own_folder(parent.pid)  # a killed parent leaves its folder behind
     os._exit(0)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process has ended, or ends within ``_EXIT_SECONDS``: it closes its files before it ends."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], _EXIT_SECONDS)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _remove_own_folder(pid: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -11,9 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dualtrain import processes
 from dualtrain.processes import signal_at_parents_end
 from tests.pool import ROOT
 
@@ -186,3 +189,16 @@ def test_a_rank_ends_with_its_parent_only_if_the_parent_is_torchruns_agent(run_i
             assert not select.select([agent.stdout], [], [], 0.3)[0]
             os.kill(rank, signal.SIGTERM)
         assert agent.stdout.read() == "saved\n"
+
+
+def test_a_worker_that_its_parent_drops_keeps_the_parents_folder(monkeypatch, tmp_path):
+    parent, ended = SimpleNamespace(pid=os.getpid(), join=lambda: None), []
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(processes, "_EXIT_SECONDS", 0.0)
+    monkeypatch.setitem(multiprocessing.current_process()._config, processes._OWN_FOLDER, (os.getpid(), str(tmp_path)))
+    processes._end_with_parent()
+    assert (ended, tmp_path.exists()) == ([0], True)
+    monkeypatch.setattr(processes, "_has_ended", lambda pid: True)
+    processes._end_with_parent()
+    assert (ended, tmp_path.exists()) == ([0, 0], False)

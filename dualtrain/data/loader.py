@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import threading
 import time
@@ -24,6 +25,11 @@ from dualtrain.processes import begin_worker, is_stopped, start_forkserver
 T = TypeVar("T")
 #: Sample indices and seed of a batch. The indices are a list, because a tensor sent to a worker takes a file descriptor.
 Wanted = tuple[list[int], int]
+_LESS = (
+    "raise the limits of open files and processes (ulimit -n, -u), or give fewer --workers (0: the rank reads the samples)"
+)
+#: Messages of exceptions of torch and multiprocessing that arise because a batch needs a file descriptor.
+_TOO_MANY_FILES = re.compile("too many open files|items of ancdata", re.I)
 
 
 class Reader(Protocol):
@@ -69,12 +75,19 @@ class LoaderSource(Source):
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield the batches, prefetched. The first stream starts the workers; later streams reuse them."""
-        if self._loader is None or self._waits is None:
-            self._loader, self._process = self._start(device), os.getpid()
-            self._waits = _Waits(self._running, self.timeout if self._workers else 0.0)
-        requests, loader, waits = _Requests(batches), self._loader, self._waits
+        requests = _Requests(batches)
         self._feed.batches = requests
-        read = waits.bound(lambda: iter(loader))
+        try:
+            if self._loader is None or self._waits is None:
+                self._loader, self._process = self._start(device), os.getpid()
+                self._waits = _Waits(self._running, self.timeout if self._workers else 0.0)
+            loader, waits = self._loader, self._waits
+            read = waits.bound(lambda: iter(loader))
+        except OSError as error:
+            self.close()
+            raise UserError(
+                f"the data workers cannot be started ({error}): set TMPDIR to a shorter path, or {_LESS}", transient=True
+            ) from error
         # Register ``close`` after the workers start, so that it runs before torch's own exit handler, which waits for them.
         atexit.unregister(self.close)
         atexit.register(self.close)
@@ -154,6 +167,8 @@ class _Waits:
             return wait()
         except Exception as error:  # its type varies: torch detects that a worker has ended, or the connection breaks
             problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
+            if not problem and _TOO_MANY_FILES.search(str(error)):
+                problem = f"the data workers cannot send their batches (too many open files): {_LESS}"
             if problem:
                 raise UserError(problem, transient=True) from error
             raise

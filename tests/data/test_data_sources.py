@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -16,7 +17,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dualtrain.data import Batch, Source, Task, load_data
 from dualtrain.data import draws as hashed
-from dualtrain.data.loader import LoaderSource
+from dualtrain.data.loader import LoaderSource, _Waits
 from dualtrain.data.text import CLS, IGNORED, MASK, PAD
 from dualtrain.data.transforms import crop_and_flip
 from dualtrain.data.wrapped import wrap
@@ -386,3 +387,24 @@ def test_a_worker_that_was_killed_is_named(monkeypatch):
         assert error.value.transient
     finally:
         source.close()
+
+
+def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
+    source, batch = LoaderSource([], 2), [Batch(torch.tensor([0]))]
+
+    def fail(*_):
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr(source, "_start", fail)
+    with pytest.raises(
+        UserError, match=r"workers cannot be started \(AF_UNIX path too long\): set TMPDIR to a shorter path"
+    ):
+        next(source.stream(batch, torch.device("cpu")))
+    with pytest.raises(UserError, match=r"cannot send their batches \(too many open files\): raise the limits"):
+        _Waits(list, 0.0).bound(partial(_raise, RuntimeError("Too many open files. Communication with the workers …")))
+    with pytest.raises(RuntimeError, match="else"):
+        _Waits(list, 0.0).bound(partial(_raise, RuntimeError("something else")))
+
+
+def _raise(error):
+    raise error
