@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dualtrain.errors import UserError
 from dualtrain.models import bert, small
@@ -92,7 +95,22 @@ def _checked(model: object, name: str) -> nn.Module:
         raise UserError(f"--model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name!r} returned a {type(model).__name__} without parameters: there is nothing to train")
+    for part, tensor in chain(model.named_parameters(), model.named_buffers()):
+        kind = "" if is_lazy(tensor) else _kind(tensor)
+        if kind:
+            raise UserError(
+                f"--model {name!r} returned a {type(model).__name__} whose {part!r} is {kind}: make it an ordinary tensor"
+            )
     return model
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Return the kind of a tensor that cannot be sent to other ranks, or updated; empty for other tensors."""
+    if tensor.is_meta:
+        return "on the meta device"
+    if tensor.layout != torch.strided:
+        return "a sparse tensor"
+    return "an inference tensor" if tensor.is_inference() else ""
 
 
 _IMAGES: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {

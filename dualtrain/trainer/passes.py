@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.errors import DivergedError
+from dualtrain.errors import DivergedError, UserError
 from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.trainer.objective import Sums
 from dualtrain.trainer.precision import Precision
@@ -71,6 +71,11 @@ class Passes:
             load()
             # The optimizer averages gradients over parts. Scale the loss, so that the result is the mean over all samples.
             share = found[1] * self._parts / expected
+            if not loss.requires_grad:
+                raise UserError(
+                    "the loss has no gradient: compute it from outputs of trained parameters, without detach(), no_grad() "
+                    "or integers"
+                )
             with self._precision.without_autocast():
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 

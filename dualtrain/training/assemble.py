@@ -145,6 +145,9 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
             f"{what}: the model returns {shape} for targets of shape {tuple(targets.shape)}; it must return "
             "one row of logits for each target"
         )
+    if not outputs.is_floating_point():
+        kind = str(outputs.dtype).removeprefix("torch.")
+        raise UserError(f"{what}: the model returns values of type {kind}; it must return logits, such as float32")
     _check_targets(targets, outputs.shape[-1], what)
 
 

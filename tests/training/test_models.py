@@ -233,6 +233,32 @@ def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monke
         fetch("resnet50")
 
 
+def build_odd() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_a_model_with_unusual_tensors_is_refused_in_one_line(monkeypatch):
+    def sparse() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)
+        return model
+
+    def inference() -> nn.Module:
+        with torch.inference_mode():
+            return nn.Linear(2, 2)
+
+    odd = (
+        (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
+        (sparse, "'edges' is a sparse tensor"),
+    )
+    for make, part in (*odd, (inference, "'weight' is an inference tensor")):
+        monkeypatch.setattr(f"{__name__}.build_odd", make)
+        with pytest.raises(UserError, match=f"returned a Linear whose {part}: make it an ordinary tensor"):
+            build("tests.training.test_models:build_odd", (2,), 2)
+    monkeypatch.setattr(f"{__name__}.build_odd", lambda: nn.LazyLinear(2))
+    assert isinstance(build("tests.training.test_models:build_odd", (2,), 2), nn.LazyLinear)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "options", "part"),
     [

@@ -780,3 +780,12 @@ def test_compiling_changes_no_result_and_a_model_that_cannot_be_compiled_is_refu
     end = run(("-c", COMPILED, tmp_path), tmp_path, env=env)
     assert end.returncode == 0, end.stderr
     assert end.stdout.splitlines()[-1] == "done"
+
+
+def test_a_loss_without_gradient_is_refused_in_one_line():
+    model = net()
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, lambda outputs, targets: outputs.detach().mean(), backend=backend)
+        with pytest.raises(UserError, match="the loss has no gradient"):
+            trainer.step([data()], 23.0)
