@@ -137,14 +137,17 @@ def _convert(setting: Setting, text: str) -> Any:
         expected = bounds.words
     if text == "" and setting.name != "resume":
         raise UserError(f"{setting.flag} must be {expected}, not empty")
+    refusal = UserError(f"{setting.flag} must be {expected}, not {text[:80]!r}")
     try:
         value = setting.kind(text)
     except ValueError:
-        raise UserError(f"{setting.flag} must be {expected}, not {text!r}") from None
+        raise refusal from None
+    if setting.kind is not str and not text.isascii():  # int() and float() accept the digits of all scripts
+        raise refusal
     if setting.kind is int and not -LARGEST <= value <= LARGEST:
         raise UserError(f"{setting.flag} must be {expected}, up to {LARGEST}, not {text[:80]!r}")
     if bounds is not None and not bounds.accepts(value):
-        raise UserError(f"{setting.flag} must be {expected}, not {text!r}")
+        raise refusal
     return value
 
 

@@ -38,6 +38,15 @@ ONE_LINE = Bounds("one line of text", lambda value: "\n" not in value)
 UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 
+def _are_steps(text: str) -> bool:
+    """Return whether a text has whole numbers of at most ten digits, with commas between them."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return bool(parts) and all(part.isascii() and part.isdecimal() and len(part) <= 10 and int(part) for part in parts)
+
+
+STEPS = Bounds("steps above 0 as in 1000,2000", _are_steps)
+
+
 def setting(
     default: Any,
     help: str,

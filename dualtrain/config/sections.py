@@ -10,6 +10,7 @@ from typing import Any, Self
 from dualtrain.config.fields import (
     ABOVE_ZERO,
     ONE_LINE,
+    STEPS,
     UNIT,
     Setting,
     at_least,
@@ -169,7 +170,9 @@ class ScheduleSection:
         0, "first steps, in which the learning rate rises linearly to --lr, scaled by --lr-scale", at_least(0)
     )
     lr_step: int | None = fixed_setting(None, "with --schedule step: optimizer steps between drops", at_least(1))
-    lr_milestones: str | None = fixed_setting(None, "with --schedule multistep: the steps of the drops, as in 1000,2000")
+    lr_milestones: str | None = fixed_setting(
+        None, "with --schedule multistep: the steps of the drops, as in 1000,2000", STEPS
+    )
     lr_gamma: float = fixed_setting(0.1, "with --schedule step or multistep: the factor of a drop", ABOVE_ZERO)
     lr_power: float = fixed_setting(1.0, "with --schedule polynomial: the exponent", ABOVE_ZERO)
     lr_min: float = fixed_setting(0.0, "with --schedule cosine or polynomial: the last learning rate", at_least(0))
