@@ -50,8 +50,12 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
     names = dict(enumerate(titles if isinstance(titles, list) else ()))
     answers = []
     for start in range(0, len(files), BATCH):
+        images = torch.cat([read(file) for file in files[start : start + BATCH]])
+        if list(images.shape[1:]) != task["shape"]:
+            made = f"its config.json makes images of shape {list(images.shape[1:])}, and its task.json has {task['shape']}"
+            raise UserError(f"{run!r} contradicts itself ({made}): copy the run's folder again")
         with torch.inference_mode():
-            chances = model(torch.cat([read(file) for file in files[start : start + BATCH]])).softmax(1)
+            chances = model(images).softmax(1)
         values, numbers = chances.topk(min(SHOWN, chances.shape[1]), 1)
         for row in zip(numbers.tolist(), values.tolist(), strict=True):
             answers.append([(str(names.get(number, number)), value) for number, value in zip(*row, strict=True)])
@@ -117,7 +121,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
     from dualtrain.data.options import NAMES, Options
 
     given = {name: config[name] for name in NAMES if config.get(name) is not None}
-    wrong = [name for name, value in given.items() if not SETTINGS[name].is_valid(value)]
+    wrong = [name for name, value in given.items() if not SETTINGS[name].accepts(value)]
     if wrong:
         raise UserError(f"the run's config.json has {wrong[0]} = {given[wrong[0]]!r}: name a run's folder")
     options = Options(**given)

@@ -214,6 +214,12 @@ def _newest(
         if saved is None:
             problems.append(problem)
             continue
+        if saved["cursor"].get("step") != file.step:
+            path = folder / "checkpoints" / file.name
+            problems.append(
+                f"checkpoint {str(path)!r} holds step {saved['cursor'].get('step')}, unlike its name: remove it"
+            )
+            continue
         try:
             compare_with_checkpoint(saved, settings, folder)
         except UserError as error:

@@ -175,6 +175,12 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
         ("config.json", {"dataset": "synthetic"}, "generates its inputs"),
         ("config.json", {"model": "nonesuch"}, "is not known"),
         ("config.json", {"normalize": "x"}, "--normalize must be"),
+        ("config.json", {"image_size": -1}, "has image_size = -1"),
+        (
+            "task.json",
+            {"shape": [1, 9, 9]},
+            "its config.json makes images of shape [1, 8, 8], and its task.json has [1, 9, 9]",
+        ),
     ],
 )
 def test_runs_whose_models_cannot_classify_image_files_are_refused(run, digits, capsys, file, values, words):

@@ -90,6 +90,17 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, caplog):
     assert [line.startswith("skipped: ") and str(newest) in line for line in caplog.messages] == [True]
 
 
+def test_a_checkpoint_whose_name_has_another_step_is_passed_over(tmp_path, capsys, caplog):
+    whole = alone(tmp_path, 2)
+    older, renamed = (checkpoint.path_of(tmp_path / "checkpoints", step) for step in (2, 99))
+    older.rename(renamed)
+    (tmp_path / "summary.json").unlink()
+    capsys.readouterr()
+    assert auto(tmp_path, 2)["weights_sha256"] == whole["weights_sha256"]
+    assert "resuming from step 4" in first_line(capsys)
+    assert caplog.messages == [f"skipped: checkpoint {str(renamed)!r} holds step 2, unlike its name: remove it"]
+
+
 def test_resume_auto_begins_at_step_0_if_all_checkpoints_are_damaged(tmp_path, capsys):
     whole = alone(tmp_path, 1)
     path = checkpoint.path_of(tmp_path / "checkpoints", 2)
