@@ -23,6 +23,7 @@ from dualtrain.config.fields import (
 from dualtrain.files import absolute
 
 MOST_THREADS = 1024  # a limit, since OpenMP ends the process if it cannot start all threads
+MOST_WORKERS = 1024  # a limit, since a wrong number would start processes until the host has no memory
 AUTO = "auto"  # value of --resume; a checkpoint file named auto must be given as ./auto
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
@@ -70,7 +71,7 @@ class DataSection:
     )
     data_dir: str | None = setting(None, "the folder that holds the dataset's files")
     download: bool = setting(False, "fetch files that are missing, on one rank of each host")
-    workers: int = setting(2, "processes that read files, for each rank; 0: the rank reads them", at_least(0))
+    workers: int = setting(2, "processes that read files, for each rank; 0: the rank reads them", between(0, MOST_WORKERS))
     augment: str | None = fixed_setting(
         None,
         "none, crop-flip, imagenet, or weights (the transforms published with the model's weights)",
@@ -211,7 +212,7 @@ class OutputSection:
     )
     log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
     log_seconds: float = setting(
-        10.0, "without a terminal: seconds between lines of progress; 0: no such lines", at_least(0)
+        10.0, "without a terminal: seconds between lines of progress; 0: no such lines", between(0, 1e9)
     )
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
     verbose: bool = setting(False, "print all settings and, with torchinfo, the model's layers at the start")

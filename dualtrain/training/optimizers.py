@@ -49,7 +49,11 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
         raise UserError("the model has no parameters to train: choose another --model, or leave out --freeze-backbone")
     try:
         optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+        # Some options are refused only by a step: capturable=true on a CPU, for example.
+        twin = nn.Parameter(torch.zeros(2, 2, dtype=parameters[0].dtype, device=parameters[0].device))
+        twin.grad = torch.zeros_like(twin)
+        kind([twin], lr=lr, **options).step()
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer {step.optimizer} refuses its options ({error}): change them") from error
     return optimizer
 

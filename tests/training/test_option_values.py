@@ -6,6 +6,7 @@ import inspect
 import math
 
 import pytest
+import torch
 
 from dualtrain.config import parse
 from dualtrain.config.values import option_value
@@ -95,3 +96,10 @@ def test_optimizer_options_are_read_as_tuples_bools_and_none():
     options = ["--optimizer", "adamw", "--optimizer-options", "betas=0.5:0.75,amsgrad=yes,foreach=no,fused=None"]
     (group,) = make_optimizer(parse(options).step, dropping((1, 8, 8), 10), 0.1).param_groups
     assert (group["betas"], group["amsgrad"], group["foreach"], group["fused"]) == ((0.5, 0.75), True, False, None)
+
+
+@pytest.mark.parametrize("option", ["capturable=true", "differentiable=true"])
+def test_options_with_which_no_step_works_are_refused_before_training(option):
+    step = parse(["--optimizer", "adam", "--optimizer-options", option]).step
+    with pytest.raises(UserError, match="--optimizer adam refuses its options"):
+        make_optimizer(step, torch.nn.Linear(2, 2), 0.1)
