@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 #: The module of each command, and what the command does.
@@ -28,7 +29,8 @@ def main() -> int:
     or the version, 2 for an unknown command or if standard output cannot be written, 130 after Ctrl-C.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
-        sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does
+        with suppress(FileNotFoundError):  # the current folder was deleted
+            sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "train":
         from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
