@@ -222,7 +222,7 @@ def test_the_newer_generations_checkpoint_of_a_step_is_used(monkeypatch):
 
     def send(folder: Path, name: str, owner: int, backend: Any) -> tuple[dict[str, Any], str]:
         owners.append(owner)
-        return {"cursor": {}}, ""
+        return {"cursor": {"step": 4}}, ""
 
     monkeypatch.setattr(start, "_send", send)
     monkeypatch.setattr(start, "compare_with_checkpoint", lambda *_: None)

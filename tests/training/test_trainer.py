@@ -672,8 +672,8 @@ def test_every_optimizer_of_torch_steps(name):
     ],
 )
 def test_bad_options_of_optimizers_and_schedules_are_refused_in_one_line(arguments, parts):
-    config = parse(["--global-batch-size", "8", *arguments])
     with pytest.raises(UserError) as refusal:
+        config = parse(["--global-batch-size", "8", *arguments])
         make_schedule(config.schedule, make_optimizer(config.step, net(), config.schedule.lr), config.schedule.lr, 10)
     assert "\n" not in str(refusal.value)
     for part in parts:
