@@ -106,6 +106,7 @@ class GradientReducer:
         self._seen = 0  # backward passes since the last reduction
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
+        self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
         self.add(named_parameters)
 
     @property
@@ -205,7 +206,8 @@ class GradientReducer:
             exchange.refuse()
         if self._scalars is not None:
             self._scalars.copy_(exchange.extra)
-        failed = self._ending is not None and self._ending() is None  # the program may zero the gradients of a failed pass
+        # The program may zero the gradients of a failed pass.
+        failed = self._refused_pass or (self._ending is not None and self._ending() is None)
         changed = None if failed else exchange.changed_late()
         exchange.unpack()
         self._start_over(reduced=changed is None)
@@ -247,7 +249,7 @@ class GradientReducer:
 
     def _start_over(self, *, reduced: bool) -> None:
         self._exchange.end_round(reduced=reduced)
-        self._seen, self._ending = 0, None
+        self._seen, self._ending, self._refused_pass = 0, None, False
 
     def is_reduced(self) -> bool:
         """Return whether the gradients are the last exchange's average, and were not zeroed or set to ``None`` since."""
@@ -329,6 +331,7 @@ class GradientReducer:
 
     def _forget_failed_pass(self) -> None:
         if self._exchange.schedule.next:
+            self._refused_pass = True
             raise BackendError(
                 f"an earlier backward pass failed on rank {self.backend.rank}, after some of its gradients had been sent: "
                 "call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients on every "

@@ -659,6 +659,11 @@ def test_every_optimizer_of_torch_steps(name):
     assert not torch.equal(model[0].weight, before)
 
 
+def schedule_of(arguments):
+    config = parse(arguments)
+    return make_schedule(config.schedule, make_optimizer(config.step, net(), config.schedule.lr), config.schedule.lr, 10)
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -673,8 +678,7 @@ def test_every_optimizer_of_torch_steps(name):
 )
 def test_bad_options_of_optimizers_and_schedules_are_refused_in_one_line(arguments, parts):
     with pytest.raises(UserError) as refusal:
-        config = parse(["--global-batch-size", "8", *arguments])
-        make_schedule(config.schedule, make_optimizer(config.step, net(), config.schedule.lr), config.schedule.lr, 10)
+        schedule_of(["--global-batch-size", "8", *arguments])
     assert "\n" not in str(refusal.value)
     for part in parts:
         assert part in str(refusal.value)
