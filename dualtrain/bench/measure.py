@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dualtrain.bench.pace import Pace
-from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
+from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, SIDE_STEPS, Entry, jobs_of
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, run_entry, run_program
 from dualtrain.cores import share_of, usable_cores
 
@@ -44,11 +44,14 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return the seconds per step of each workload; of contenders side by side, the sum of theirs."""
+        """Return the seconds that each step of a workload's length in the plan takes.
+
+        For contenders side by side, this is the sum of the times of all their ``SIDE_STEPS`` steps.
+        """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:
             for job in sample.seconds.keys() & LENGTHS.keys():
-                total[job] = total.get(job, 0.0) + sample.seconds[job]
+                total[job] = total.get(job, 0.0) + sample.seconds[job] * (SIDE_STEPS if self.parts else 1)
         return total
 
 

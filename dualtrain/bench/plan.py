@@ -120,6 +120,8 @@ TRAINER = "trainers"
 SIDE = "side_by_side"
 BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
 TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
+#: Contenders side by side run this many times as many steps, because starting them takes longer than a contender's steps.
+SIDE_STEPS = 4
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
 #: The contenders in the order of a round; compared contenders are close to each other.

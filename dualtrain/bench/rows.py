@@ -106,16 +106,18 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, comparison: Comparison, results: Results) -> str:
     """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
-    If neither is a raw script, the weights of one raw script are compared too. The weights of a second raw script may
-    differ with 3 or more ranks, because the libraries sum in different orders.
+    If neither is a raw script, the weights of one raw script are compared too, except for contenders side by side. The
+    weights of a second raw script may differ with 3 or more ranks, because the libraries sum in different orders.
     """
     pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []
     for number in range(results.rounds):
         own = _hashes(job, pair, results, number, comparison.together)
-        raw = {} if pair & set(RAW) else _hashes(job, RAW, results, number)
+        # Contenders side by side run more steps than a raw script in separate processes.
+        raw = {} if pair & set(RAW) or comparison.together else _hashes(job, RAW, results, number)
         rounds.append({**dict(list(raw.items())[:1]), **own})
-    if not any(found.keys() & set(RAW) and pair <= found.keys() for found in rounds):
+    both = len(pair) > 1 and comparison.together != ""
+    if not any((both or found.keys() & set(RAW)) and pair <= found.keys() for found in rounds):
         return NONE
     return SAME if all(len(set(found.values())) <= 1 for found in rounds) else OTHER
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.bench.plan import EPOCH_BATCH, EPOCH_LR, SIZES, TRAINER_STEPS
+from dualtrain.bench.plan import EPOCH_BATCH, EPOCH_LR, SIDE_STEPS, SIZES, TRAINER_STEPS
 from dualtrain.console import loading
 from dualtrain.launchers import detect_world
 
@@ -88,10 +88,9 @@ def _steps(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.timed_steps import TimedSteps, run_steps
     from dualtrain.bench.workloads import Task
 
-    parts = {
-        name: TimedSteps(part, Task(job, contender.device, given.step_fraction))
-        for name, part in contender.side_by_side().items()
-    }
+    contenders = contender.side_by_side()
+    fraction = given.step_fraction * (SIDE_STEPS if len(contenders) > 1 else 1)
+    parts = {name: TimedSteps(part, Task(job, contender.device, fraction)) for name, part in contenders.items()}
     run_steps([*parts.values()])
     from dualtrain.state import weights_sha256  # imported after the first step, whose time is measured from the launch
 

@@ -241,7 +241,8 @@ class Exchange:
         for bucket in buckets:
             bucket.unpack()
         outside = [pair for bucket in buckets for pair in bucket.outside]
-        write_back(outside)
+        if outside:
+            write_back(outside)
         if self.unused == "none" and buckets:
             for slot, ranks in zip(self.slots, self._used.tolist(), strict=True):
                 if slot.bucket is not None and not ranks:

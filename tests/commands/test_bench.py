@@ -43,6 +43,7 @@ from dualtrain.bench.plan import (
     MPI,
     QUICK,
     ROUNDS,
+    SIDE_STEPS,
     SIZES,
     TUNED,
     VIRTUAL,
@@ -604,7 +605,7 @@ def test_times_of_contenders_side_by_side_are_compared_with_each_other_and_not_w
         for rank, sha256 in ((0, sha256), (1, None))
     ]
     sample = sample_of(lines)
-    assert sample.step_seconds() == {"vgg": 2.0 + 4.0}
+    assert sample.step_seconds() == {"vgg": SIDE_STEPS * (2.0 + 4.0)}
     found = Results({BESIDE_DDP: [sample] * ROUNDS, TUNED: [Sample({"vgg": 8.0})] * ROUNDS}, step_fractions=[1.0] * ROUNDS)
     [row] = rows_of(found)
     assert (row.one, row.other, row.job, row.found.value) == ("native", TUNED, "vgg", 0.5)
