@@ -255,7 +255,7 @@ class HorovodReducer(ABC):
     def exchange_zeros(self) -> None:
         """Complete the current exchange, with zeros for unsent gradients, and discard its result. Collective; blocks."""
         basics.exchangers.unused.add(self.current)
-        self.refusals.dropped = False  # after a refused exchange: missing gradients are zeros here
+        self.refusals.dropped = False  # an exchange of zeros is allowed even if the last exchange was refused
         with _without_gradients(self.hooks.slots):
             self.reduce_once()
         self.renew()

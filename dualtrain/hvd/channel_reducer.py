@@ -82,7 +82,8 @@ class ChannelReducer(HorovodReducer):
     def needs_zeros(self) -> bool:
         """Return whether the ranks that have joined must take part in an exchange now.
 
-        Joined ranks block in the exchange of sparse gradients, so this rank must not end another exchange before it.
+        A joined rank blocks while it exchanges sparse gradients, and can take part in no exchange of a different optimizer
+        meanwhile. So with sparse gradients, this is true only while this rank waits for this exchange.
         """
         usable = self.process_set.process_set_id is not None
         return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)
@@ -152,7 +153,7 @@ class ChannelReducer(HorovodReducer):
         if self.drops_exchange() or not self.exchanging:
             self._forget_gradients()
         self._is_left_out = divide_by == "active" and not self.exchanging
-        self.refusals.dropped = False  # after a refused exchange: missing gradients are zeros here
+        self.refusals.dropped = False  # an exchange of zeros is allowed even if the last exchange was refused
         basics.exchangers.unused.add(self.current)
         try:
             with as_horovod_errors():

@@ -78,8 +78,8 @@ class Coordinator:
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
         #: Channel → the last request for zeros that was sent to the joined ranks.
         self._zeros_sent: dict[str, Message] = {}
-        #: The ranks' waits for gradients, whose exchanges this class does not match:
-        #: operation → waiting rank → (time of the rank's report, report).
+        #: Reports of ranks that wait for gradients: operation → waiting rank → (time of the report, report). The ranks
+        #: exchange gradients without this class, which only writes down who waits.
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
@@ -252,9 +252,9 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The joined ranks get the request only after all other ranks have asked for zeros. So before the exchange can end,
-        all other ranks know that a rank has joined, and therefore read the exchange's extra scalar: the number of joined
-        ranks that the averages leave out.
+        The joined ranks get the request only after all other ranks have asked for zeros, and without the joined ranks the
+        exchange cannot end. So when it ends, all other ranks know that a rank has joined. They then read the extra scalar
+        of the exchange, which is the number of joined ranks that the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

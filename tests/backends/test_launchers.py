@@ -133,7 +133,7 @@ def test_a_ray_train_worker_is_recognised_unless_it_starts_another_launcher():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_function_without_launchers_removes_the_variables_of_every_launcher(launcher):
+def test_without_launchers_returns_the_environment_without_any_launchers_variables(launcher):
     env = {**LAUNCHERS[launcher], "TORCHELASTIC_RESTART_COUNT": "1", "DUALTRAIN_SECRET": "x", "PATH": "/bin"}
     assert detect_world(without_launchers(env)) == World()
     assert without_launchers(env)["PATH"] == "/bin"
@@ -273,7 +273,7 @@ def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
         assert world.single_host == (len(set(hosts)) == 1)
-    # Every host has the local ranks below `shared`. On one host, the ranks with these local ranks have the same cross rank.
+    # Every host has the local ranks below `shared`. Within a host, the ranks with these local ranks have equal cross ranks.
     shared = min(hosts.count(host) for host in hosts)
     for host in hosts:
         numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}

@@ -12,7 +12,7 @@ from tests.commands.setups import Setup
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the real Python's outputs. A fake interpreter prints the one that belongs to its arguments."""
+    """Return the folder in which fake interpreters keep the real Python's output for each list of arguments."""
     return tmp_path_factory.mktemp("answers")
 
 
