@@ -52,7 +52,10 @@ class Exchanger(Protocol):
         """Add the parameters that were added on other ranks. Raises HorovodInternalError for an unknown one."""
 
     def take_part(self, divide_by: str) -> None:
-        """Send zeros for one exchange, or the gradients of a backward pass that has begun it; do not wait for the sums."""
+        """Send zeros for the next exchange, because this rank has joined; do not wait for the sums.
+
+        If a backward pass on this rank has already begun the exchange, send its gradients instead.
+        """
 
     @property
     def can_finish(self) -> bool:
@@ -68,10 +71,10 @@ class Reducer(Protocol):
     channel_name: str
 
     def abandon_call(self) -> None:
-        """Discard the result of an exchange that this rank has made before it joined, if the exchange was a call."""
+        """Discard the result of a grouped allreduce of gradients that this rank has called before it joined."""
 
     def begin_world(self) -> None:
-        """Handle a new call of ``init``. In a program, all ranks have made the same changes of parameters before it."""
+        """Handle a new call of ``init``. All ranks have added and unfrozen the same parameters before this call."""
 
 
 class Exchangers:
