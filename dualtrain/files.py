@@ -200,8 +200,8 @@ def link_whole(source: Path, target: Path) -> None:
 def aside_of(path: Path, name: Path) -> Path:
     """Return where to put ``path`` aside: the first free path of ``name``.aside, ``name``.aside-2 and so on.
 
-    A path is free if nothing is there, or a link to the same file as ``path``. A file with two names is therefore kept
-    once, if the caller passes the same ``name`` for both.
+    A path is free if nothing is there, or a link to the same file as ``path``. If two paths are links to one file, and the
+    caller passes the same ``name`` for both, the file is therefore kept once.
     """
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):

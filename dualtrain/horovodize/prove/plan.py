@@ -2,7 +2,7 @@
 
 The first run of each side takes all steps. All runs together take less than three times the steps of one run, or less
 than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the last tenth of the
-steps; or dualtrain reproduced defects of Horovod, and its run without these defects ends with the same weights.
+steps; or dualtrain reproduced defects of Horovod that do not change the weights, as a run without them shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def steps_left(steps: int, spent: int) -> int:
 
 
 def marks(run: RunRecord) -> list[int]:
-    """Return the steps after which a run that takes all steps summarizes its weights, without step 0."""
+    """Return the steps, above 0, after each of which a run of full length makes a summary of its weights."""
     return sorted({mark for mark in recorder.marks(run.planned) if 0 < mark < run.steps} | {run.steps})
 
 
