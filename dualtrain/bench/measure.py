@@ -44,9 +44,9 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return the seconds that each step of a workload's length in the plan takes.
+        """Return, for each workload, the seconds per step that ``plan.LENGTHS`` counts.
 
-        For contenders side by side, this is the sum of the times of all their ``SIDE_STEPS`` steps.
+        For each counted step, contenders side by side run ``SIDE_STEPS`` steps each. Their times are added up.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:

@@ -446,7 +446,7 @@ class Run:
             "data": self._data(),
             "checksums": self.task.checksums,
         }
-        with saveable(f"the model has in step {self.cursor.step} a state"):
+        with saveable(f"the model's state in step {self.cursor.step}"):
             packed = checkpoint.Packed(tree)
         self.writer.write(self.cursor.step, packed, best=weights)
 

@@ -18,7 +18,7 @@ def check_state(model: nn.Module, name: str) -> None:
     with user_code(f"state_dict() of --model {name}"):
         state = model.state_dict()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # also buffers that are not persistent
-    with saveable(f"--model {name} has a state"):
+    with saveable(f"the state of --model {name}"):
         check({**tensors, **state})
     for tensor_name, tensor in tensors.items():
         if not is_lazy(tensor) and any(
@@ -32,10 +32,10 @@ def check_state(model: nn.Module, name: str) -> None:
 
 @contextmanager
 def saveable(what: str) -> Iterator[None]:
-    """Convert a TypeError that the block raises because a checkpoint cannot hold a value; ``what`` begins the message."""
+    """Convert a TypeError that the block raises because a checkpoint cannot hold a value of ``what`` into a UserError."""
     try:
         yield
     except TypeError as error:
         raise UserError(
-            f"{what} that cannot be saved: {error}; use numbers, text, dense tensors, and lists or dicts of them"
+            f"{what} cannot be saved: {error}; use numbers, text, dense tensors, and lists or dicts of them"
         ) from error

@@ -172,9 +172,9 @@ def stateful(shape, classes):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (({1}, 1), r"--model \S+ has a state .*_extra_state'\]\['seen'\] is a set; use numbers"),
-        (({torch.int8: 1}, 1), r"--model \S+ has a state .* and a key of \['_extra_state'\]\['seen'\] is a dtype"),
-        ((1, numpy.ones(2)), r"the model has in step 1 a state .*_extra_state'\]\['seen'\] is a ndarray"),
+        (({1}, 1), r"the state of --model \S+ cannot .*_extra_state'\]\['seen'\] is a set; use numbers"),
+        (({torch.int8: 1}, 1), r"the state of --model \S+ cannot .* and a key of \['_extra_state'\]\['seen'\] is a dtype"),
+        ((1, numpy.ones(2)), r"the model's state in step 1 cannot .*_extra_state'\]\['seen'\] is a ndarray"),
     ],
 )
 def test_a_model_with_a_value_that_cannot_be_saved_is_refused_in_one_line(tmp_path, monkeypatch, values, message):
