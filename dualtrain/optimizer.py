@@ -37,7 +37,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Changes of ``param.grad`` before the end of backward, by hooks, are averaged; a change of a gradient that was sent
     already raises BackendError. Changes after backward are local, and ``step()`` uses them: make the same ones on every
-    rank, or run backward in :meth:`no_sync`; :meth:`synchronize` or ``step()`` then averages them.
+    rank, or run backward in :meth:`no_sync`; :meth:`synchronize` or ``step()`` then averages them. If no rank had a
+    gradient for a parameter, assigning one raises BackendError, since most likely each rank has assigned its own.
 
     Args:
         optimizer: any torch optimizer; its state is kept.

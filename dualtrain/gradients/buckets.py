@@ -160,10 +160,13 @@ class Bucket:
         return self._packed.changed(self.outside)
 
     def assigned_late(self) -> Slot | None:
-        """Return a slot that had no gradient in ``pack``, and whose parameter has been given one other than zero since."""
+        """Return a slot that had no gradient on any rank, and whose parameter was given one other than zero afterwards.
+
+        If another rank had a gradient, the program may have replaced the average, as out-of-place clipping does.
+        """
         for slot in self._missing:
             grad = slot.param.grad
-            if grad is not None and grad is not slot.alias and has_values(grad):
+            if grad is not None and grad is not slot.alias and has_values(grad) and not has_values(slot.view):
                 return slot
         return None
 

@@ -161,7 +161,8 @@ def _node_hooks(p: nn.Parameter) -> Mapping[int, Any]:
 
     A program that registers hooks on this node must keep the node. If no program does, it is a new node, without hooks.
     """
-    handle = get_gradient_edge(p).node.register_hook(lambda *_: None)
+    with torch.inference_mode(False):  # in inference mode, parameters have no node
+        handle = get_gradient_edge(p).node.register_hook(lambda *_: None)
     # Private in torch 2.5 to 2.15: there is no public way to list the hooks of a node.
     hooks: Mapping[int, Any] | None = handle.hooks_dict_ref()
     handle.remove()

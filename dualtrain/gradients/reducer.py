@@ -271,7 +271,8 @@ class GradientReducer:
         """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts."""
         self.backend = backend
         self._exchange.forget()
-        self._seen, self._ending = 0, None
+        self._exchange.refusals.dropped = False
+        self._seen, self._ending, self._refused_pass = 0, None, False
 
     # -- during backward ------------------------------------------------------------------------------------------
 

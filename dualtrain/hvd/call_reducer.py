@@ -105,7 +105,7 @@ class CallReducer(HorovodReducer):
             handle, _ = self._call
             self._call = None
             with suppress(HorovodInternalError):  # the ranks have disagreed
-                synchronize(handle)  # has ended, because the other ranks have ended a later call
+                synchronize(handle)  # does not wait: the other ranks have ended a later call, so this one has ended too
                 self.end_exchange()
             self.reset_passes()
 

@@ -97,7 +97,7 @@ def compare_task(task: Task, backend: Backend) -> None:
 
 
 def changed_samples(task: Task, earlier: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
-    """Yield, for each split, the name of a sample that has changed, and whether its split gives samples as stored.
+    """Yield, for each split with a changed sample, the sample's name, and whether the split's source has ``stored`` set.
 
     Args:
         task: the data, with their checksums.

@@ -1,6 +1,6 @@
 """Check that training keeps the weights equal on all ranks.
 
-Averaged gradients alone keep them equal. But code of the user's may change weights on each rank in its own way: a forward
+Averaging the gradients is enough to keep them equal. But code of the user's may change weights on each rank in its own way: a forward
 pass that writes into parameters, a hook, an optimizer that draws random numbers, a learning rate that only some ranks set.
 """
 
@@ -81,7 +81,7 @@ def _checksums(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of ``tensor`` as 64-bit integers, (); a sum of narrower integers takes ten times as long."""
+    """Return the sum of the bits of ``tensor`` as 64-bit integers, a tensor without dimensions."""
     data = as_bytes(tensor)
     whole = data[: data.numel() // 8 * 8]
     whole = whole.clone() if whole.storage_offset() % 8 else whole

@@ -208,6 +208,24 @@ def assigns_the_heads_gradient(backend):
     optimizer.close()
 
 
+def replaces_an_average_of_other_ranks(backend):
+    """Replace averages of parameters that only rank 0 uses, as clipping out of place does."""
+    model = perceptron()
+    optimizer = sgd(model, backend, momentum=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    inputs = list(model.parameters())[: None if backend.rank == 0 else 2]
+    for _ in range(2):  # with and without a layout from an earlier step
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward(inputs=inputs)
+    expected = gradients(model)
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+    optimizer.step()
+    for p, was, grad in zip(model.parameters(), before, expected, strict=True):
+        torch.testing.assert_close(p.detach(), was - 0.05 * grad)
+    optimizer.close()
+
+
 def changes_after_backward(backend):
     """Change averages after backward: such changes are local, and stay until the step."""
     model = perceptron()
@@ -226,6 +244,10 @@ def changes_after_backward(backend):
 
 def test_gradients_assigned_in_place_of_averaged_zeros_are_refused(typical):
     typical(assigns_the_heads_gradient)
+
+
+def test_averages_of_other_ranks_gradients_may_be_replaced(typical):
+    typical(replaces_an_average_of_other_ranks)
 
 
 def test_changes_after_backward_are_kept(typical):
