@@ -44,9 +44,9 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return, for each workload, the seconds per step that ``plan.LENGTHS`` counts.
+        """Return, for each workload, the seconds that a round with one more step in ``plan.LENGTHS`` would take longer.
 
-        For each counted step, contenders side by side run ``SIDE_STEPS`` steps each. Their times are added up.
+        With contenders side by side, these are ``SIDE_STEPS`` steps of each contender.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:

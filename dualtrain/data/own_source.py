@@ -67,7 +67,7 @@ class OwnSource(Source):
                 )
             count += 1
             yield self._checked(found, len(waiting.popleft().numbers))
-        if waiting or next(requested, None) is not None:
+        if waiting or _has_more(requested):
             raise UserError(
                 f"{self._what} has ended after batch {count}: yield inputs and targets for each requested batch"
             )
@@ -102,3 +102,10 @@ class OwnSource(Source):
             rule = f"targets must be class indices (int64) from 0 to {self._classes - 1}"
             raise UserError(f"{self._what} has yielded {target}: {rule}")
         return inputs, targets
+
+
+def _has_more(requested: Iterator[Batch]) -> bool:
+    try:
+        return next(requested, None) is not None
+    except ValueError:  # a thread of the source still waits in this generator, after the source has yielded every batch
+        return False

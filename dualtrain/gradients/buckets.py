@@ -162,7 +162,8 @@ class Bucket:
     def assigned_late(self) -> Slot | None:
         """Return a slot that had no gradient on any rank, and whose parameter was given one other than zero afterwards.
 
-        If another rank had a gradient, the program may have replaced the average, as out-of-place clipping does.
+        A slot that had a gradient on another rank is not returned: the program may have replaced the average, as
+        out-of-place clipping does.
         """
         for slot in self._missing:
             grad = slot.param.grad

@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_compiled(function: F) -> F:
-    """Run ``function``, and all functions that it calls, as they are if a compiled program calls it.
+    """Make a compiled program run ``function``, and all functions that it calls, without compiling them.
 
     ``torch.compiler.disable`` does the same, but imports the compiler, which takes seconds, and makes each call slower.
     """

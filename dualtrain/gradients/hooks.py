@@ -159,7 +159,8 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
 def _node_hooks(p: nn.Parameter) -> Mapping[int, Any]:
     """Return the hooks that the program has registered on the autograd node that accumulates the gradient of ``p``.
 
-    A program that registers hooks on this node must keep the node. If no program does, it is a new node, without hooks.
+    A node exists only as long as something refers to it. If the program has not kept the node, this function gets a new
+    one, which has no hooks.
     """
     with torch.inference_mode(False):  # in inference mode, parameters have no node
         handle = get_gradient_edge(p).node.register_hook(lambda *_: None)

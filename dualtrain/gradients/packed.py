@@ -33,7 +33,8 @@ class PackedGradients:
     def changed(self, outside: Sequence[tuple[Slot, torch.Tensor]]) -> list[Slot]:
         """Return the slots whose gradients the program has changed since ``record``.
 
-        Gradients that lie in the bucket have one counter of in-place changes. Gradients of ``outside`` do not lie in it.
+        All gradients that lie in the bucket share one counter of in-place changes, so a change of one marks all of them.
+        Gradients of ``outside`` do not lie in the bucket.
         """
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):

@@ -155,7 +155,7 @@ class GradientReducer:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Only accumulate the gradients of the backend's other reducers inside the block, as in their :meth:`no_sync`."""
+        """Pause the backend's other reducers inside the block: they accumulate gradients as in :meth:`no_sync`."""
         with ExitStack() as stack:
             for other in self._turns.others(self._number):
                 stack.enter_context(other.no_sync())

@@ -130,7 +130,7 @@ def _count_storage_uses(grads: list[torch.Tensor]) -> list[int]:
     return list(map(torch._C._storage_Use_Count, map(_CDATA, storages)))
 
 
-#: Both counts of a gradient in a list, while nothing else but ``param.grad`` refers to it or to its memory.
+#: The counts of references and of uses of the storage, if only a list and ``param.grad`` refer to a gradient.
 _FRESH = max(_count_references([_EXAMPLE.param.grad])), max(_count_storage_uses([_EXAMPLE.param.grad]))
 
 
@@ -138,7 +138,7 @@ def may_be_kept(grads: list[torch.Tensor]) -> bool:
     """Return whether the program may use one of these dense gradients later, in backward or after it.
 
     This is so if the program has a reference to the gradient, if another tensor shares its memory, or if the gradient has
-    an autograd graph (``create_graph=True``). Only ``param.grad`` and the list ``grads`` may refer to the gradients.
+    an autograd graph (``create_graph=True``). The caller must not refer to the gradients except by the list ``grads``.
     """
     # This runs for all gradients in every step, so it runs in C.
     return bool(grads) and (

@@ -83,7 +83,7 @@ class ChannelReducer(HorovodReducer):
         """Return whether the ranks that have joined must take part in an exchange now.
 
         A joined rank blocks while it exchanges sparse gradients, and can take part in no exchange of a different optimizer
-        meanwhile. So with sparse gradients, this is true only while this rank waits for this exchange.
+        meanwhile. So if the reducer has sparse gradients, joined ranks are called only while the reducer's own rank waits.
         """
         usable = self.process_set.process_set_id is not None
         return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)
@@ -297,7 +297,7 @@ class ChannelReducer(HorovodReducer):
 
     @torch.no_grad()
     def _count_active_only(self) -> None:
-        """Divide averages by the number of ranks that have not joined with ``divide_by="active"``."""
+        """Correct the averages: leave ranks that have joined with ``divide_by="active"`` out of the divisor."""
         self.announced.clear()
         size, left_out = self.backend.size, float(self._exchange.extra)
         if not left_out:

@@ -234,7 +234,7 @@ class Coordinator:
 
     def _after_join(self, rank: int) -> None:
         for message in self._zeros_sent.values():
-            # The rank may have begun the exchange without ending it. The ranks that joined earlier wait for it.
+            # The rank may have begun the exchange without ending it. The ranks that joined earlier wait for this rank.
             if rank in self.sets.get(message["set"], ()):
                 self._send(rank, message)
         if len(self._joined) == self.size:

@@ -1,4 +1,4 @@
-"""Attributes of an optimizer's class that a wrapper, whose class is a subclass of it, reads from the optimizer itself."""
+"""Attributes that a wrapper inherits from the wrapped optimizer's class, but reads from the wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
     """Return a ``_WrappedValue`` for each attribute of the class of ``optimizer`` that must be read from ``optimizer``.
 
     These are values, such as defaults of attributes, and methods that ``optimizer`` has replaced. A wrapper inherits other
-    methods, so that a call of ``step()`` in them is the wrapper's. It has the attributes of ``base`` itself.
+    methods, so that a call of ``step()`` in them is the wrapper's. Names that ``base`` defines are the wrapper's own.
     """
     kind, own = type(optimizer), vars(optimizer)
     theirs = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}

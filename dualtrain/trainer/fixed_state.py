@@ -24,8 +24,8 @@ class FixedState:
             f"parameter {name!r} changes in forward: change it after the step instead, or train without virtual ranks"
             for name in named
         ] + [
-            f"the extra state of {name!r} changes in forward, and has no mean over virtual ranks: use buffers for it, or "
-            "train without virtual ranks"
+            f"the extra state of {repr(name) if name else 'the model'} changes in forward, and has no mean over virtual "
+            "ranks: use buffers for it, or train without virtual ranks"
             for name in self._modules
         ]
         self._began: list[object] = []

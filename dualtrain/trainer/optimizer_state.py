@@ -69,6 +69,8 @@ def _alike(value: Any, expected: Any) -> bool:
         return True
     if isinstance(expected, int | float) and not isinstance(expected, bool):
         return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+    if isinstance(expected, torch.Tensor) and not expected.dim():  # a learning rate may be a tensor
+        return isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(expected, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(expected) and all(map(_alike, value, expected))
     return type(value) is type(expected)

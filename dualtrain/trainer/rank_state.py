@@ -52,9 +52,13 @@ def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have a method ``get_extra_state``, by name."""
-    plain = nn.Module.get_extra_state
-    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not plain}
+    """Return the modules that have both methods ``get_extra_state`` and ``set_extra_state``, by name."""
+    plain = nn.Module.get_extra_state, nn.Module.set_extra_state
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not plain[0] and type(module).set_extra_state is not plain[1]
+    }
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Check that training keeps the weights equal on all ranks.
 
-Averaging the gradients is enough to keep them equal. But code of the user's may change weights on each rank in its own way: a forward
-pass that writes into parameters, a hook, an optimizer that draws random numbers, a learning rate that only some ranks set.
+Averaging the gradients is enough to keep them equal. But the user's code may change weights on each rank in its own way: a
+forward pass that writes into parameters, a hook, an optimizer that draws random numbers, a learning rate that only some
+ranks set.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def compare_weights(
     """Compare ``values``, and the parameters and learning rates in ``groups``, between the ranks. Collective; blocks.
 
     Unequal parameters cause a warning, and no error, if the ranks have different processors or numbers of threads, since
-    their results then differ in the last digits.
+    their results then differ in the last digits; and on GPUs, on which some operations add in a random order.
 
     Raises:
         RanksDifferError: on every rank; names what differs.
@@ -52,14 +53,16 @@ def compare_weights(
     different = [one for one in found if one not in (*given, *unlike)]
     if given:
         raise RanksDifferError(f"the ranks do not take the same step: {in_words(given)}; give every rank the same")
-    if different and not unlike:
+    on_gpu = any(p.is_cuda for group in groups for p in group["params"])
+    if different and not unlike and not on_gpu:
         raise RanksDifferError(
             f"the ranks do not have the same weights after a step: {in_words(different)}; change weights, gradients and "
             "options of the optimizer on every rank in the same way, and not in a forward pass, where the ranks have "
-            "different samples (as nn.Embedding(max_norm=…) does)"
+            "different samples (as nn.Embedding(max_norm=…) does); leave weights that may differ out of the optimizer"
         )
     if different and backend.rank == 0:
-        _warn_once(f"the weights of the ranks differ, at least in the last digits, because {in_words(unlike)}")
+        reason = f"because {in_words(unlike)}" if unlike else f"after a step: {in_words(different)}"
+        _warn_once(f"the weights of the ranks differ, at least in the last digits, {reason}")
 
 
 @cache

@@ -186,6 +186,7 @@ class Trainer:
             raise ValueError(
                 f"expected={expected!r} is no weight of a step: give the number of samples on all ranks, for example"
             )
+        expected = float(expected)  # the ranks compare its text
         if news is not None:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news

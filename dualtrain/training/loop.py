@@ -443,7 +443,8 @@ class Run:
             "config": self.config.plain(),
             "platform": self.platform,
             "global_batch": self.sampler.global_batch,
-            "data": self._data(),
+            "data": {name: count for name, count in self._data().items() if name != "validation"},
+            "validation": len(self.task.val),
             "checksums": self.task.checksums,
         }
         with saveable(f"the model's state in step {self.cursor.step}"):

@@ -102,7 +102,8 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
             f"{with_its_weights(folder)}",
             shared=True,
         )
-    written = {"validation": data["validation"], **tree["data"]}  # older checkpoints lack the number
+    # Older checkpoints lack the number, and versions that wrote them compare the whole of ``data``.
+    written = {"validation": tree.get("validation", data["validation"]), **tree["data"]}
     if written != data:
         had, has = (_data_in_words(one) for one in (written, data))
         raise UserError(
@@ -115,8 +116,8 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
 def compare_samples(tree: dict[str, Any], task: Task, folder: Path) -> None:
     """Compare some samples with those of the checkpoint's run. On rank 0 alone.
 
-    A changed sample that is stored as it is read is an error. Any other changed sample causes a warning, since the code
-    that computes the samples, or a library, may have changed.
+    A changed sample is an error if the source gives samples as they are on the disk. Otherwise it causes a warning, since
+    the code that computes the samples, or a library, may have changed.
 
     Raises:
         UserError: the data have changed.

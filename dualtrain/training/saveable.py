@@ -32,7 +32,7 @@ def check_state(model: nn.Module, name: str) -> None:
 
 @contextmanager
 def saveable(what: str) -> Iterator[None]:
-    """Convert a TypeError that the block raises because a checkpoint cannot hold a value of ``what`` into a UserError."""
+    """Convert a TypeError of the block to a UserError, which says that a checkpoint cannot hold ``what``."""
     try:
         yield
     except TypeError as error:

@@ -214,11 +214,10 @@ def _newest(
         if saved is None:
             problems.append(problem)
             continue
-        if saved["cursor"].get("step") != file.step:
+        cursor = saved.get("cursor")  # compare_with_checkpoint refuses a file without one
+        if isinstance(cursor, dict) and cursor.get("step") != file.step:
             path = folder / "checkpoints" / file.name
-            problems.append(
-                f"checkpoint {str(path)!r} holds step {saved['cursor'].get('step')}, unlike its name: remove it"
-            )
+            problems.append(f"checkpoint {str(path)!r} holds step {cursor.get('step')}, unlike its name: remove it")
             continue
         try:
             compare_with_checkpoint(saved, settings, folder)

@@ -499,3 +499,10 @@ def test_sizes_that_do_not_fit_into_memory_cause_a_one_line_error(tmp_path, monk
         with pytest.raises(UserError, match=part) as refusal, connect("local") as backend:
             loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
         assert "\n" not in str(refusal.value)
+
+
+def test_a_learning_rate_that_is_a_tensor_accepts_the_state_of_one_that_is_a_number():
+    optimizer = optimizer_of(torch.optim.Adam)
+    optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] = torch.tensor(0.01)
+    optimizer.load_state_dict(stepped(torch.optim.Adam))
+    check_state(optimizer)

@@ -62,6 +62,13 @@ def test_virtual_ranks_refuse_weights_that_forward_changes(ranks):
     run_threads(ranks, member)
 
 
+def test_equal_expected_weights_of_different_types_are_accepted():
+    def body(backend):
+        return trained(backend).step([data(backend)], (16, 16.0, torch.tensor(16))[backend.rank]).totals[1]
+
+    assert run_threads(3, body) == [24.0] * 3
+
+
 def test_expected_weights_that_differ_between_ranks_are_refused():
     def body(backend) -> None:
         trained(backend).step([data(backend)], 8.0 + backend.rank)

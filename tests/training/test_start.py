@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dualtrain.training.loop as loop
+from dualtrain import Trainer
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
@@ -280,3 +283,14 @@ def test_a_rank_whose_folder_holds_another_run_is_named(processes, tmp_path):
     for text in processes(other_run_on_a_disk, str(tmp_path)):
         assert "on rank 1 of" in text
         assert "it holds a run with --seed 5, and this run has --seed 0" in text
+
+
+def test_a_checkpoint_of_a_trainer_in_a_runs_folder_is_refused_in_one_line(tmp_path):
+    alone(tmp_path, 1)
+    with connect("local") as backend:
+        model = nn.Linear(2, 2)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        trainer.save(tmp_path / "checkpoints" / "step-99999999.safetensors")
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(UserError, match="not of a run"):
+        auto(tmp_path, 1)
