@@ -206,7 +206,7 @@ class GradientReducer:
             exchange.refuse()
         if self._scalars is not None:
             self._scalars.copy_(exchange.extra)
-        # The program may zero the gradients of a failed pass.
+        # After a failed pass, the program may drop the gradients, so changes of them are no error.
         failed = self._refused_pass or (self._ending is not None and self._ending() is None)
         changed = None if failed else exchange.changed_late()
         exchange.unpack()
@@ -214,8 +214,8 @@ class GradientReducer:
         if changed is not None:
             raise BackendError(
                 f"rank {self.backend.rank}: the gradient of {changed.name!r} changed after it was sent, during backward: "
-                "change gradients after backward, in a hook of the parameter (register_post_accumulate_grad_hook), or run "
-                "backward in no_sync(), so that step() sends the gradients"
+                "change it in a hook of the parameter (register_post_accumulate_grad_hook), or after backward; or run backward "
+                "in no_sync(), so that step() sends the gradients"
             )
 
     def begin_shards(self) -> None:

@@ -149,7 +149,7 @@ def may_be_kept(grads: list[torch.Tensor]) -> bool:
 
 
 def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot, torch.Tensor]]:
-    """Return the gradients that must stay the gradients of their parameters, as :func:`may_be_kept` finds them."""
+    """Return the gradients that the program may use later (see :func:`may_be_kept`): they must remain ``param.grad``."""
     counts = zip(_count_references(grads), _count_storage_uses(grads), strict=True)
     return [
         (slot, grad)

@@ -29,8 +29,9 @@ class _WrappedValue:
 def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
     """Return a ``_WrappedValue`` for each attribute of the class of ``optimizer`` that must be read from ``optimizer``.
 
-    These are values, such as defaults of attributes, and methods that ``optimizer`` has replaced. A wrapper inherits other
-    methods, so that a call of ``step()`` in them is the wrapper's. Names that ``base`` defines are the wrapper's own.
+    These are values, such as defaults of attributes, and methods that ``optimizer`` has replaced. All other
+    methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's ``step``. Names that
+    ``base`` defines are the wrapper's own.
     """
     kind, own = type(optimizer), vars(optimizer)
     theirs = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}
