@@ -285,10 +285,10 @@ class Primitives(ABC):
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients this rank has started in the process group of the calls on ``device``.
+        """Return how many sums of gradients this rank has started in a process group that they share with calls.
 
-        ``device`` is a device type. Return 0 if sums have a separate process group. Before a call on ``device``, this
-        number must be equal on all ranks.
+        ``device`` is the device type of the calls. Return 0 if sums have a separate process group. Before a call on
+        ``device``, this number must be equal on all ranks.
         """
         return 0
 

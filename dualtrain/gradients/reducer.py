@@ -214,8 +214,8 @@ class GradientReducer:
         if changed is not None:
             raise BackendError(
                 f"rank {self.backend.rank}: the gradient of {changed.name!r} changed after it was sent, during backward: "
-                "change it in a hook of the parameter (register_post_accumulate_grad_hook), or after backward; or run backward "
-                "in no_sync(), so that step() sends the gradients"
+                "change it in a hook of the parameter (register_post_accumulate_grad_hook), or after backward; or run "
+                "backward in no_sync(), so that step() sends the gradients"
             )
 
     def begin_shards(self) -> None:

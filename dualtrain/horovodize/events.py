@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 def steps(source: Source) -> Iterator[list[Event]]:
-    """Yield, for each function and for the module, the events that also run with Horovod, in source order."""
+    """Yield the events of each function and of the module, in source order, except those that run only without Horovod."""
     guards, passes = Guards(source), _backward_functions(source)
     for _, nodes in source.scopes:
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]

@@ -71,7 +71,8 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     _check_reducible(tensors, op)
     if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
         compat.note(compat.HALF)
-    more = {name: options[name] for name in ("frozen", "added") if name in options}  # of an optimizer's gradients
+    # Calls for an optimizer's gradients have two more options.
+    more = {name: options[name] for name in ("frozen", "added") if name in options}
     return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **more)
 
 

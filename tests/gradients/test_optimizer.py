@@ -632,7 +632,7 @@ class WithoutOptions(torch.optim.SGD):
         super().zero_grad()
 
 
-def test_the_wrapper_passes_assignments_and_hooks_on_and_calls_zero_grad_without_arguments():
+def test_assignments_and_hooks_reach_the_wrapped_optimizer_whose_zero_grad_may_take_no_argument():
     p = nn.Parameter(torch.ones(2))
     inner = WithoutOptions([p], 1.0, momentum=0.9)
     inner.scale = 1.0

@@ -154,9 +154,7 @@ def test_a_delayed_start_gets_a_generation_above_those_created_meanwhile(tmp_pat
         monkeypatch.setattr(generation, "create", create)
         supersede(folder)
         supersede(folder)
-        monkeypatch.setattr(
-            folder_lock, "identity", lambda: 7
-        )  # as if ``supersede`` ran on this host: no wait for renewals
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # the host that ``supersede`` writes: no wait for renewals
         return create(folder, number, owner)
 
     monkeypatch.setattr(generation, "create", slow)
