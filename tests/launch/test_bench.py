@@ -26,7 +26,9 @@ def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weigh
     assert there | {"fabric"} == set(contenders.split(",")), end.stderr
     compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
     assert len(compared) >= 2 * 3
-    assert {r["weights"] for r in compared} == {"same"}
+    apart = [r for r in compared if not r["group"].endswith("in the same processes")]
+    assert {r["weights"] for r in apart} == {"same"}
+    assert {r["other"] for r in compared if r not in apart} == {"alone", "one-number"}  # which reduce no gradients
     assert {r["found"]["pairs"] for r in found["rows"]} == {1}
     assert end.stdout.splitlines()[-1] == found["answer"]
     assert found["answer"].startswith("Should we move from Horovod to torch? ")
