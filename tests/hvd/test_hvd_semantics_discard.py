@@ -178,6 +178,7 @@ def in_the_next_world(backend, op):
         program.step(1.0)
         program.backward(1.0)
         program.discard()
+        hvd.barrier()  # the first rank that shuts down ends the world for all
     with library(backend) as hvd:
         if hvd.rank() < hvd.size() - 1:
             for _ in range(2):
