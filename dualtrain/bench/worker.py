@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +64,9 @@ def _loaded(given: Any) -> Contender:
     Sets ``given.start`` to the seconds from the launch until the contender has joined.
     """
     with loading():
-        module, device = import_module(f"dualtrain.bench.contenders.{given.module}"), _device(given.device)
-        contender: Contender = module.start(given.option, device)
+        from dualtrain.bench.contenders import started
+
+        contender = started(given.module, given.option, _device(given.device))
         given.start = time.time() - given.launched
         import torch._dynamo  # noqa: F401  # private in torch 2.5 to 2.15; optimizers import it in their first step
 

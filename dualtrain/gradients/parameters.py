@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,11 +46,7 @@ def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
-    theirs = [
-        (f"group {g} parameter {i}", p)
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-    ]
+    theirs = number_parameters(optimizer.param_groups)
     if named is None:
         return theirs
     pairs = list(named)
@@ -64,6 +61,13 @@ def name_parameters(
             "pass model.named_parameters() of the whole model"
         )
     return first_names(pairs, optimizer)
+
+
+def number_parameters(
+    groups: Iterable[dict[str, Any]], form: str = "group {} parameter {}"
+) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) for all parameters of an optimizer's ``groups``, named by the numbers of group and place."""
+    return [(form.format(g, i), p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
 
 
 def first_names(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dualtrain.gradients import Transfer
+from dualtrain.gradients.parameters import number_parameters
 from dualtrain.hvd import basics
 from dualtrain.hvd.arithmetic import Sum
 from dualtrain.hvd.compression import AnyCompressor, BF16Compressor, Compression, FP16Compressor
@@ -48,11 +49,7 @@ def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | Non
     Raises:
         ValueError: ``given`` has elements that are not pairs, has a name twice, or lacks a parameter of ``optimizer``.
     """
-    all_params = [
-        (f"allreduce.noname.{i}.{j}", p)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-    ]
+    all_params = number_parameters(optimizer.param_groups, "allreduce.noname.{}.{}")
     if given is None:
         return all_params
     named = list(given)

@@ -20,6 +20,7 @@ from dualtrain.backends.comparison import compare
 from dualtrain.backends.wire import as_bytes
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
+from dualtrain.gradients.parameters import number_parameters
 from dualtrain.trainer.description import Text, describe
 from dualtrain.trainer.machine import PROCESSOR, processor
 
@@ -74,10 +75,8 @@ def _warn_once(text: str) -> None:
 def _checksums(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, int]:
     names = {id(p): repr(name) for name, p in model.named_parameters()}
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for number, group in enumerate(groups):
-        for place, p in enumerate(group["params"]):
-            name = names.get(id(p), f"group {number} parameter {place}")
-            sums.setdefault(p.device, {})[f"the checksum of {name}"] = _checksum(p)
+    for numbers, p in number_parameters(groups):
+        sums.setdefault(p.device, {})[f"the checksum of {names.get(id(p), numbers)}"] = _checksum(p)
     # One copy for each device, because the CPU waits for every copy.
     lists = [(some, torch.stack([*some.values()]).tolist()) for some in sums.values()]
     return {name: value for some, values in lists for name, value in zip(some, values, strict=True)}

@@ -238,7 +238,8 @@ class Run:
 
     def _resume(self, saved: dict[str, Any], output: OutputSection) -> None:
         folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
-        compare_batches_and_data(saved, self.sampler.global_batch, self._data(), folder)
+        data = {**self._data(), "validation": len(self.task.val)}
+        compare_batches_and_data(saved, self.sampler.global_batch, data, folder)
         on_rank_zero(self.backend, "data", lambda: compare_samples(saved, self.task, folder))
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
@@ -257,9 +258,8 @@ class Run:
             return Cursor.of(saved["cursor"])
 
     def _data(self) -> dict[str, int]:
-        """Return the sizes of the data, which must equal those in a checkpoint."""
-        task = self.task
-        return {"samples": len(task.train), "classes": task.classes, "validation": len(task.val)}
+        """Return sizes of the data, which must equal those in a checkpoint; earlier versions compare exactly these."""
+        return {"samples": len(self.task.train), "classes": self.task.classes}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class Run:
             "config": self.config.plain(),
             "platform": self.platform,
             "global_batch": self.sampler.global_batch,
-            "data": {name: count for name, count in self._data().items() if name != "validation"},
+            "data": self._data(),
             "validation": len(self.task.val),
             "checksums": self.task.checksums,
         }

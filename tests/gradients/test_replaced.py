@@ -467,20 +467,18 @@ def refused_and_repeated(backend):
         native.close()
         with library(backend) as hvd:
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
-            optimizer.zero_grad()
-            undo = train(optimizer)
-            backward()
-            with pytest.raises(RuntimeError, match="rank 1: group 0 parameter 2"):
-                optimizer.step()
-            undo()
+
+            def refused(optimizer=optimizer, train=train, backward=backward):
+                optimizer.zero_grad()
+                undo = train(optimizer)
+                backward()
+                with pytest.raises(RuntimeError, match="rank 1: group 0 parameter 2"):
+                    optimizer.step()
+                undo()
+
+            refused()
             dropped(params, optimizer.step, backward, optimizer.zero_grad)
-            # A rank may also join after the refusal.
-            optimizer.zero_grad()
-            undo = train(optimizer)
-            backward()
-            with pytest.raises(RuntimeError, match="rank 1: group 0 parameter 2"):
-                optimizer.step()
-            undo()
+            refused()  # a rank may also join after the refusal
             if hvd.rank() == 0:
                 before = params[0][0].item()
                 backward()

@@ -6,6 +6,7 @@ Each module has a function ``start(option, device)``, which joins the world and 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -80,3 +81,9 @@ class Contender:
 
     def close(self) -> None:
         """Leave the world."""
+
+
+def started(module: str, option: str, device: torch.device) -> Contender:
+    """Call ``start(option, device)`` of a ``module`` of this package: join the world and return the contender."""
+    contender: Contender = import_module(f"{__name__}.{module}").start(option, device)
+    return contender

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 
 import torch
 
-from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders import Contender, started
 from dualtrain.bench.plan import ENTRIES
 
 
@@ -15,7 +14,8 @@ class SideBySide(Contender):
     """The contenders that ``option`` names, separated by commas; they are started in this order."""
 
     def __init__(self, option: str, device: torch.device) -> None:
-        self._contenders = {name: _started(name, device) for name in option.split(",")}
+        entries = {name: ENTRIES[name] for name in option.split(",")}
+        self._contenders = {name: started(entry.module, entry.option, device) for name, entry in entries.items()}
         first = next(iter(self._contenders.values()))
         self.rank, self.size, self.device = first.rank, first.size, device
 
@@ -27,12 +27,6 @@ class SideBySide(Contender):
         """See the base class. Closes the contenders in reverse order."""
         for contender in reversed(self._contenders.values()):
             contender.close()
-
-
-def _started(name: str, device: torch.device) -> Contender:
-    entry = ENTRIES[name]
-    contender: Contender = import_module(f"dualtrain.bench.contenders.{entry.module}").start(entry.option, device)
-    return contender
 
 
 def start(option: str, device: torch.device) -> Contender:
