@@ -50,8 +50,21 @@ class Call:
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
         """Return the call ``kind`` on ``tensor``; with ``free``, the ranks may differ in the first dimension."""
-        shape = (None, *tensor.shape[1:]) if free else tuple(tensor.shape)
-        return cls(kind, name, tensor.dtype, shape, root, tensor.device.type)
+        device = "cpu" if tensor.is_cpu else tensor.device.type
+        return cls._of(kind, name, tensor.dtype, (None, *tensor.shape[1:]) if free else tensor.shape, root, device)
+
+    @classmethod
+    @lru_cache(maxsize=1024)  # a program repeats the same few calls
+    def _of(
+        cls,
+        kind: str,
+        name: str | None,
+        dtype: torch.dtype,
+        shape: tuple[int | None, ...],
+        root: int | None,
+        device: str,
+    ) -> Call:
+        return cls(kind, name, dtype, tuple(shape), root, device)
 
     def describe(self) -> str:
         """Return text for messages: ``sum of 'loss' (float32, 3×4)``; a device is shown unless it is the CPU."""

@@ -443,28 +443,34 @@ class Backend(Primitives):
             refuse(self, Call(kind, root=root), ValueError(problem))
         return root
 
-    def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        """Reduce ``tensor`` in its wire dtype (``wire.py``), in place if no conversion is needed; return the result."""
+    def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None, *, in_place: bool) -> torch.Tensor:
+        """Reduce ``tensor`` in its wire dtype (``wire.py``); return the result.
+
+        The result is a new tensor. With ``in_place``, it is ``tensor`` itself if no conversion is needed.
+        """
         call = Call.on(op.value, tensor, name)
         primitive = self._primitive(tensor, op, call)
         packed = wire.pack(tensor)
-        self.reduce_checked(call, packed, primitive, name or op.value)
-        return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
+        converted = packed.data_ptr() != tensor.data_ptr()  # then nothing else uses the memory of ``packed``
+        reduced = self.reduce_checked(call, packed, primitive, name or op.value, in_place=in_place or converted)
+        return wire.average_(reduced, self.size) if op is ReduceOp.AVERAGE else reduced
 
-    def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
-        """Check that all ranks make the same ``call``, and only then reduce ``tensor``, in place. Collective; blocks.
+    def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str, *, in_place: bool) -> torch.Tensor:
+        """Check that all ranks make the same ``call``, and only then reduce ``tensor``. Collective; blocks.
 
-        ``tensor`` and ``op`` are as in :meth:`start_allreduce`.
+        ``tensor`` and ``op`` are as in :meth:`start_allreduce`. Return the result: a new tensor, or ``tensor`` itself with
+        ``in_place``.
 
         Raises:
             BackendError: on every rank, if the calls differ; otherwise as :meth:`allreduce`.
         """
         reduction = Reduction(tensor, op)
         agree(self, call, data=reduction)
-        if reduction.result is None:
-            self.start_allreduce(tensor, op, name).wait()
-        else:
-            tensor.copy_(reduction.result)
+        if reduction.result is not None:
+            return tensor.copy_(reduction.result) if in_place else reduction.result.clone()
+        output = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
+        self.start_allreduce(output, op, name).wait()
+        return output
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         """Do the same as :meth:`start_allreduce`, for a call that the caller has matched between the ranks.
@@ -481,16 +487,13 @@ class Backend(Primitives):
         except ValueError as problem:
             refuse(self, call, problem)
 
-    @torch.no_grad()
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        fresh = _fresh(tensor)
-        reduced = self._reduce_wire(fresh, op, name)
-        return fresh if reduced is fresh else wire.unpack(reduced, fresh)
+        detached = tensor.detach() if tensor.requires_grad else tensor
+        return wire.unpack(self._reduce_wire(detached, op, name, in_place=False), detached)
 
-    @torch.no_grad()
     def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
         detached = ordinary(tensor.detach())
-        reduced = self._reduce_wire(detached, op, name)
+        reduced = self._reduce_wire(detached, op, name, in_place=True)
         if reduced is detached:
             return tensor
         reduced = wire.unpack(reduced, detached)

@@ -285,7 +285,7 @@ class TorchBackend(Backend):
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         if not travels(Reduction(tensor, op), self.size, self._most):
             return self.start_allreduce(tensor, op, name)
-        self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name)
+        self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name, in_place=True)
         return Done()
 
     def _await_exchange(self, steps: Iterator[None]) -> None:

@@ -69,6 +69,8 @@ def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Convert ``tensor`` to a contiguous tensor of its wire dtype; return ``tensor`` itself if it needs no conversion."""
+    if tensor.dtype in REDUCIBLE and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor  # the most frequent case; the calls below take longer than a reduction of a few values
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():  # a view whose memory has the opposite sign, such as z.conj().imag
@@ -77,7 +79,9 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Convert ``wire`` to the dtype and shape of ``like``."""
+    """Convert ``wire`` to the dtype and shape of ``like``; return ``wire`` itself if it has these."""
+    if wire.dtype is like.dtype and wire.shape == like.shape:
+        return wire
     if like.is_complex():
         return torch.view_as_complex(unpack(wire, torch.view_as_real(like.resolve_conj())))
     return wire.to(like.dtype).view(like.shape)
@@ -91,8 +95,15 @@ def average_(total: torch.Tensor, size: int) -> torch.Tensor:
     zero, as Horovod documents (Horovod itself multiplies in floating point; its result is one too small for some sizes).
     """
     if total.is_floating_point() or total.is_complex():
-        return total.mul_(1.0 / size)
+        return total.mul_(_reciprocal(size, total.dtype.to_real()))
     return total.copy_(torch.div(total, size, rounding_mode="trunc"))
+
+
+@cache
+@torch.inference_mode(False)  # callers in any mode use the cached tensor
+def _reciprocal(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return 1/size as a tensor: multiplying a short tensor by a Python number takes three times as long."""
+    return torch.tensor(1.0 / size, dtype=dtype, device="cpu")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,7 @@ def check(actual, expected, **tolerance):
 
 
 def allreduce_all(backend, dtype):
+    results = []
     for op in OPS:
         mine = data(backend.rank, 3, 5, dtype=dtype)
         before = mine.clone()
@@ -113,6 +114,9 @@ def allreduce_all(backend, dtype):
         assert result.data_ptr() != mine.data_ptr()
         assert backend.allreduce_(mine, op) is mine
         check(mine, result, **EXACT)
+        results.append((result, expected))
+    for result, expected in results:  # later calls have not changed earlier results
+        check(result, expected)
 
 
 def test_allreduce_of_every_operation_in_and_out_of_place(typical):

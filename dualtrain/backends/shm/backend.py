@@ -141,11 +141,10 @@ class SharedMemoryBackend(DelegatingBackend):
         # Not in place: the tensor may lie in a shared buffer on this rank, but not on another rank.
         return self.calls.start(tensor, op, name, in_place=False)
 
-    def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
-        if tensor.device.type != "cpu" or not self.calls.is_short(tensor):
-            super().reduce_checked(call, tensor, op, name)
-            return
-        self.calls.reduce_beside(tensor, op, partial(agree, self, call))
+    def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str, *, in_place: bool) -> torch.Tensor:
+        if not tensor.is_cpu or not self.calls.is_short(tensor):
+            return super().reduce_checked(call, tensor, op, name, in_place=in_place)
+        return self.calls.reduce_beside(tensor, op, partial(agree, self, call), in_place=in_place)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         if tensor.device.type != "cpu":

@@ -69,15 +69,11 @@ class Reduction(Work[None]):
         self.op, self.name = op, name
         self.factor = factor
         self.scaled = tensor.numel() - tail
-        self.tag = _tag(op, name, tensor.dtype, tensor.numel(), region is None)
+        #: Description of the operation for messages, and its tag.
+        self.what, self.tag = _description(op, name, tensor.dtype, tensor.numel(), region is None)
         self.ended = False
         self._steps: Iterator[Need] = self._run()
         self._need: Need | None = None
-
-    @property
-    def what(self) -> str:
-        """Description of the operation for messages."""
-        return f"{self.op.value} of {self.name!r}"
 
     def wait(self) -> None:
         if not self.ended:
@@ -128,8 +124,12 @@ class Reduction(Work[None]):
 
 
 @lru_cache(maxsize=4096)
-def _tag(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> bytes:
-    """Return the tag of an operation, equal on every rank: a hash and the beginning of the operation's description."""
-    text = f"{op.value} of {name!r} ({str(dtype).removeprefix('torch.')}, {numel})"
+def _description(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> tuple[str, bytes]:
+    """Return a description of an operation, and its tag: a hash and the beginning of a longer description.
+
+    The tag is equal on every rank.
+    """
+    what = f"{op.value} of {name!r}"
+    text = f"{what} ({str(dtype).removeprefix('torch.')}, {numel})"
     digest = hashlib.blake2b(f"{text} {staged}".encode(), digest_size=8).digest()
-    return (digest + text.encode())[:TAG_BYTES].ljust(TAG_BYTES, b"\0")
+    return what, (digest + text.encode())[:TAG_BYTES].ljust(TAG_BYTES, b"\0")

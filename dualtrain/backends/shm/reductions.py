@@ -35,7 +35,7 @@ from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduc
 from dualtrain.backends.shm.segment import UnsharedError, map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
-from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into
+from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into, reduced
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
@@ -170,7 +170,7 @@ class SharedMemory:
         along the tree instead of in rank order.
         """
         with self._lock:
-            flat = tensor.view(-1)
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)  # making a view takes longer than a short copy
             region = self._regions.get(flat.data_ptr()) if in_place else None
             work = Reduction(self, flat, region, op, name, factor, tail, tree)
             what = work.what
@@ -199,18 +199,24 @@ class SharedMemory:
         """Return whether ``tensor`` is so short that every rank computes its whole reduction; the same on every rank."""
         return self._across is None and self._short.fits(tensor)
 
-    def reduce_beside(self, tensor: torch.Tensor, op: ReduceOp, compare: Callable[[], object]) -> None:
-        """Reduce a short ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; blocks.
+    def reduce_beside(
+        self, tensor: torch.Tensor, op: ReduceOp, compare: Callable[[], object], *, in_place: bool
+    ) -> torch.Tensor:
+        """Reduce a short ``tensor`` (contiguous, on the CPU) over all ranks. Collective; blocks.
+
+        Return the result: a new tensor, or ``tensor`` itself with ``in_place``.
 
         ``compare`` calls :meth:`exchange_short` on every rank, and raises if the ranks are in different calls. The values
         are written before this exchange, and read after it: no other signal is needed.
         """
         with self._lock:
             self._raise_failure(_COMPARING)
-            flat = tensor.view(-1)
-            values = self._short_beside.write(flat, self._next_vector)
+            values = self._short_beside.write(tensor, self._next_vector)
             compare()
-            reduce_into(flat, values, op)
+            if not in_place:
+                return reduced(values, op)
+            reduce_into(tensor, values, op)
+            return tensor
 
     def tree(self, order: SumOrder, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> Tree | None:
         """Return the tree of ``order`` over partial sums in ``others`` and ``tensor``.

@@ -30,35 +30,42 @@ class ShortTensors:
     def __init__(self, slots: Sequence[torch.Tensor], rank: int) -> None:
         self._slots = [list(slot.view(2, -1)) for slot in slots]
         self._rank = rank
-        self._values: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
+        self._values: dict[tuple[torch.dtype, torch.Size], list[list[torch.Tensor]]] = {}
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is short enough for a slot."""
         return tensor.nbytes <= SHORT_BYTES
 
     def write(self, tensor: torch.Tensor, number: int) -> list[torch.Tensor]:
-        """Copy ``tensor`` (one-dimensional) to this rank's slot ``number`` (0 or 1); return that slot of all ranks.
+        """Copy ``tensor`` to this rank's slot ``number`` (0 or 1); return that slot of all ranks, in the tensor's shape.
 
         Read another rank's slot only after that rank has signalled that it has written to the slot.
         """
-        key = tensor.dtype, tensor.numel()
-        if key not in self._values:
+        key = tensor.dtype, tensor.shape
+        if (slots := self._values.get(key)) is None:
             if len(self._values) == _LAYOUTS:
                 self._values.clear()
-            with torch.inference_mode(False):  # callers in any mode use the cached views
-                self._values[key] = self._new_values(*key)
-        values = self._values[key][number]
+            slots = self._values[key] = self._new_values(*key)
+        values = slots[number]
         values[self._rank].copy_(tensor)
         return values
 
-    def _new_values(self, dtype: torch.dtype, count: int) -> list[list[torch.Tensor]]:
-        nbytes = count * dtype.itemsize
-        return [[slots[number][:nbytes].view(dtype) for slots in self._slots] for number in range(2)]
+    @torch.inference_mode(False)  # callers in any mode use the cached views
+    def _new_values(self, dtype: torch.dtype, shape: torch.Size) -> list[list[torch.Tensor]]:
+        nbytes = shape.numel() * dtype.itemsize
+        return [[slots[number][:nbytes].view(dtype).view(shape) for slots in self._slots] for number in range(2)]
 
     def close(self) -> None:
         """Drop the references to the memory."""
         self._slots.clear()
         self._values.clear()
+
+
+@keep_subnormals
+def reduced(values: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Return a new tensor with the reduction of ``values``, in their order."""
+    first, *others = values
+    return reduce(FOLD[op], others, first) if others else first.clone()
 
 
 @keep_subnormals
