@@ -121,7 +121,7 @@ class Engine:
         while (request := self._next_zeros_request(begun)) is not None:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
-                continue  # this rank has taken part in the exchange, and another rank has not returned from its step yet
+                continue  # a request of a rank that is still in its step, for an exchange in which this rank took part
             exchanger = begun.get(channel) or self.exchangers.find(channel)
             if exchanger is None:
                 self.end_world(

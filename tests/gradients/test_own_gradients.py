@@ -14,7 +14,7 @@ from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.slots import may_be_kept
 from tests.models_for_tests import gradients, mean_gradients, perceptron, seeded, sgd, vector_loss
 
-#: Numbers of inputs of a layer with a small weight, and of a layer whose weight is copied to its bucket when it is ready.
+#: Numbers of inputs of two layers. The weight gradient of the second is so large that it is copied to its bucket at once.
 INPUTS = 4, 20000
 
 
@@ -132,7 +132,7 @@ def test_averages_keep_the_graph_of_create_graph(typical):
 
 
 def test_fresh_gradients_are_recognized():
-    # The counts depend on the versions of Python and torch: if they were higher, each result would be copied.
+    # ``may_be_kept`` counts references. A version of Python or torch that holds more of them would make each result a copy.
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     params, found = list(model.parameters()), []
     for p in params:
@@ -149,7 +149,7 @@ def test_fresh_gradients_are_recognized():
 
 
 def changes_what_was_sent(backend, change, in_place):
-    """Change the gradient of the last layer in a hook of its module, after all its gradients were sent."""
+    """Change a gradient of the last layer, after it was sent, in a hook of the layer before."""
     model = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 500), nn.Linear(500, 600)))
     optimizer = sgd(model, backend, momentum=0.0)
     bias = model[2].bias
@@ -242,7 +242,7 @@ def changes_after_backward(backend):
     optimizer.close()
 
 
-def test_gradients_assigned_in_place_of_averaged_zeros_are_refused(typical):
+def test_a_gradient_that_is_assigned_after_zeros_were_averaged_is_refused(typical):
     typical(assigns_the_heads_gradient)
 
 

@@ -592,7 +592,7 @@ def test_a_wrapper_has_the_attributes_methods_and_hooks_of_its_optimizer(real):
 
 
 class Interrupted(torch.optim.SGD):
-    """An optimizer whose step Ctrl-C stops after the first parameter has changed, if ``armed`` is set."""
+    """An optimizer that raises KeyboardInterrupt in ``step`` after it has changed the first parameter, if ``armed``."""
 
     armed = False
 
