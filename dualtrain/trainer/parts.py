@@ -35,6 +35,8 @@ def passes_of(batches: ShardBatches) -> Iterable[Tensors]:
 class Parts(Protocol):
     """Division of a trainer's steps into parts, with the state that the parts begin with.
 
+    Each rank's batches are one part; with virtual ranks, each shard is one.
+
     Attributes:
         count: the number of parts of a step; the gradient is the mean of the parts' gradients.
         numbers: how many numbers a part sends after the step's scalars (``StepScalars``).

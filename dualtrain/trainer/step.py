@@ -46,8 +46,9 @@ class Step:
 
 
 class StepScalars:
-    """This rank's scalars of one part of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
+    """The scalars of one part of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
 
+    A part is what a rank computes in the step, or one of its shards with virtual ranks (``parts.py``).
     Plain numbers: they are added faster than tensors, with the same result.
     """
 
