@@ -61,7 +61,7 @@ CASES = {
     ),
     "v2, a namespace that sees the host's mount": ("0::/", V2.format(top="/../.."), {G: "700000 100000"}, 7.0),
     "v2, moved out of its namespace": ("0::/../b", V2.format(top="/.."), {f"{G}/b": "200000 100000"}, 2.0),
-    "v2, moved out of its namespace and of the mount": ("0::/../b", V2.format(top="/"), {"sys/fs/b": "200000 100000"}, None),
+    "v2, moved out of namespace and mount": ("0::/../b", V2.format(top="/"), {"sys/fs/b": "200000 100000"}, None),
     "v2, another container's mount": ("0::/docker/ab", V2.format(top="/docker/cd"), {G: "100000 100000"}, None),
     "v2, removed": ("0::/gone (deleted)", V2.format(top="/"), {G: "max 100000"}, None),
     "v2, a blank in the folder": (
