@@ -139,7 +139,7 @@ def test_weights_of_other_optimizers_and_of_closed_trainers_may_differ():
     run_threads(2, body)
 
 
-def test_different_processors_make_it_a_warning(monkeypatch, caplog):
+def test_weights_that_differ_on_different_processors_are_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(same_weights, "processor", lambda backend: {"CPU capability": f"AVX{backend.rank}"})
 
     def body(backend) -> None:
