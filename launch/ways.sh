@@ -28,7 +28,7 @@ way() {
   if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: failed, see above)"; fi
 }
 
-# All runs take the same steps, because the recipe sets the global batch size.
+# All runs train alike, with the same number of optimizer steps: the default recipe sets the global batch size.
 main=(python -m dualtrain.main)
 way one-process "${main[@]}" --backend local "$@"
 way data-parallel "${main[@]}" --backend local --data-parallel "$@"

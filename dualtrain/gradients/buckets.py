@@ -82,7 +82,7 @@ class Bucket:
         self._parts_of: dict[int, list[torch.Tensor]] = {}  # the results of ``_split``, by the buffer's address
         # The slots' attributes as lists, so that loops over all gradients run in C.
         self._slot_views = _views(self.values, layout)
-        #: ``values`` as the program sees it: changes by this bucket and by the backend are not counted in ``_version``.
+        #: The memory of ``values``, with a counter of in-place changes (``_version``) that counts only the program's.
         self.front = self.values.data
         for slot, view, front in zip(self.slots, self._slot_views, _views(self.front, layout), strict=True):
             slot.place(self, view, front)
@@ -160,7 +160,7 @@ class Bucket:
         return self._packed.changed(self.outside)
 
     def assigned_late(self) -> Slot | None:
-        """Return a slot that had no gradient on any rank, and whose parameter was given one other than zero afterwards.
+        """Return a slot that had no gradient on any rank, and whose parameter has got a gradient with values afterwards.
 
         A slot that had a gradient on another rank is not returned: the program may have replaced the average, as
         out-of-place clipping does.
