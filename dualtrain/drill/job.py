@@ -182,7 +182,7 @@ class Job:
             return False
 
     def failed_writes(self) -> int:
-        """Return how many failed writes of files the job's output reports."""
+        """Return the number of failed writes that the job's output reports."""
         return self.log.read_bytes().count(b"could not be written") if self.log.exists() else 0
 
     def last_error(self) -> str:

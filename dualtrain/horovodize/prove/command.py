@@ -1,8 +1,8 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
 The unmodified script runs several times under real Horovod and under torchrun with dualtrain. The first run on each side
-has --steps optimizer steps, and the later ones may have fewer. In most cases, all runs together take less than three times
---steps, or less than 150 steps if --steps is below 50.
+has --steps optimizer steps, and the later ones may have fewer. In most cases, the optimizer steps of all runs add up to
+less than three times --steps (less than 150 if --steps is below 50).
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures the
 speed of both sides.
 
