@@ -181,7 +181,7 @@ def test_the_reply_has_a_result_only_if_the_calls_agree():
 
 
 def test_without_the_data_of_all_ranks_the_reply_has_no_result():
-    """The ranks' calls agree, but the data of one rank is too long: all ranks then use the library."""
+    """The ranks' calls agree, but the data of one rank is too long: all ranks then use Gloo or NCCL."""
     reduction = Reduction(torch.ones(2), ReduceOp.SUM)
     answered([([5, 0], reduction), ([5, 0], None)])
     assert reduction.result is None

@@ -691,7 +691,7 @@ def test_the_results_of_the_scale_benchmark_have_times_ratios_and_a_chart(monkey
     assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
 
 
-def test_a_ratio_whose_interval_contains_1_is_reported_as_not_shown():
+def test_a_ratio_whose_interval_contains_1_shows_no_difference():
     times = {"native": (1.0, 2.0, 3.0), "torch": (2.0, 2.0, 2.0), "hvd": (0.1, 0.2, 0.3), "horovod": (1.0, 1.0)}
     growth = scale.Growth((TWO,))
     for name, values in times.items():
@@ -745,7 +745,7 @@ def test_the_scale_benchmark_writes_its_results_and_exits_with_1_without_results
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
 
 
-def test_the_flag_ranks_lists_numbers_of_ranks_and_of_nodes_times_ranks():
+def test_an_entry_of_the_flag_ranks_is_a_number_of_ranks_or_nodes_times_ranks():
     assert layouts_of("4x2,8, 2,2x4,8") == (Layout(1, 2), Layout(1, 8), Layout(2, 4), Layout(4, 2))
     assert [str(layout) for layout in LAYOUTS] == ["2", "4", "8", "16", "32", "2x4", "4x4"]
     assert [layout.ranks for layout in LAYOUTS] == [2, 4, 8, 16, 32, 8, 16]
