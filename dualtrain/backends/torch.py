@@ -42,6 +42,7 @@ from dualtrain.backends.agreement import Call, exchange_text
 from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
@@ -440,6 +441,8 @@ class _Operations:
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         """Start an allgather."""
+        # torch 2.5 writes an output that was made in inference mode from a thread that is not in this mode.
+        output = ordinary(output)
         issue = partial(self._group_of(tensor)._allgather_base, output, tensor, _GATHER)
         return self._backend.start(f"allgather of {name!r}", issue, output, tensor)
 

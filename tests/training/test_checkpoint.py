@@ -101,6 +101,7 @@ def test_subclasses_of_dict_list_and_tuple_are_saved_as_plain_ones_and_keys_may_
     assert structure.rebuild(json.loads(old), {}) == {"size": (2, 3)}
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")  # SequentialLR of torch 2.5
 def test_a_schedule_with_milestones_goes_on_after_its_state_was_saved(tmp_path):
     def made():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
