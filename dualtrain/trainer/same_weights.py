@@ -8,6 +8,7 @@ ranks set.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -34,36 +35,42 @@ def compare_weights(
 ) -> None:
     """Compare ``values``, and the parameters and learning rates in ``groups``, between the ranks. Collective; blocks.
 
-    Unequal parameters cause a warning, and no error, if the ranks have different processors or numbers of threads, since
-    their results then differ in the last digits; and on GPUs, on which some operations add in a random order.
+    Rounding differs between ranks that have different processors or numbers of threads, and on GPUs, on which some
+    operations add in a random order. In these cases, parameters that agree in half of their digits cause only a warning.
 
     Raises:
         RanksDifferError: on every rank; names what differs.
     """
     own: dict[str, Any] = {}
-    sums: dict[str, int] = {}
+    parameters: dict[str, nn.Parameter] = {}
 
     def read() -> dict[str, Any]:
         own.update(values, lr=Text(describe([group.get("lr") for group in groups])))
-        sums.update(_checksums(model, groups))
-        return {**own, **sums, _THREADS: torch.get_num_threads(), **processor(backend)}
+        parameters.update(_named(model, groups))
+        return {**own, **_checksums(parameters), _THREADS: torch.get_num_threads(), **processor(backend)}
 
     found = compare(backend, "weights", read)
     given = [one for one in found if one.name in own]
     unlike = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
-    different = [one for one in found if one not in (*given, *unlike)]
+    different = [one for one in found if one.name in parameters]
     if given:
         raise RanksDifferError(f"the ranks do not take the same step: {in_words(given)}; give every rank the same")
-    on_gpu = any(p.is_cuda for group in groups for p in group["params"])
-    if different and not unlike and not on_gpu:
-        raise RanksDifferError(
-            f"the ranks do not have the same weights after a step: {in_words(different)}; change weights, gradients and "
-            "options of the optimizer on every rank in the same way, and not in a forward pass, where the ranks have "
-            "different samples (as nn.Embedding(max_norm=…) does); leave weights that may differ out of the optimizer"
-        )
-    if different and backend.rank == 0:
-        reason = f"because {in_words(unlike)}" if unlike else f"after a step: {in_words(different)}"
-        _warn_once(f"the weights of the ranks differ, at least in the last digits, {reason}")
+    if not different:
+        return
+    text = in_words(different)
+    if unlike or any(p.is_cuda for p in parameters.values()):
+        far = _far_apart(backend, {one.name: parameters[one.name] for one in different})
+        if far is None:
+            if backend.rank == 0:
+                reason = f"because {in_words(unlike)}" if unlike else f"after a step: {text}"
+                _warn_once(f"the weights of the ranks differ, at least in the last digits, {reason}")
+            return
+        text += f"; {far}, which is more than rounding"
+    raise RanksDifferError(
+        f"the ranks do not have the same weights after a step: {text}; change weights, gradients and options of the "
+        "optimizer on every rank in the same way, and not in a forward pass, where the ranks have different samples (as "
+        "nn.Embedding(max_norm=…) does); leave weights that may differ out of the optimizer"
+    )
 
 
 @cache
@@ -71,12 +78,35 @@ def _warn_once(text: str) -> None:
     log.warning(text)
 
 
-@torch.no_grad()
-def _checksums(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, int]:
+def _named(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:
+    """Return the parameters in ``groups`` by the names of their checksums."""
     names = {id(p): repr(name) for name, p in model.named_parameters()}
+    return {f"the checksum of {names.get(id(p), numbers)}": p for numbers, p in number_parameters(groups)}
+
+
+@torch.no_grad()
+def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Describe a parameter that agrees with rank 0's in less than half of its digits, if there is one. Collective."""
+    mine: list[str] = []
+    for name, p in parameters.items():
+        first = backend.broadcast(p.detach(), name=f"weights for {name}")
+        wide = torch.promote_types(p.dtype, torch.float32)
+        own, first = p.to(wide), first.to(wide)
+        difference, norm = (own - first).norm().item(), first.norm().item()
+        digits = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0
+        if not difference <= math.sqrt(digits) * norm:  # also if a value is not a number
+            parameter = name.removeprefix("the checksum of ")
+            mine.append(
+                f"{parameter} of rank {backend.rank} is {difference:.2g} away from rank 0's, whose norm is {norm:.2g}"
+            )
+    return next((found[0] for found in backend.allgather_object(mine, name="distant weights") if found), None)
+
+
+@torch.no_grad()
+def _checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for numbers, p in number_parameters(groups):
-        sums.setdefault(p.device, {})[f"the checksum of {names.get(id(p), numbers)}"] = _checksum(p)
+    for name, p in parameters.items():
+        sums.setdefault(p.device, {})[name] = _checksum(p)
     # One copy for each device, because the CPU waits for every copy.
     lists = [(some, torch.stack([*some.values()]).tolist()) for some in sums.values()]
     return {name: value for some, values in lists for name, value in zip(some, values, strict=True)}

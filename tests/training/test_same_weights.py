@@ -139,23 +139,50 @@ def test_weights_of_other_optimizers_and_of_closed_trainers_may_differ():
     run_threads(2, body)
 
 
-def test_weights_that_differ_on_different_processors_are_a_warning(monkeypatch, caplog):
+def apart(backend, change) -> None:
+    """Change the weights of rank 1 after a step, and evaluate twice."""
+    trainer = trained(backend)
+    trainer.step([data(backend)], 16.0)
+    if backend.rank:
+        change(trainer.model)
+    trainer.evaluate([data(backend)])
+    trainer.evaluate([data(backend)])
+
+
+@pytest.fixture
+def different_processors(monkeypatch):
     monkeypatch.setattr(same_weights, "processor", lambda backend: {"CPU capability": f"AVX{backend.rank}"})
 
-    def body(backend) -> None:
-        trainer = trained(backend)
-        trainer.step([data(backend)], 16.0)
-        assert not caplog.messages
-        trainer.model.bias.data += backend.rank
-        trainer.evaluate([data(backend)])
-        trainer.evaluate([data(backend)])
 
+def test_different_processors_make_rounding_a_warning(different_processors, caplog):
     same_weights._warn_once.cache_clear()
-    run_threads(2, body)
+    run_threads(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(1 + 1e-6)))
     assert caplog.messages == [
         "the weights of the ranks differ, at least in the last digits, because CPU capability is 'AVX0' on rank 0 and "
         "'AVX1' on rank 1"
     ]
+
+
+@pytest.mark.parametrize("value", [1.01, float("nan")])
+def test_different_processors_do_not_excuse_more_than_rounding(different_processors, value):
+    words = r"'weight' of rank 1 is \S+ away from rank 0's, whose norm is [\d.]+, which is more than rounding; change"
+    refused(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(value)), words)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int64])
+def test_half_of_the_digits_depend_on_the_dtype(dtype):
+    """Weights that agree in half of their digits differ by rounding. Integers are never rounded."""
+    is_integer = dtype is torch.int64
+    unit = 0.0 if is_integer else torch.finfo(dtype).eps
+
+    def body(backend, change: float) -> str | None:
+        p = nn.Parameter((torch.ones(4, dtype=torch.float64) * (1 + backend.rank * change)).to(dtype), not is_integer)
+        return same_weights._far_apart(backend, {"the checksum of 'p'": p})
+
+    for change, is_far in ((2 * unit, False), (10 * unit**0.5 or 1.0, True)):
+        found = run_threads(2, lambda backend, change=change: body(backend, change))
+        assert found[0] == found[1]
+        assert bool(found[0]) == is_far
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
