@@ -73,6 +73,11 @@ def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     return logits, targets if targets.device == logits.device else targets.to(logits.device)
 
 
+def counted_targets(targets: torch.Tensor) -> int:
+    """Return the number of targets that :class:`CrossEntropy` counts."""
+    return int(torch.count_nonzero(targets != IGNORED))
+
+
 def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Count the ``targets`` that are not ``IGNORED``, and those equal to ``best``. The arguments are tensors or arrays."""
     return count_nonzero(targets != IGNORED), count_nonzero(best == targets)

@@ -7,13 +7,23 @@ the same step and keeps the same scale, without further communication.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from dualtrain.errors import DivergedError
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_range(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise DivergedError if a gradient in ``groups`` is not finite. Averaged gradients were sent in fp16."""
+    params = [p for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+    # The sum of numbers that were sent in fp16 is finite if all of them are. It is computed in one pass.
+    if not all(torch.stack([p.grad.sum().to("cpu", torch.complex128) for p in params]).isfinite()):
+        raise DivergedError('gradients became infinite or not a number in fp16 (use compress="bf16") on all ranks')
 
 
 class Precision:

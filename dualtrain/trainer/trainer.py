@@ -31,11 +31,21 @@ from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
 from dualtrain.trainer.arguments import check_arguments, check_options, check_schedule, stateful
 from dualtrain.trainer.modes import evaluation_mode, training_mode
-from dualtrain.trainer.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
+from dualtrain.trainer.objective import (
+    NAMES,
+    CrossEntropy,
+    Loss,
+    Objective,
+    added,
+    as_objective,
+    counted_targets,
+    metrics,
+    training_metrics,
+)
 from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.trainer.passes import Passes, Tensors
-from dualtrain.trainer.precision import DTYPES, Precision
+from dualtrain.trainer.precision import DTYPES, Precision, check_range
 from dualtrain.trainer.rank_state import buffers_of, restore_buffers, with_extra_state
 from dualtrain.trainer.same_run import compare_arguments, compare_trainer
 from dualtrain.trainer.same_weights import compare_weights
@@ -118,7 +128,7 @@ class Trainer:
             else VirtualRanks(virtual_ranks, seed, model, self._loss, backend)
         )
         # The scalars are sent with the gradients, unless gradients are rounded to 16 bits.
-        piggyback = compress == "none"
+        piggyback, self._sends_fp16 = compress == "none", compress == "fp16"
         self.optimizer = DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -177,7 +187,8 @@ class Trainer:
         Raises:
             ValueError: ``expected`` is not above 0, or not finite; or, on every rank, forward has changed state that the
                 shards of a step share (see :class:`~dualtrain.trainer.fixed_state.FixedState`).
-            DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number.
+            DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if gradients
+                do not fit into fp16 with ``compress``.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
                 compared after steps 1, 2, 4, 8 and so on; weights and rates also in an evaluation and before a save.
             BackendError: a rank failed, or the timeout passed.
@@ -210,6 +221,8 @@ class Trainer:
         if factor != 1:
             for gradient in [p.grad for group in groups for p in group["params"] if p.grad is not None]:
                 gradient.mul_(factor)
+        if self._sends_fp16 and not scaler.is_enabled():  # a scaler skips the step, and lowers its scale
+            check_range(groups)
         if self.clip_norm is not None:
             scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
@@ -305,9 +318,11 @@ class Trainer:
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
-        """Return the number of samples in the largest batch, and whether some and all ranks have no batch. Collective."""
-        samples = float(len(mine[0][1])) if mine else 0.0
-        sizes = torch.tensor([samples, float(not mine), float(bool(mine))], device="cpu")
+        """Return the expected weight of the largest batch, and whether some and all ranks have no batch. Collective."""
+        # Cross entropy counts targets, such as tokens. Most other objectives count samples.
+        count = counted_targets if isinstance(self.objective, CrossEntropy) else len
+        weight = float(count(mine[0][1])) if mine else 0.0
+        sizes = torch.tensor([weight, float(not mine), float(bool(mine))], device="cpu")
         largest, some_end, some_have = self.backend.allreduce(sizes, "max", name="batch size").tolist()
         return largest, some_end > 0, not some_have
 

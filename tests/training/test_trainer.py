@@ -158,6 +158,39 @@ def test_compressed_gradients_leave_the_metrics_exact(typical):
         assert loss == pytest.approx(exact, abs=1e-6)
 
 
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_gradients_that_do_not_fit_into_fp16_are_not_used(amp):
+    def body(backend) -> tuple[str, bool]:
+        model = net()
+        before = copy.deepcopy(model)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, compress="fp16", amp=amp)
+        x, y = part_of(backend, data())
+        found = ""
+        try:
+            trainer.step([(x, y)], 1e-5)  # an estimate that is far too low
+        except DivergedError as error:
+            found = str(error)
+        return found, all(map(torch.equal, model.parameters(), before.parameters()))
+
+    message = 'gradients became infinite or not a number in fp16 (use compress="bf16") on all ranks'
+    assert run_threads(2, body) == [("" if amp == "fp16" else message, True)] * 2  # the scaler skips the step
+
+
+def test_fit_sends_the_average_over_tokens_in_fp16():
+    """If the average were taken over samples, then each gradient would be as many times larger as a sample has tokens."""
+
+    def body(backend) -> list[float]:
+        model = net()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, compress="fp16")
+        x = torch.full((1, 300_000, 6), 10.0)
+        y = torch.zeros(1, 300_000, dtype=torch.int64)
+        y[:, ::2] = -100
+        return [step["loss"] for step in trainer.fit([(x, y)], 2)]
+
+    first, second = run_threads(2, body)[0]
+    assert second < first
+
+
 def whole_norm(backend) -> None:
     def build() -> nn.Module:
         model = net()
