@@ -117,6 +117,17 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors on one device have the same dtype, shape and bits. A NaN equals itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = as_bytes(one), as_bytes(other)
+    # torch compares 64-bit integers several times as fast as bytes.
+    if not (first.numel() % 8 or first.storage_offset() % 8 or second.storage_offset() % 8):
+        first, second = first.view(torch.int64), second.view(torch.int64)
+    return torch.equal(first, second)
+
+
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a view of ``data`` (contiguous uint8) as a tensor of this dtype and shape."""
     return data.view(dtype).view(shape)

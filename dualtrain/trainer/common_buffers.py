@@ -22,7 +22,7 @@ import numpy.typing
 import torch
 from torch import nn
 
-from dualtrain.backends.wire import as_bytes
+from dualtrain.backends.wire import same_bits
 from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
@@ -167,7 +167,7 @@ class CommonBuffers:
             raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
         first_constant = len(self._averaged) + len(self._counters)
         for place, buffer, began in zip(self._constant, now[first_constant:], self._began[first_constant:], strict=True):
-            if not torch.equal(as_bytes(buffer), as_bytes(began)):  # bytes: a NaN is not equal to itself
+            if not same_bits(buffer, began):
                 raise ValueError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it float32, or train without virtual ranks"

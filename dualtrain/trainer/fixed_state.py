@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import NoReturn
+from collections.abc import Mapping
+from operator import attrgetter, eq
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from dualtrain.backends import Backend
+from dualtrain.backends.wire import same_bits
 from dualtrain.trainer.description import describe
 from dualtrain.trainer.rank_state import with_extra_state
 
 _VERSION = attrgetter("_version")  # counts a tensor's in-place changes; private in torch 2.5 to 2.15
+
+
+def _copied(state: Any) -> Any:
+    """Copy an extra state for :func:`_equals`. Anything but tensors and containers of them is copied as a description."""
+    if isinstance(state, torch.Tensor) and state.layout is torch.strided and not state.is_quantized and not state.is_meta:
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: _copied(item) for key, item in state.items()}
+    return list(map(_copied, state)) if isinstance(state, list | tuple) else describe(state)
+
+
+def _equals(state: Any, copied: Any) -> bool:
+    """Return whether ``state`` has the values that it had when it was :func:`_copied`."""
+    if isinstance(copied, torch.Tensor):
+        return isinstance(state, torch.Tensor) and state.device == copied.device and same_bits(state, copied)
+    if isinstance(copied, dict):
+        return (
+            isinstance(state, Mapping)
+            and state.keys() == copied.keys()
+            and all(_equals(item, copied[key]) for key, item in state.items())
+        )
+    if isinstance(copied, list):
+        return isinstance(state, list | tuple) and len(state) == len(copied) and all(map(_equals, state, copied))
+    return copied is not None and describe(state) == copied
 
 
 class FixedState:
@@ -28,25 +55,32 @@ class FixedState:
             "ranks: use buffers for it, or train without virtual ranks"
             for name in self._modules
         ]
-        self._began: list[object] = []
+        self._versions: list[int] = []
+        self._extra: list[object] = [None] * len(self._modules)
+        self._buffers: list[tuple[int, int]] = []
 
     def keep(self) -> None:
         """Record the present state as the state at the start of a step."""
-        self._began = self._read()
+        self._versions, extra, self._buffers = self._read()
+        # Copy only what has changed since the last step.
+        pairs = zip(extra, self._extra, strict=True)
+        self._extra = [kept if _equals(now, kept) else _copied(now) for now, kept in pairs]
 
-    def _read(self) -> list[object]:
-        """Return values that change with the state: first those of ``_causes``, then those of the loss's buffers."""
-        extra = [describe(module.get_extra_state()) for module in self._modules.values()]
+    def _read(self) -> tuple[list[int], list[object], list[tuple[int, int]]]:
+        """Return the versions of the parameters, the extra states, and the versions of the loss's buffers."""
+        extra = [module.get_extra_state() for module in self._modules.values()]
         buffers = [] if self._loss is None else [(id(buffer), buffer._version) for buffer in self._loss.buffers()]
-        return [*map(_VERSION, self._params), *extra, *buffers]
+        return list(map(_VERSION, self._params)), extra, buffers
 
     def difference(self) -> str | None:
         """Describe, for an error message, the first difference from the start of the step; ``None`` if there is none."""
-        now = self._read()
-        if now == self._began:
+        versions, extra, buffers = self._read()
+        if versions == self._versions and buffers == self._buffers and all(map(_equals, extra, self._extra)):
             return None
-        known = zip(self._causes, now, self._began, strict=False)
-        return next((cause for cause, one, other in known if one != other), None) or (
+        same = [*map(eq, versions, self._versions), *map(_equals, extra, self._extra)]
+        if not all(same):
+            return self._causes[same.index(False)]
+        return (
             "the loss changes its buffers in forward, and each rank has different samples: with virtual_ranks, "
             "move these buffers into the model"
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -252,8 +254,82 @@ def test_virtual_ranks_refuse_extra_state_that_forward_changes():
     run_threads(2, body)
 
 
+class Holder(nn.Linear):
+    """A layer with any extra state, which ``change`` may change in forward."""
+
+    def __init__(self, state: object, change=lambda state: None) -> None:
+        super().__init__(4, 2)
+        self._state, self._change = state, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._change(self._state)
+        return super().forward(x)
+
+    def get_extra_state(self) -> object:
+        return self._state
+
+    def set_extra_state(self, state: object) -> None:
+        self._state = state
+
+
+def nested() -> dict[str, object]:
+    return {"tensors": [torch.full((3,), math.nan), torch.zeros(5)[1:]], "sizes": (1, 2), "scale": numpy.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["tensors"][1].add_(1),
+        lambda state: state["tensors"][1].data.add_(1),
+        lambda state: state["tensors"].append(torch.zeros(1)),
+        lambda state: state["tensors"].__setitem__(0, torch.zeros(3)),
+        lambda state: state["tensors"].__setitem__(0, torch.full((3,), math.nan, dtype=torch.float64)),
+        lambda state: state.update(sizes=(1, 3)),
+        lambda state: state.update(more=1),
+        lambda state: state["scale"].__iadd__(1),
+    ],
+)
+def test_virtual_ranks_refuse_a_change_in_a_nested_extra_state(change):
+    with connect("local") as backend:
+        layer = Holder(nested())
+        trainer = trained(backend, layer, virtual_ranks=2)
+        trainer.step([data(backend)] * 2, 16.0)
+        change(layer._state)  # between steps, any change is allowed
+        trainer.step([data(backend)] * 2, 16.0)
+        layer._state, layer._change = nested(), change
+        with pytest.raises(ValueError, match="the extra state of the model changes in forward"):
+            trainer.step([data(backend)] * 2, 16.0)
+
+
 def test_averaged_weights_are_evaluated_with_the_present_extra_state():
     with connect("local") as backend:
         trainer = centered(backend, ema=0.5)
+        for use in (lambda: trainer.evaluated, lambda: trainer.ema.module):
+            trainer.step([data(backend)], 8.0)
+            assert torch.equal(use()[0]._mean, trainer.model[0]._mean)
         trainer.step([data(backend)], 8.0)
-        assert torch.equal(trainer.evaluated[0]._mean, trainer.model[0]._mean)
+        state = trainer.state_dict()
+        assert torch.equal(state["ema"]["module.0._extra_state"], trainer.model[0]._mean)
+
+
+class Counted(dict[str, int]):
+    """An extra state that counts its copies."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: object) -> Counted:
+        self.copies += 1
+        return self
+
+
+def test_steps_with_averaged_weights_copy_no_extra_state():
+    with connect("local") as backend:
+        state = Counted()
+        trainer = trained(backend, Holder(state), ema=0.5)
+        state.copies = 0
+        for _ in range(3):
+            trainer.step([data(backend)], 8.0)
+        assert state.copies == 0
+        for _ in range(2):
+            trainer.evaluate([data(backend)])
+        assert state.copies == 1
