@@ -122,16 +122,11 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
 
 
 def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
-    """Run the model on a batch of one sample; ``what`` begins the message of an error."""
-    inputs, targets = sample
+    """Run the model on a batch of one sample, taken twice; ``what`` begins the message of an error."""
+    # Twice: a model may forget the dimension of the batch, and BatchNorm may need several values per channel.
+    inputs, targets = (torch.cat([part, part]) for part in sample)
     try:
-        try:
-            outputs = model(inputs)
-        except ValueError as error:  # BatchNorm without running statistics needs several values per channel
-            if isinstance(error, UserError):
-                raise
-            inputs, targets = (torch.cat([part, part]) for part in sample)
-            outputs = model(inputs)
+        outputs = model(inputs)
     except UserError:
         raise
     except Exception as error:

@@ -188,6 +188,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
     ("arguments", "parts"),
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
+        (["--model", "tests.training.test_recipes:one_row"], ["(1, 10) for targets of shape (2,)", "one row of logits"]),
         (["--model", "tests.training.test_recipes:narrow"], ["class indices", "the model has 3 outputs"]),
         # The targets are 3, the smallest class index that this model does not have.
         (
@@ -232,6 +233,11 @@ def test_models_data_and_options_that_do_not_fit_are_refused_before_the_run(tmp_
 class Pair(nn.Flatten):
     def forward(self, inputs):
         return super().forward(inputs), inputs
+
+
+def one_row():
+    """Return a model that forgets the dimension of the batch."""
+    return nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1)), nn.AdaptiveAvgPool1d(64), nn.Linear(64, 10))
 
 
 def pair():
