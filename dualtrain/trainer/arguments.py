@@ -26,6 +26,9 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend:
         )
     for name, p in model.named_parameters():
         check_supported(name, p)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"the model's {name!r} is on the meta device, which holds no data: make it an ordinary tensor")
 
 
 def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | None) -> None:

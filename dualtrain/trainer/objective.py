@@ -67,6 +67,11 @@ def cross_entropy(
 
 def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dim() != 2 or targets.dim() != 1:
+        if logits.dim() == targets.dim() + 1 and logits.shape[:-1] != targets.shape:  # two axes may be exchanged
+            raise UserError(
+                f"the outputs have the shape {tuple(logits.shape)}, and the targets {tuple(targets.shape)}: return one row "
+                "of logits for each target, with the axes in the order of the targets"
+            )
         logits, targets = logits.flatten(0, -2), targets.flatten()
     if logits.dtype != torch.float32:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

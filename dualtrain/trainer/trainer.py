@@ -79,9 +79,10 @@ class Trainer:
     Raises:
         TypeError: ``backend`` is not what ``connect()`` returns.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
-            SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; ``optimizer``
-            needs a closure; ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer; ``clip_norm`` is
-            not above 0; ``compress`` is not known; or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
+            SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
+            or buffer is on the meta device; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
+            schedule of a different optimizer; ``clip_norm`` is not above 0; ``compress`` is not known; or ``loss`` is a
+            loss of torch with ``reduction="sum"`` or ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """

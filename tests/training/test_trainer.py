@@ -336,6 +336,26 @@ def test_a_loss_of_torch_that_returns_a_sum_is_refused(loss, accepted):
         Trainer(model, optimizer, accepted, backend=backend)
 
 
+def test_outputs_with_other_axes_than_the_targets_are_refused():
+    """As with an RNN without ``batch_first``. The numbers of rows and targets are equal, but not their order."""
+    model = nn.Linear(4, 3)
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, backend=backend, forward=lambda x: model(x).transpose(0, 1))
+        batch = torch.randn(4, 5, 4), torch.zeros(4, 5, dtype=torch.int64)
+        for use in (lambda: trainer.step([batch], 20.0), lambda: trainer.evaluate([batch])):
+            with pytest.raises(UserError, match=r"outputs have the shape \(5, 4, 3\), and the targets \(4, 5\): return"):
+                use()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_tensor_on_the_meta_device_is_refused(kind):
+    model = net()
+    getattr(model, f"register_{kind}")("empty", nn.Parameter(torch.zeros(3, device="meta")))
+    with connect("local") as backend, pytest.raises(ValueError, match="the model's 'empty' is on the meta device"):
+        Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+
+
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
     found = []
