@@ -13,6 +13,7 @@ from typing import Any
 
 from dualtrain.console import given_path, parser_of, print_error, show, text_table
 from dualtrain.errors import UserError
+from dualtrain.files import real
 from dualtrain.run_table import read_summary, run_table
 
 COLUMNS = ("backend", "launcher", "ranks", "accuracy", "precision", "samples/s", "seconds", "weights")
@@ -44,7 +45,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
 
     Args:
         runs: the runs that have ended.
-        unfinished: labels of the runs that have not ended.
+        unfinished: which other runs have not ended, a sentence for each.
 
     Returns:
         The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash". Otherwise,
@@ -52,7 +53,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
     """
     hashes = {summary["weights_sha256"] for _, summary in runs}
     count = f"{len(runs) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
-    faults = [f"{label} has not ended" for label in unfinished]
+    faults = list(unfinished)
     if len(runs) + len(unfinished) < 2:
         faults.append("there is no second run to compare")
     names = _results(runs)
@@ -73,7 +74,7 @@ def _results(runs: Sequence[Run]) -> list[str]:
 
 def _label(folder: str) -> str:
     """Return the name of a run's folder, in one line. The links in its path are followed, unless they form a loop."""
-    return os.path.basename(os.path.realpath(folder)).replace("\n", "\\n")
+    return real(folder).name.replace("\n", "\\n")
 
 
 def _compare_results(folders: Sequence[str]) -> int:
@@ -82,8 +83,11 @@ def _compare_results(folders: Sequence[str]) -> int:
         label = _label(folder)
         try:
             runs.append((label, read_summary(Path(folder))))
-        except UserError:
-            unfinished.append(label)
+        except UserError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            there = os.path.isdir(folder)
+            unfinished.append(f"{label} has not {'ended' if there else f'begun, since there is no folder {folder!r}'}")
     shown, same = one_result(runs, unfinished)
     show(shown)
     return 0 if same else 1

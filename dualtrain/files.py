@@ -86,6 +86,22 @@ def absolute(path: str | Path) -> Path:
         return Path(path)
 
 
+def real(path: str | Path) -> Path:
+    """Return ``path`` without links; ``path`` itself if it is relative and the current folder has been removed."""
+    try:
+        return Path(os.path.realpath(path))
+    except FileNotFoundError:
+        return Path(path)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in ``folder``; none if it does not exist. Raises OSError if it cannot be read, unlike ``glob()``."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
     """Read the text of a regular file. Raises OSError, or UnicodeDecodeError."""
     with open_regular(path) as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.errors import UserError
-from dualtrain.files import or_nothing, parse_json, read_json, read_text
+from dualtrain.files import or_nothing, parse_json, read_json, read_text, real
 from dualtrain.run_table import NONE, as_text, is_finite, read_summary, run_table
 
 COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, …
@@ -106,7 +105,7 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
     Raises:
         UserError: with ``begun``, a folder has no metrics.
     """
-    paths = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
+    paths = list(dict.fromkeys(real(folder) for folder in folders))
     colors = (f"c{number % COLORS}" for number in range(len(paths)))
     return [_read_run(*run, begun) for run in zip(paths, _labels(paths), colors, strict=True)]
 

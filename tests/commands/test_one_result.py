@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain.compare import main, one_result
+from dualtrain.report import __main__ as report
 from tests.pool import ROOT
 
 SUMMARY = {
@@ -63,10 +64,29 @@ def test_a_run_that_differs_is_named(other, last, tmp_path, capsys):
 
 
 def test_a_run_that_has_not_ended_is_named(tmp_path, capsys):
-    assert main(["--one-result", write(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "2 runs, 1 hash: b has not ended"
-    shown, same = one_result([], ["a", "b"])
+    (tmp_path / "b").mkdir()
+    missing = str(tmp_path / "c")
+    assert main(["--one-result", write(tmp_path / "a"), str(tmp_path / "b"), missing]) == 1
+    found = capsys.readouterr().out.splitlines()[-1]
+    assert found == f"3 runs, 1 hash: b has not ended; c has not begun, since there is no folder {missing!r}"
+    shown, same = one_result([], ["a has not ended", "b has not ended"])
     assert (shown.splitlines()[-1], same) == ("2 runs, 0 hashes: a has not ended; b has not ended", False)
+
+
+def test_a_summary_that_cannot_be_read_is_an_error(tmp_path, capsys):
+    damaged = write(tmp_path / "b")
+    (tmp_path / "b" / "summary.json").write_text("{")
+    assert main(["--one-result", write(tmp_path / "a"), damaged]) == 2
+    assert "holds no finished run (no readable summary.json)" in capsys.readouterr().err
+
+
+def test_a_relative_path_in_a_removed_folder_is_an_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for command in (main, report.main):
+        assert command(["x", "y"]) == 2
+        assert capsys.readouterr().err.startswith("dualtrain: error: 'x' holds no ")
 
 
 # -- the script ---------------------------------------------------------------------------------------------------
@@ -196,7 +216,9 @@ def test_a_run_that_fails_is_named_and_the_other_runs_are_started(script):
     assert end.returncode == 1
     assert "failed with exit status 1; the end of" in end.stdout
     assert "no luck" in end.stdout
-    assert end.stdout.splitlines()[-1] == "3 runs, 1 hash: torchrun-shm-2 has not ended"
+    missing = str(script.folder / "runs" / "torchrun-shm-2")
+    last = f"3 runs, 1 hash: torchrun-shm-2 has not begun, since there is no folder {missing!r}"
+    assert end.stdout.splitlines()[-1] == last
 
 
 def test_wrong_flags_of_the_job_end_the_script_at_once(script):
