@@ -21,7 +21,7 @@ import torch
 
 from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
-from dualtrain.files import aside_of, link_whole, parse_json, readable_path, write_whole
+from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
 
@@ -90,12 +90,15 @@ def keep_as_best(path: Path) -> None:
 
 
 def found(folder: Path) -> list[Path]:
-    """List the checkpoints of a folder, newest first."""
-    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of_name, reverse=True)
+    """List the checkpoints of a folder, newest first; none if it does not exist. Raises OSError if it cannot be read."""
+    return sorted((folder / name for name in names_in(folder) if _NAME.fullmatch(name)), key=step_of_name, reverse=True)
 
 
 def with_best(folder: Path) -> dict[Path, int]:
-    """Return the checkpoints of a folder with their steps, including ``BEST``, which may be the only good one."""
+    """Return the checkpoints of a folder with their steps, including ``BEST``, which may be the only good one.
+
+    Raises OSError if the folder cannot be read.
+    """
     steps = {path: step_of_name(path) for path in found(folder)}
     best_step = step_in(folder / BEST)
     return steps if best_step is None else {**steps, folder / BEST: best_step}
@@ -167,6 +170,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
     Raises:
         UserError: no checkpoint is good, or a checkpoint cannot be read now but may be good.
+        OSError: the folder cannot be read.
     """
     problems: list[str] = []
     steps = with_best(folder)

@@ -27,6 +27,7 @@ from dualtrain.files import (
     absolute,
     aside_of,
     link_whole,
+    names_in,
     parse_json,
     read_text,
     readable_path,
@@ -148,7 +149,14 @@ def _other_content(folder: Path, output: OutputSection) -> UserError | None:
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("step-*"))
+    try:
+        return any(name.startswith("step-") for name in names_in(folder / "checkpoints"))
+    except OSError as error:
+        raise UserError(
+            f"{str(folder / 'checkpoints')!r} cannot be read ({error.strerror}): repair the cause, or choose another "
+            "--run-dir",
+            transient=True,
+        ) from error
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -411,7 +411,9 @@ class Run:
     ) -> NoReturn:
         """End the run on all ranks. If one of the samples with the indices ``numbers`` is the cause, name that sample."""
         self.writer.wait()
-        saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
+        saved: list[Path] = []
+        with suppress(OSError):  # the folder cannot be read now
+            saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
         what, _, where = what.rpartition(" on ")
         bad = None if source is None or numbers is None else not_finite(source, numbers.tolist())

@@ -23,7 +23,7 @@ from dualtrain.console import show_progress
 from dualtrain.errors import UserError
 from dualtrain.files import absolute, or_nothing, read_json
 from dualtrain.launchers import World
-from dualtrain.on_ranks import on_rank_zero
+from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.restarts import check_restart
@@ -130,7 +130,8 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
     """
     assert output.run_dir is not None
     folder = Path(output.run_dir)
-    seen = backend.allgather_object(_look(folder, settings, backend.size), name="run folder")
+    mine = on_all_ranks(backend, "run folder", lambda: _look(folder, settings, backend.size))
+    seen = backend.allgather_object(mine, name="run folder")
     _warn_of_missing_folders(folder, [one["exists"] for one in seen], backend.rank)
     for rank, one in enumerate(seen):
         if one["other"]:
@@ -152,7 +153,7 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
 
 
 def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return what this rank sees of a run in ``folder``, as plain values."""
+    """Return what this rank sees of a run in ``folder``, as plain values. Raises OSError if it cannot be read."""
     files = []
     for path, step in checkpoint.with_best(folder / "checkpoints").items():
         with suppress(OSError):  # the file was removed after it had been listed

@@ -93,6 +93,25 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, caplog):
     assert [line.startswith("skipped: ") and str(newest) in line for line in caplog.messages] == [True]
 
 
+@pytest.mark.parametrize("resume", ["auto", "--run-dir's"])
+def test_checkpoints_in_a_folder_that_cannot_be_read_are_not_ignored(tmp_path, monkeypatch, resume):
+    alone(tmp_path, 1)
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    listdir = os.listdir
+
+    def without_permission(folder: Path) -> list[str]:
+        if Path(folder).name == "checkpoints":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", without_permission)
+    given = ["--resume", "auto"] if resume == "auto" else ["--resume"]
+    with pytest.raises(UserError, match=r"/checkpoints' cannot be read \(Permission denied\): repair") as error:
+        alone(tmp_path, 2, *given)
+    assert error.value.transient  # the same command may succeed later
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+
+
 def test_a_checkpoint_whose_name_has_another_step_is_passed_over(tmp_path, capsys, caplog):
     whole = alone(tmp_path, 2)
     older, renamed = (checkpoint.path_of(tmp_path / "checkpoints", step) for step in (2, 99))
