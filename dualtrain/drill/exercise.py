@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -120,7 +121,9 @@ class Exercise:
         try:
             disk.close()
         except OSError as error:
-            self.report.problems.append(f"the folder of the run with faults could not be kept ({error.strerror or error})")
+            # shutil.Error lists all files that could not be copied, each with the paths and the reason.
+            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
+            self.report.problems.append(f"the folder of the run with faults could not be kept ({reason})")
 
     def _small_disk(self, faults: int) -> SmallDisk | None:
         """Mount a small file system, which a fault can fill, for the run with faults; ``None`` if it cannot be mounted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,6 +258,17 @@ def test_a_drill_that_cannot_mount_leaves_out_the_full_disk_fault(tmp_path, monk
     drill = Exercise(tmp_path, [], 2, horovod=False, seed=0, limit=5.0, progress=said.append)
     assert drill._small_disk(3) is None
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
+
+
+def test_a_full_disk_on_which_the_run_cannot_be_kept_is_one_problem(tmp_path):
+    class Full:
+        def close(self) -> None:
+            raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'"), ("c", "d", "no space")])
+
+    drill = exercise(tmp_path)
+    drill._keep(Full())
+    found = "the folder of the run with faults could not be kept ([Errno 28] No space left on device: 'a' -> 'b')"
+    assert drill.report.problems == [found]
 
 
 def test_repeated_kills_at_the_same_step_stay_below_the_restart_limit(tmp_path):
