@@ -58,7 +58,9 @@ class Record:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one line, without buffering."""
-        os.write(self._file, (json.dumps(dict(facts, kind=kind)) + "\n").encode())
+        data = (json.dumps(dict(facts, kind=kind)) + "\n").encode()
+        while data:  # a nearly full disk takes a part, and the next write raises the error
+            data = data[os.write(self._file, data) :]
 
     def note(self, error: Exception) -> None:
         """Append an error that does not change the result."""

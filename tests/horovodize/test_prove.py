@@ -817,6 +817,7 @@ def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
     ("damage", "message"),
     [
         (lambda path: path.write_text("hello\n"), "is not a record"),
+        (lambda path: path.write_text('{"format": '), "has no complete line: its disk is full"),
         (lambda path: path.write_text("[]\n"), "is not a record"),
         (lambda path: path.write_text('{"format": 2}\n'), "has a format that this version cannot read"),
         (lambda path: path.write_text(path.read_text().replace('"sums"', '"other"')), "is not a record"),

@@ -262,7 +262,12 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _read_rank(path: Path) -> RankRecord:
     lines = _lines(path)
-    start = next(lines, {})
+    start = next(lines, None)
+    if start is None:
+        raise UserError(
+            f"{str(path)!r} has no complete line: its disk is full, or the process was ended at once; free space on that "
+            "disk (without --record, TMPDIR sets the folder), and record the script again"
+        )
     if start.get("format") != FORMAT:
         raise UserError(f"{str(path)!r} has a format that this version cannot read: record the script again")
     seed = None if start["seed"] is None else int(start["seed"])
