@@ -47,6 +47,11 @@ def _are_steps(text: str) -> bool:
 STEPS = Bounds("steps above 0 as in 1000,2000", _are_steps)
 
 
+def steps_in(text: str | None) -> list[int]:
+    """Return the steps in a value that ``STEPS`` accepts; none without a value."""
+    return [int(part) for part in (text or "").split(",") if part.strip()]
+
+
 def setting(
     default: Any,
     help: str,

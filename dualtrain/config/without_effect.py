@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualtrain.config.fields import steps_in
 from dualtrain.config.sections import SETTINGS
 
 Settings = Mapping[str, Any]
@@ -100,8 +101,8 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
     if settings["warmup_steps"] >= facts.steps:
         end = f"--warmup-steps {settings['warmup_steps']} does not end within the run, which ends after step {facts.steps}"
         found.append(f"{end}: the learning rate does not reach its full value")
-    drops = _milestones(settings)
-    late = [part for part in drops if int(part) + settings["warmup_steps"] >= facts.steps]
+    drops = steps_in(settings["lr_milestones"])
+    late = [str(step) for step in drops if step + settings["warmup_steps"] >= facts.steps]
     if settings["schedule"] == "multistep" and 0 < len(late) < len(drops):
         beyond = f"--lr-milestones {settings['lr_milestones']}: the run ends after step {facts.steps}"
         found.append(f"{beyond}, so that the learning rate is not changed at {', '.join(late)}")
@@ -113,11 +114,6 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
         more = f"--workers {settings['workers']} starts more workers for each rank than the {cores} that it may use"
         found.append(f"{more}: fewer are probably as fast")
     return found
-
-
-def _milestones(settings: Settings) -> list[str]:
-    """Return the whole numbers in ``--lr-milestones``, as text."""
-    return [part.strip() for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdecimal()]
 
 
 def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
@@ -140,13 +136,13 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
 def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
     """Return the settings that would take effect only after the last step, each with the reason."""
     steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
-    drops = _milestones(settings)
+    drops = steps_in(settings["lr_milestones"])
     epochs = settings["epochs"]
     only = f"the run has {epochs} epoch{'s' * (epochs != 1)}"
     found = {
         "max_steps": (settings["max_steps"] or 0) > facts.steps_of_epochs and f"{last}, with --epochs {epochs}",
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
-        "lr_milestones": bool(drops) and min(map(int, drops)) + warmup >= steps and last,
+        "lr_milestones": bool(drops) and min(drops) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,
         # The run saves at its end in any case, so this setting can leave out only the checkpoints of earlier epochs.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",

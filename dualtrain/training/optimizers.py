@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dualtrain.config import ScheduleSection, StepSection
+from dualtrain.config.fields import steps_in
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
@@ -112,7 +113,7 @@ def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], f
     floor = section.lr_min / lr
     if floor > 1:
         raise UserError(f"--lr-min {section.lr_min:g} is above the learning rate {lr:g}: lower it")
-    drops = _milestones(section)
+    drops = steps_in(section.lr_milestones)
     shapes: dict[str, Callable[[float], float]] = {
         "constant": lambda step: 1.0,
         # I. Loshchilov, F. Hutter: SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.
@@ -123,16 +124,6 @@ def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], f
         "one-cycle": lambda step: _one_cycle(step, steps),
     }
     return shapes[section.name]
-
-
-def _milestones(section: ScheduleSection) -> list[int]:
-    try:
-        drops = [int(text) for text in (section.lr_milestones or "").split(",") if text.strip()]
-    except ValueError:
-        drops = [0]
-    if section.name == "multistep" and (not drops or min(drops) < 1):
-        raise UserError(f"--lr-milestones must be steps above 0 as in 1000,2000, not {section.lr_milestones!r}")
-    return drops
 
 
 def _half_cosine(part: float) -> float:
