@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,8 @@ from dualtrain.errors import UserError
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile
 from dualtrain.training.progress import Progress
+
+_CONTINUES = ": training continues"
 
 
 class Records:
@@ -60,10 +62,10 @@ class Records:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
-        for file in (self._metrics, self._board):
+        """Close the files. Logs a warning if the last lines or events cannot be written: this must not end the run."""
+        for what, file in (("metrics.jsonl", self._metrics), ("TensorBoard's events", self._board)):
             if file is not None:
-                with suppress(OSError):  # TensorBoard writes its last events here: a full disk must not end the run
+                with self._reported(f"the end of {what}"):
                     file.close()
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:
@@ -94,27 +96,24 @@ class Records:
 
     def _write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
         if self._metrics is not None:
-            with self._reported("metrics.jsonl", step):
+            with self._reported(f"metrics.jsonl: step {step}", _CONTINUES):
                 if not self._lock.is_mine():
                     return  # another process uses the folder: the training loop will end this run on all ranks
                 now = datetime.now(UTC).isoformat(timespec="milliseconds")
                 self._metrics.write(step=step, epoch=epoch, kind=kind, **values, time=now)
         if self._board is not None:
-            with self._reported("TensorBoard's events", step):
+            with self._reported(f"TensorBoard's events: step {step}", _CONTINUES):
                 for name, value in values.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     @contextmanager
-    def _reported(self, what: str, step: int) -> Iterator[None]:
-        """Log a warning if a write in the block fails. Training continues."""
+    def _reported(self, what: str, then: str = "") -> Iterator[None]:
+        """Log a warning if a write in the block fails; ``then`` says what follows. No error ends the run."""
         try:
             yield
         except OSError as error:
             reason = error.strerror or error
-            self.warn(
-                f"{what}: step {step} could not be written ({reason}): training continues; free space on the disk of the "
-                "run folder"
-            )
+            self.warn(f"{what} could not be written ({reason}){then}; free space on the disk of the run folder")
 
 
 def check_tensorboard(output: OutputSection) -> None:

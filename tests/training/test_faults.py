@@ -198,6 +198,23 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, caplog
     assert caplog.text.count(said) == 2  # one warning for the step, one for the evaluation
 
 
+def test_a_full_disk_at_the_last_events_is_a_warning(tmp_path, monkeypatch, caplog):
+    """TensorBoard's thread buffers events, and the last of them are written when the file is closed."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    writer = pytest.importorskip("tensorboard.summary.writer.record_writer").RecordWriter
+
+    def full(self: object, *_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fill(run: loop.Run) -> None:
+        monkeypatch.setattr(writer, "flush", full)
+
+    monkeypatch.setattr(loop.Run, "_print_opening", fill)
+    assert train(tmp_path, 1, "--tensorboard")["steps"] == 2
+    said = "the end of TensorBoard's events could not be written (No space left on device); free space on the disk"
+    assert said in caplog.text
+
+
 def test_a_partly_written_metrics_line_is_removed_if_the_disk_is_full(tmp_path):
     file = MetricsFile(tmp_path, 0, print, FolderLock())
     file.write(step=1)
