@@ -76,7 +76,8 @@ class HorovodReducer(ABC):
     """
 
     def __init__(self, base_name: str, process_set: ProcessSet, passes: int) -> None:
-        self.base_name, self.process_set, self.passes = base_name, process_set, passes
+        self.base_name, self.process_set = base_name, process_set
+        self.passes = self._next_passes = passes
         self.channel_name = self.name = ""
         self.hooks = ParameterHooks()
         self.ready = 0
@@ -189,6 +190,19 @@ class HorovodReducer(ABC):
         if not self.dirty:
             return  # no backward pass since the last reset
         self.dirty, self.ready = False, 0
+        self._count_from_zero()
+
+    def set_passes(self, passes: int) -> None:
+        """Sum ``passes`` further backward passes before gradients are combined.
+
+        If gradients of this step may have been sent already, the number applies from the next step on.
+        """
+        self._next_passes = passes
+        if not self.ready:
+            self._count_from_zero()
+
+    def _count_from_zero(self) -> None:
+        self.passes = self._next_passes
         for slot in self.hooks.slots:
             slot.passes = 0
 
@@ -376,7 +390,8 @@ class HorovodReducer(ABC):
         if slot.passes > self.passes:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                "Increase backward_passes_per_step to accumulate gradients locally."
+                "Increase backward_passes_per_step to accumulate gradients locally (after this backward pass, a new value "
+                "applies from the next step on)."
             )
         if slot.passes == self.passes:
             self.ready += 1

@@ -180,11 +180,13 @@ class _Optimizer(NativeOptimizer):
         self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum ``passes`` backward passes before gradients are exchanged, from the next step on."""
+        """Sum ``passes`` backward passes before gradients are exchanged.
+
+        If gradients of this step may have been sent already, the change applies from the next step on.
+        """
         self._passes = passes
         if self.reducer is not None:
-            self.reducer.passes = passes
-            self.reducer.reset_passes()
+            self.reducer.set_passes(passes)
 
     def synchronize(self) -> None:
         """Combine every gradient over the ranks. Collective; blocks.
