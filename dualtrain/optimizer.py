@@ -10,7 +10,6 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,8 @@ from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
 from dualtrain.gradients.compilation import not_compiled
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.parameters import name_parameters
+from dualtrain.gradients.sparse import has_values
+from dualtrain.wrapped_steps import check_own_steps, combined_loss
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -34,6 +35,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     optimizer's too, and get it as their argument. Pickling or deep-copying gives the wrapped optimizer alone. If each
     rank's loss is a mean over its samples, and all ranks have the same number of samples, the average is the gradient of
     the mean over all samples.
+
+    A step that the wrapped optimizer takes itself, for example in a method of its class that calls ``self.step()``,
+    raises RuntimeError if gradients are not averaged: after ``no_sync`` or between ``backward_passes_per_step`` passes.
 
     Changes of ``param.grad`` before the end of backward, by hooks, are averaged; a change of a gradient that was sent
     already raises BackendError. Changes after backward are local, and ``step()`` uses them: make the same ones on every
@@ -62,7 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bounds.
     """
 
-    _changing = False  # whether ``step`` has begun to change the parameters
+    _changing = False  # whether ``step`` has begun to change the parameters, and has not ended
     _interrupted = False  # whether an interrupt such as Ctrl-C has stopped ``step`` while it changed the parameters
 
     def __init__(
@@ -90,37 +94,47 @@ class DistributedOptimizer(torch.optim.Optimizer):
             named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer, order=order
         )
         self.reducer.follow(optimizer)
-        self.optimizer = optimizer  # at last: from now on, __setattr__ passes new attributes on
+        check_own_steps(optimizer, self)
+        self._wrapped = optimizer  # at last: from now on, __setattr__ passes new attributes on
 
     # All that the wrapper does not have itself is the wrapped optimizer's, such as param_groups, state, the methods train()
     # and eval() of schedule-free optimizers, and found_inf, which GradScaler sets for a fused step and deletes after it.
 
     def __getattr__(self, name: str) -> Any:
         # During construction and unpickling there is no wrapped optimizer yet.
-        if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
+        if name == "_wrapped" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._has(name):
             super().__setattr__(name, value)
         else:
-            setattr(self.optimizer, name, value)
+            setattr(self._wrapped, name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._has(name):
             super().__delattr__(name)
         else:
-            delattr(self.optimizer, name)
+            delattr(self._wrapped, name)
 
     def _has(self, name: str) -> bool:
         """Return whether an attribute is the wrapper's own. During construction, all attributes are."""
         own = vars(self)
-        return name in own or "optimizer" not in own or hasattr(type(self), name)
+        return name in own or "_wrapped" not in own or hasattr(type(self), name)
+
+    @property
+    def optimizer(self) -> Any:
+        """The wrapped optimizer; if it has an attribute of this name itself, as Lookahead has, that attribute."""
+        return getattr(self._wrapped, "optimizer", self._wrapped)
+
+    @optimizer.setter
+    def optimizer(self, value: Any) -> None:
+        setattr(self._wrapped, "optimizer", value)  # noqa: B010 (mypy: torch's optimizers have no such attribute)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the wrapped optimizer's state and groups. Some programs call this method in place of load_state_dict."""
-        self.optimizer.__setstate__(state)
+        self._wrapped.__setstate__(state)
 
     # Private in torch 2.5 to 2.15: GradScaler reads this property; there is no public one.
     @property
@@ -136,10 +150,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _unscales_itself(self) -> bool:
         """Return whether the wrapped optimizer's step unscales gradients, and skips itself after an overflow."""
-        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        if not getattr(self._wrapped, "_step_supports_amp_scaling", False):
             return False
         # A step that takes the scaler as an argument uses an older interface. For such a step, GradScaler must unscale.
-        return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
+        return "grad_scaler" not in inspect.signature(self._wrapped.step).parameters
 
     @property
     def extra(self) -> torch.Tensor:
@@ -193,7 +207,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "an earlier step of the optimizer was interrupted on this rank, whose parameters may differ: restart the "
                 "ranks, or load the same model and optimizer state on all ranks"
             )
-        self._changing = False
         try:
             yield
         except Exception:
@@ -201,6 +214,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._interrupted = self._changing
             raise
+        finally:
+            self._changing = False
+
+    @property
+    def may_step(self) -> bool:
+        """Return whether the wrapped optimizer may step now: this wrapper has called its step, or there is one rank."""
+        return self._changing or self._alone
+
+    def step_alone(self) -> None:
+        """Run the wrapped optimizer's step with this rank's own gradients."""
+        self._changing = True
+        try:
+            self._wrapped.step()
+        finally:
+            self._changing = False
 
     def _step_with_hooks(self, closure: Callable[[], Any] | None) -> Any:
         """Take a step, with this wrapper's own step hooks; hooks for all optimizers run in the wrapped optimizer's step."""
@@ -218,7 +246,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._step_with(closure)
         self.synchronize()
         self._changing = True
-        result = self.optimizer.step()
+        result = self._wrapped.step()
         self.reducer.renew(stepped=True)
         return result
 
@@ -228,14 +256,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
-            return combined_loss(loss, self._average)
+            return combined_loss(loss, self.average_over_ranks)
 
         self._changing = True
-        result = self.optimizer.step(averaged)
+        result = self._wrapped.step(averaged)
         self.reducer.renew(stepped=True)
         return result
 
-    def _average(self, values: torch.Tensor) -> torch.Tensor:
+    def has_local_gradients(self) -> bool:
+        """Return whether gradients on this rank are not averaged over the ranks."""
+        reducer = self.reducer
+        return not (reducer.closed or reducer.is_reduced()) and any(has_values(slot.param.grad) for slot in reducer.slots)
+
+    def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Average ``values`` over the ranks. If ``sum_order`` is a fixed tree, add along a tree too. Collective; blocks."""
         if self._order is None:
             return self.backend.allreduce(values, name="loss")
@@ -251,57 +284,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _zero_gradients(self, set_to_none: bool) -> None:
         if self._takes_set_to_none:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._wrapped.zero_grad(set_to_none=set_to_none)
         else:
-            self.optimizer.zero_grad()
+            self._wrapped.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank."""
-        self.optimizer.add_param_group(param_group)
+        self._wrapped.add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]["params"]
         self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Return the wrapped optimizer's state. Optimizers of its class can load it, wrapped or not, on any backend."""
-        return self.optimizer.state_dict(*args, **options)
+        return self._wrapped.state_dict(*args, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         """Load the wrapped optimizer's state."""
-        self.optimizer.load_state_dict(state_dict, *args, **options)
+        self._wrapped.load_state_dict(state_dict, *args, **options)
         self._interrupted = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the wrapped optimizer can be pickled: the backend and the hooks belong to this process.
-        return _itself, (self.optimizer,)
+        return _itself, (self._wrapped,)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
-
-
-@torch.no_grad()
-def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Combine the losses that the ranks' closures returned. Return any other value unchanged. Collective; blocks.
-
-    Args:
-        loss: a tensor of one element or a real number on every rank, or something else on every rank.
-        reduce: reduces a float64 tensor over the ranks in the same way as gradients.
-
-    Raises:
-        BackendError: on every rank, if ``loss`` is a number on some ranks only.
-    """
-    is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-    # Every rank makes the same call, whatever its closure returned; the sums show whether all closures returned a number.
-    mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
-    total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
-    if numbers and others:
-        raise BackendError(
-            "the closure given to step() returned a loss on some ranks and something else on others "
-            f"({type(loss).__name__} on this one): return the loss on every rank"
-        )
-    if not is_number:
-        return loss
-    return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
+        return f"DistributedOptimizer over {self.backend!r} of {self._wrapped!r}"
 
 
 def takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:

@@ -30,6 +30,7 @@ TOP_LEVEL = [
     "heap",
     "gradients",
     "buckets",
+    "wrapped_steps",
     "optimizer",
     "state",
     "functional",

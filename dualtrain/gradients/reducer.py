@@ -101,7 +101,7 @@ class GradientReducer:
         self._scalars = self.extra if extra else None
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
-        self._closed = False
+        self.closed = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
@@ -140,7 +140,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove the hooks, so that later backward passes average nothing. Call it on every rank. May be repeated."""
-        self._closed = True
+        self.closed = True
         self._turns.leave(self._number)
         self.hooks.remove()
 
@@ -176,7 +176,7 @@ class GradientReducer:
             self._exchange.refusals.check_groups(self.backend)
             self._exchange.check_assigned()
             return
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the reducer was closed, and no longer averages gradients: make a new optimizer")
         for reducer in self._turns.due(self._number, self):
             reducer.exchange()
@@ -263,7 +263,7 @@ class GradientReducer:
         """
         self._exchange.reduced = self._exchange.refusals.dropped = False
         self._exchange.refusals.steps += stepped
-        if not self._closed:
+        if not self.closed:
             self.hooks.restore()
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
 

@@ -101,11 +101,13 @@ def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
     for p in params:
         if p.requires_grad:
             p.grad = torch.zeros_like(p)
-    inner = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
     with torch.enable_grad():
-        inner.step()
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.step_alone()
+        else:
+            optimizer.step()
     moved = any(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
-    unused = {"step"} if isinstance(inner, _COUNTER_UNUSED) else set()
+    unused = {"step"} if isinstance(optimizer, _COUNTER_UNUSED) else set()
     state = [each for state in optimizer.state.values() for name, each in state.items() if name not in unused]
     if moved or lost or any(map(_is_nonzero, state)) or any(group.get("dampening") for group in optimizer.param_groups):
         note(FRESH_STATE)

@@ -28,7 +28,8 @@ from dualtrain.hvd.optimizer_options import NARROW, FixedOption, Named, base_nam
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.hvd.wrapped_values import values_of
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
-from dualtrain.optimizer import combined_loss, takes_set_to_none
+from dualtrain.optimizer import takes_set_to_none
+from dualtrain.wrapped_steps import check_own_steps, combined_loss
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -133,7 +134,8 @@ class _Optimizer(NativeOptimizer):
             self.reducer = self._make_reducer(first_names(named, optimizer), compression, transfer)
         if self.reducer is not None:
             self.reducer.follow(optimizer)
-        self.optimizer = optimizer  # at last: from now on, __setattr__ passes new attributes on
+        check_own_steps(optimizer, self)
+        self._wrapped = optimizer  # at last: from now on, __setattr__ passes new attributes on
 
     def close(self) -> None:
         """Remove the hooks: later backward passes send no gradients. Callers must not call ``step`` afterwards."""
@@ -152,7 +154,7 @@ class _Optimizer(NativeOptimizer):
         return ChannelReducer(named, *options, transfer)
 
     def __repr__(self) -> str:
-        return repr(self.optimizer)
+        return repr(self._wrapped)
 
     # Private in torch 2.5 to 2.15: GradScaler reads this property; there is no public one.
     @property
@@ -254,7 +256,7 @@ class _Optimizer(NativeOptimizer):
 
     def _step_wrapped(self, closure: Callable[[], Any] | None) -> Any:
         """Run the wrapped optimizer's step. It may have no parameter ``closure``."""
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        return self._wrapped.step() if closure is None else self._wrapped.step(closure)
 
     def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -266,10 +268,19 @@ class _Optimizer(NativeOptimizer):
             if self.reducer is None:
                 return loss
             self.reducer.reduce()
-            name, op = f"{self.reducer.channel_name}.loss", Sum if self.op == Sum else Average
-            return combined_loss(loss, lambda values: allreduce(values, name=name, op=op, process_set=self.process_set))
+            return combined_loss(loss, self.average_over_ranks)
 
         return evaluate
+
+    def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Average ``values`` over the ranks; with ``op=Sum``, add them. Collective; blocks."""
+        assert self.reducer is not None
+        name, op = f"{self.reducer.channel_name}.loss", Sum if self.op == Sum else Average
+        return allreduce(values, name=name, op=op, process_set=self.process_set)
+
+    def has_local_gradients(self) -> bool:
+        """Return whether a backward pass has run since gradients were last combined."""
+        return self.reducer is not None and not self.reducer.closed and (self.reducer.dirty or self.reducer.exchanging)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError between backward and ``step`` or ``synchronize``."""
@@ -292,10 +303,10 @@ class _Optimizer(NativeOptimizer):
             # rank without a reducer never combines gradients, so only REMADE makes a difference there.
             compat.note(compat.REMADE if self.reducer is None else compat.UNREDUCED)
         if self.reducer is not None and compat.enabled():
-            self.optimizer.add_param_group(param_group)
+            self._wrapped.add_param_group(param_group)
             self.reducer.hooks.known.update(map(id, self.param_groups[-1]["params"]))
         elif self.reducer is None:
-            self.optimizer.add_param_group(param_group)
+            self._wrapped.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
 
@@ -344,6 +355,10 @@ class _AdasumOptimizer(_Optimizer):
         self.process_set.usable_id()
         with self._refusing_after_interrupt(), torch.no_grad():
             return self._step_and_combine(closure)
+
+    def has_local_gradients(self) -> bool:
+        """Return True: only the wrapper's own step combines the changes of the parameters."""
+        return True
 
     def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]

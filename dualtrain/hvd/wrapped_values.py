@@ -17,13 +17,13 @@ class _WrappedValue:
         self._name, self._default = name, default
 
     def __get__(self, wrapper: Any, cls: type) -> Any:
-        return self._default if wrapper is None else getattr(wrapper.optimizer, self._name)
+        return self._default if wrapper is None else getattr(wrapper._wrapped, self._name)
 
     def __set__(self, wrapper: Any, value: Any) -> None:
-        setattr(wrapper.optimizer, self._name, value)
+        setattr(wrapper._wrapped, self._name, value)
 
     def __delete__(self, wrapper: Any) -> None:
-        delattr(wrapper.optimizer, self._name)
+        delattr(wrapper._wrapped, self._name)
 
 
 def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""Steps of an optimizer that is wrapped: the losses that closures return, and steps that the optimizer takes itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+
+from dualtrain.errors import BackendError
+from dualtrain.gradients.compilation import not_compiled
+
+
+class Wrapper(Protocol):
+    """The part of a wrapper that this module uses."""
+
+    @property
+    def may_step(self) -> bool:
+        """Return whether the wrapped optimizer may step now: the wrapper has called its step, or there is one rank."""
+
+    def has_local_gradients(self) -> bool:
+        """Return whether gradients on this rank are not combined with those of the other ranks."""
+
+    def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Average ``values`` over the ranks. Collective; blocks."""
+
+
+def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
+    """Check the steps that ``optimizer`` takes itself, as long as ``wrapper`` exists.
+
+    Such a step is one of a method of the optimizer's class that calls ``self.step()``, or of an object that has
+    ``optimizer`` instead of the wrapper. It raises RuntimeError if gradients are not combined over the ranks. The losses
+    of its closure are averaged, as in the wrapper's step.
+    """
+    # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The name is private in torch 2.5 to 2.15.
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+
+    @not_compiled
+    def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        living = ref()
+        if living is None or living.may_step:
+            return None
+        if not any(map(callable, (*args[1:], *options.values()))):  # a closure makes new gradients
+            _refuse_local_gradients(optimizer_class, living)
+        checked = [_checked(each, optimizer_class, living) for each in args[1:]]
+        return (args[0], *checked), {name: _checked(each, optimizer_class, living) for name, each in options.items()}
+
+    optimizer_class = type(optimizer)
+    handle = optimizer.register_step_pre_hook(before)
+    ref = weakref.ref(wrapper, lambda _: handle.remove())
+
+
+def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
+    if wrapper.has_local_gradients():
+        raise RuntimeError(
+            f"step() of the wrapped {optimizer_class.__name__} was called with this rank's own gradients, so that the "
+            "ranks' weights would differ: call step() of the DistributedOptimizer, or its synchronize() before"
+        )
+
+
+def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
+    """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
+    # If ``step`` calls the step of a base class, torch runs the hooks again, but not on every rank: it adds the calls of
+    # hooks to a class when the process makes the first optimizer of this class.
+    if not callable(argument) or hasattr(argument, "averages_loss"):
+        return argument
+
+    def evaluate() -> Any:
+        loss = argument()
+        _refuse_local_gradients(optimizer_class, wrapper)
+        return combined_loss(loss, wrapper.average_over_ranks)
+
+    evaluate.averages_loss = True  # type: ignore[attr-defined]
+    return evaluate
+
+
+@torch.no_grad()
+def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Combine the losses that the ranks' closures returned. Return any other value unchanged. Collective; blocks.
+
+    Args:
+        loss: a tensor of one element or a real number on every rank, or something else on every rank.
+        reduce: reduces a float64 tensor over the ranks in the same way as gradients.
+
+    Raises:
+        BackendError: on every rank, if ``loss`` is a number on some ranks only.
+    """
+    is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+    # Every rank makes the same call, whatever its closure returned; the sums show whether all closures returned a number.
+    mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
+    total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
+    if numbers and others:
+        raise BackendError(
+            "the closure given to step() returned a loss on some ranks and something else on others "
+            f"({type(loss).__name__} on this one): return the loss on every rank"
+        )
+    if not is_number:
+        return loss
+    return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total

@@ -1,0 +1,137 @@
+"""Steps that a wrapped optimizer takes itself, and wrapped optimizers that have an attribute ``optimizer``.
+
+``hvd.DistributedOptimizer`` is tested in ``tests/hvd/test_hvd_semantics_own_steps.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import DistributedOptimizer
+from tests.models_for_tests import same_on_all
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with a method that steps. Its ``step`` calls the one of its base class, which has hooks too."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+    def go(self, *args):
+        return self.step(*args)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that keeps another one in ``optimizer``, and does not call ``Optimizer.__init__``."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def replace_base(self, optimizer):
+        self.optimizer = optimizer
+
+
+def wrapped(backend, inner, **options):
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = inner(p)
+    return p, optimizer, DistributedOptimizer(optimizer, [("p", p)], backend=backend, **options)
+
+
+def own(p):
+    return Own([p], lr=1.0)
+
+
+def own_steps(backend):
+    mean = (backend.size + 1) / 2
+    p, inner, optimizer = wrapped(backend, own)
+    for step in (optimizer.go, inner.step):
+        (p.sum() * (backend.rank + 1)).backward()
+        step()
+        optimizer.zero_grad()
+    assert p.tolist() == [-2 * mean] * 2
+    (p.sum() * 0).backward()
+    p.grad.mul_(2)  # a change in place, as by clipping, of a gradient of zeros
+    optimizer.go()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        (p.sum() * (backend.rank + 1)).backward()
+    if backend.size == 1:
+        optimizer.go()
+    else:
+        for step in (optimizer.go, inner.step):
+            with pytest.raises(
+                RuntimeError, match=r"step\(\) of the wrapped Own was called with this rank's own gradients"
+            ):
+                step()
+        optimizer.synchronize()
+        inner.step()
+    assert p.tolist() == [-3 * mean] * 2
+    optimizer.close()
+    inner.zero_grad()
+    (p.sum() * (backend.rank + 1)).backward()
+    inner.step()
+    assert p.tolist() == [-3 * mean - backend.rank - 1] * 2
+    del optimizer, step
+    gc.collect()
+    assert not inner._optimizer_step_pre_hooks
+
+
+def test_a_step_that_the_wrapped_optimizer_takes_itself_uses_averages_or_is_refused(typical):
+    typical(own_steps)
+
+
+def own_closures(backend, passes):
+    """Call ``step(closure)`` in a method of the wrapped optimizer, with a loss that differs between the ranks."""
+    p, inner, optimizer = wrapped(backend, own, backward_passes_per_step=passes)
+
+    def closure():
+        inner.zero_grad()
+        loss = p.sum() * (backend.rank + 1) + backend.rank
+        loss.backward()
+        return loss
+
+    if passes > 1 and backend.size > 1:
+        with pytest.raises(RuntimeError, match="this rank's own gradients"):
+            optimizer.go(closure)
+        optimizer.synchronize()
+    else:
+        loss = optimizer.go(closure)
+        assert loss.item() == (backend.size - 1) / 2
+        assert same_on_all(backend, [p])
+        assert inner.step(closure=closure).item() != 0
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_losses_of_the_wrapped_optimizers_own_steps_are_averaged(typical, passes):
+    typical(own_closures, passes)
+
+
+def lookaheads(backend):
+    p, inner, optimizer = wrapped(backend, lambda p: Lookahead(torch.optim.SGD([p], lr=1.0)))
+    base = inner.optimizer
+    assert optimizer.optimizer is base
+    (p.sum() * (backend.rank + 1)).backward()
+    optimizer.step()
+    assert p.tolist() == [-(backend.size + 1) / 2] * 2
+    other = torch.optim.SGD([p], lr=2.0)
+    optimizer.optimizer = other
+    assert inner.optimizer is other
+    optimizer.replace_base(base)
+    assert optimizer.optimizer is base
+    plain = wrapped(backend, own)
+    assert plain[2].optimizer is plain[1]
+
+
+def test_an_attribute_optimizer_is_the_wrapped_optimizers_own(typical):
+    typical(lookaheads)

@@ -1,0 +1,85 @@
+"""dualtrain/hvd/README.md#distributedoptimizer: steps that an optimizer takes itself."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gradients.test_own_steps import Lookahead, Own
+from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks
+
+
+def own_steps(backend):
+    """Step in a method of the wrapper. Then step the optimizer that was wrapped, without the wrapper."""
+    with library(backend) as hvd:
+        p = nn.Parameter(torch.zeros(2))
+        inner = Own([p], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, [("p", p)])
+        factor, mean = hvd.rank() + 1, mean_of_ranks(hvd.size())
+        (p.sum() * factor).backward()
+        optimizer.go()
+        assert p.tolist() == [-mean] * 2
+        optimizer.zero_grad()
+        (p.sum() * factor).backward()
+        optimizer.synchronize()
+        inner.step()
+        assert p.tolist() == [-2 * mean] * 2
+
+
+@PAIR
+def test_a_method_that_steps_combines_gradients(real):
+    real(own_steps)
+
+
+def without_wrapper(backend):
+    with library(backend) as hvd:
+        for op in ("Average", "Max", "Adasum"):
+            p = nn.Parameter(torch.zeros(2))
+            inner = Own([p], lr=1.0)
+            optimizer = hvd.DistributedOptimizer(inner, [(op, p)], op=getattr(hvd, op))
+
+            def closure(p=p):
+                p.grad = None
+                p.sum().backward()
+
+            for call in (inner.step, lambda: inner.step(closure)):  # noqa: B023
+                for _ in range(2):
+                    if op == "Adasum" or call == inner.step:
+                        p.sum().backward()
+                    with pytest.raises(RuntimeError, match=r"step\(\) of the wrapped Own was called with this rank"):
+                        call()
+                    assert p.tolist() == [0, 0]
+                    optimizer.synchronize()
+            p.grad = torch.ones(2)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # there was no step after synchronize()
+                optimizer.step()
+            assert p.tolist() == [-1, -1]
+
+
+@OURS_2
+def test_a_step_without_the_wrapper_is_refused_if_gradients_are_not_combined(real):
+    real(without_wrapper)
+
+
+def lookaheads(backend):
+    """Wrap an optimizer that has a different optimizer in the attribute ``optimizer``."""
+    with library(backend) as hvd:
+        p = nn.Parameter(torch.zeros(2))
+        inner = Lookahead(torch.optim.SGD([p], lr=1.0))
+        base = inner.optimizer
+        optimizer = hvd.DistributedOptimizer(inner, [("p", p)])
+        assert optimizer.optimizer is base
+        (p.sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        assert p.tolist() == [-mean_of_ranks(hvd.size())] * 2
+        optimizer.replace_base(None)  # a method of Lookahead
+        assert inner.optimizer is None
+
+
+@OURS_2
+def test_an_attribute_optimizer_is_the_wrapped_optimizers_own(real):
+    real(lookaheads)
