@@ -262,7 +262,7 @@ class ChannelReducer(HorovodReducer):
             self._opening = basics.engine().open_channel(
                 name,
                 self.set_id,
-                layout=[*(slot.describe() for slot in slots), self._describe_transfer()],
+                layout=[self._describe_transfer(), *(slot.describe() for slot in slots)],
                 sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
                 buffers=buffer_sizes(slots, _SCALARS + 1, self._exchange.transfer),  # 1 for the flag of a refusal
                 then=self._start if start else None,

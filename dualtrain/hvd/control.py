@@ -18,7 +18,8 @@ from typing import Protocol
 
 from dualtrain.backends import Backend
 from dualtrain.horovod_variables import Settings, log
-from dualtrain.hvd.coordinator import Coordinator, Message
+from dualtrain.hvd.coordinator import Coordinator
+from dualtrain.hvd.disagreement import Message
 from dualtrain.rendezvous.connection import Connection, open_control_channel
 
 _CLOSING_SECONDS = 2.5

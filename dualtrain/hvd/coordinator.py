@@ -15,26 +15,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any
 
 from dualtrain.horovod_variables import Settings
-from dualtrain.hvd.arithmetic import NAMES
+from dualtrain.hvd.disagreement import (
+    EQUAL,
+    FREE_ROWS,
+    Key,
+    Message,
+    describe_deadlock,
+    disagreement,
+    line_of,
+    name_ranks,
+    rows_of,
+    title_of,
+)
 
-Message = dict[str, Any]
-Key = tuple[int, str, str | None]  # process set, kind, name
-
-#: Fields that must be the same in every rank's call, and their names in error messages.
-_EQUAL = {
-    "op": "reduction",
-    "pre": "prescale factor",
-    "post": "postscale factor",
-    "root": "root rank",
-    "ranks": "ranks",
-    "transport": "DUALTRAIN_TRANSPORT",
-}
-#: Kinds in which the first dimension may differ from rank to rank.
-_FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
 #: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
 #: Kinds that need no call from ranks that have joined.
@@ -83,6 +78,8 @@ class Coordinator:
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
+        #: Rank → the call for which its main thread waits, so that the rank makes no other calls.
+        self._blocked: dict[int, Key] = {}
         #: The channels that were opened: the first rank's request, and the message that opened the channel.
         self._opened: dict[Key, tuple[Message, Message]] = {}
         self._down = False
@@ -96,6 +93,8 @@ class Coordinator:
             self.shut_down(message.get("why") or f"rank {rank} has shut Horovod down, or its program has ended")
         elif kind == "waiting":
             self._note_wait(rank, message)
+        elif kind == "blocked":
+            self._blocked[rank] = message["set"], message["call"], message["name"]
         elif kind == "join":
             self._joined[rank] = message
             self._after_join(rank)
@@ -118,11 +117,15 @@ class Coordinator:
                 self._send(rank, {"do": "down", "why": why})
 
     def look_for_stalls(self) -> None:
-        """Report calls that have waited for too long; end the world if a call has waited for ``stall_shutdown`` seconds."""
+        """Fail calls that wait for each other. Report calls that have waited for too long.
+
+        End the world if a call has waited for ``stall_shutdown`` seconds.
+        """
+        self._fail_deadlocked()
         limits, waits = self._settings, [*self._unmatched(), *self._unsent_gradients()]
         for title, seconds, there, needed in waits:
             missing = [rank for rank in needed if rank not in there]
-            text = f"{title}: {_ranks(there)} waited {seconds:.0f} s for {_ranks(missing)}"
+            text = f"{title}: {name_ranks(there)} waited {seconds:.0f} s for {name_ranks(missing)}"
             if missing and seconds > limits.stall_shutdown:
                 self.shut_down(f"{text}, longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS allows")
                 return
@@ -145,7 +148,7 @@ class Coordinator:
         """Yield (title, seconds, waiting ranks, needed ranks) for each call that is not matched yet."""
         now = self._clock()
         for key, waiting in self._table.items():
-            yield _title(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
+            yield title_of(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
 
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
         now = self._clock()
@@ -159,6 +162,7 @@ class Coordinator:
 
     def _submit(self, rank: int, message: Message) -> None:
         key: Key = (message["set"], message["kind"], message["name"])
+        self._blocked.pop(rank, None)
         if key[0] not in self.sets:
             self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {key[0]} was removed"})
             return
@@ -167,9 +171,9 @@ class Coordinator:
             return
         if key not in self._table:
             self._table[key] = _Waiting(self._clock())
-            self._note("negotiate", _line(key), rank)
+            self._note("negotiate", line_of(key), rank)
         self._table[key].calls.setdefault(rank, deque()).append(message)
-        self._note("ready", _line(key), rank)
+        self._note("ready", line_of(key), rank)
         self._match(key)
 
     def _reopen(self, key: Key, rank: int, message: Message) -> None:
@@ -191,8 +195,8 @@ class Coordinator:
             # A rank may have made an asynchronous call before it joined: this call is matched too.
             calls = {rank: queue.popleft() for rank, queue in sorted(waiting.calls.items()) if queue}
             waiting.since = self._clock()
-            self._reported.discard(_title(key))  # a later wait for the same key is reported again
-            self._note("matched", _line(key), -1)
+            self._reported.discard(title_of(key))  # a later wait for the same key is reported again
+            self._note("matched", line_of(key), -1)
             self._do(key, calls)
         if not any(waiting.calls.values()):
             self._table.pop(key, None)
@@ -202,8 +206,8 @@ class Coordinator:
         absent = [rank for rank in members if rank not in calls]
         problem = disagreement(key, calls)
         if absent and key[1] not in _JOINABLE:
-            joined = f"{_ranks(absent)} {'have' if len(absent) > 1 else 'has'} joined"
-            problem = f"{_title(key)} is not possible, because {joined}"
+            joined = f"{name_ranks(absent)} {'have' if len(absent) > 1 else 'has'} joined"
+            problem = f"{title_of(key)} is not possible, because {joined}"
         if problem is None and key[1] in _WORLD_WIDE:
             problem = self._change_sets(key, calls)
         if problem is not None:
@@ -211,7 +215,7 @@ class Coordinator:
                 self._send(rank, {"do": "fail", "id": message["id"], "why": problem})
             return
         first = next(iter(calls.values()))
-        facts = {name: first[name] for name in (*_EQUAL, "tensors", "added") if name in first}
+        facts = {name: first[name] for name in (*EQUAL, "tensors", "added") if name in first}
         facts |= {"do": "run", "kind": key[1], "name": key[2], "set": key[0], "members": members}
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":
@@ -220,8 +224,8 @@ class Coordinator:
             same = all(message["buffers"] == first["buffers"] for message in calls.values())
             facts["buffers"] = first["buffers"] if same else []
             self._opened[key] = {**first, "rank": next(iter(calls))}, facts
-        if key[1] in _FREE_ROWS:
-            facts["rows"] = [[_rows(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
+        if key[1] in FREE_ROWS:
+            facts["rows"] = [[rows_of(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
         if key[1] == "alltoall":
             facts["splits"] = [calls[rank]["splits"] for rank in members]
         for rank in range(self.size) if key[1] in _WORLD_WIDE else members:
@@ -267,6 +271,39 @@ class Coordinator:
             if other in self.sets.get(message["set"], ()):
                 self._send(other, self._zeros_sent[channel])
 
+    # -- calls that never match ---------------------------------------------------------------------------------------
+
+    def _fail_deadlocked(self) -> None:
+        """Fail the calls of ranks that wait for each other: each waits for a call that other such ranks cannot make."""
+        stuck = {rank: key for rank, key in self._blocked.items() if rank in self._callers(key)}
+        while free := [rank for rank, key in stuck.items() if not self._missing(key) <= stuck.keys()]:
+            for rank in free:
+                del stuck[rank]
+        if stuck:
+            rank, key = min(stuck.items())
+            other = min(self._missing(key))
+            why = describe_deadlock(
+                {rank: (key, self._first(key, rank)), other: (stuck[other], self._first(stuck[other], other))}
+            )
+            self._fail_all(set(stuck.values()), why)
+
+    def _callers(self, key: Key) -> set[int]:
+        """Return the ranks whose calls of ``key`` are not matched yet."""
+        return {rank for rank, queue in self._table[key].calls.items() if queue} if key in self._table else set()
+
+    def _missing(self, key: Key) -> set[int]:
+        return set(self._needed(key)) - self._callers(key)
+
+    def _first(self, key: Key, rank: int) -> Message:
+        return self._table[key].calls[rank][0]
+
+    def _fail_all(self, keys: Iterable[Key], why: str) -> None:
+        for key in keys:
+            self._note("matched", line_of(key), -1)
+            for rank, queue in self._table.pop(key).calls.items():
+                for message in queue:
+                    self._send(rank, {"do": "fail", "id": message["id"], "why": why})
+
     # -- process sets -----------------------------------------------------------------------------------------------
 
     def _change_sets(self, key: Key, calls: dict[int, Message]) -> str | None:
@@ -285,76 +322,5 @@ class Coordinator:
                 return f"process set {number} was removed before"
             del self.sets[number]
             self._free_ids.append(number)
-            self._fail_all_of(number)
+            self._fail_all([key for key in self._table if key[0] == number], f"process set {number} was removed")
         return None
-
-    def _fail_all_of(self, number: int) -> None:
-        for key in [key for key in self._table if key[0] == number]:
-            self._note("matched", _line(key), -1)
-            for rank, queue in self._table.pop(key).calls.items():
-                for message in queue:
-                    self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {number} was removed"})
-
-
-def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
-    """Return a message with the first difference between the ranks' ``calls``; ``None`` if they agree."""
-    for rank, call in calls.items():
-        if call.get("refused") is not None:
-            return f"rank {rank}: {call['refused']}"
-    title, (first_rank, first), others = _title(key), next(iter(calls.items())), list(calls.items())[1:]
-    for rank, other in others:
-        for name, meaning in _EQUAL.items():
-            if first.get(name) != other.get(name):
-                one, two = _readable(name, first.get(name)), _readable(name, other.get(name))
-                return f"{title}: {meaning} {one} on rank {first_rank}, {two} on rank {rank}"
-        if first.get("layout") != other.get("layout"):
-            pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
-            one, two = next((a, b) for a, b in pairs if a != b)
-            if sorted(first["layout"]) == sorted(other["layout"]):
-                order = f"the order of the parameters differs: {one} on rank {first_rank}, {two} on rank {rank}"
-                return f"{title}: {order}: pass named_parameters in the same order on every rank"
-            return f"{title}: the parameters or options differ: {one} on rank {first_rank}, {two} on rank {rank}"
-        differing = set(first.get("frozen", [])) ^ set(other.get("frozen", []))
-        if differing:
-            name = min(differing)
-            frozen, trained = (first_rank, rank) if name in first.get("frozen", []) else (rank, first_rank)
-            return (
-                f"parameter {name!r} is frozen on rank {frozen} and trained on rank {trained}, so that their weights would "
-                "differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
-            )
-        first_tensors, other_tensors = first.get("tensors", []), other.get("tensors", [])
-        if len(first_tensors) != len(other_tensors):
-            return f"{title}: {len(first_tensors)} tensors on rank {first_rank}, {len(other_tensors)} on rank {rank}"
-        for (dtype, shape, device), (dtype2, shape2, device2) in zip(first_tensors, other_tensors, strict=True):
-            if dtype != dtype2:
-                return f"{title}: dtype {dtype} on rank {first_rank}, {dtype2} on rank {rank}"
-            if device != device2:
-                return f"{title}: a tensor on {device} on rank {first_rank}, on {device2} on rank {rank}"
-            free = key[1] in _FREE_ROWS
-            if len(shape) != len(shape2) or shape[free:] != shape2[free:]:
-                return f"{title}: shape {tuple(shape)} on rank {first_rank}, {tuple(shape2)} on rank {rank}"
-    return None
-
-
-def _readable(name: str, value: Any) -> str:
-    return NAMES.get(value, str(value)) if name == "op" else str(value)
-
-
-def _line(key: Key) -> str:
-    """Return the name of the call's line on the timeline."""
-    return f"channel.{key[2]}" if key[1] == "channel" else _title(key)
-
-
-def _title(key: Key) -> str:
-    if key[1] == "channel":
-        return f"the first gradients of the optimizer with the parameter {str(key[2]).rpartition('-')[0]!r}"
-    return f"{key[1]}.{key[2] if key[2] is not None else 'noname'}" + (f" in process set {key[0]}" if key[0] else "")
-
-
-def _rows(shape: list[int]) -> int:
-    return shape[0] if shape else 1
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -22,7 +22,7 @@ from dualtrain.errors import BackendError, PeerFailure
 from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.channels import Channels, Exchanger, Exchangers
 from dualtrain.hvd.control import control
-from dualtrain.hvd.coordinator import Message
+from dualtrain.hvd.disagreement import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.execution import Executor
 from dualtrain.hvd.pending import SLICE_SECONDS, Pending, slice_seconds
@@ -91,7 +91,9 @@ class Engine:
         tensors = [tensor.detach() for tensor in tensors or []]
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
-        pending = Pending(message, tensors, outputs, then=then, progress=self.channels.progress)
+        pending = Pending(
+            message, tensors, outputs, then=then, on_blocked=self._report_blocked, progress=self.channels.progress
+        )
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is not None:
             self._executor.gpu = gpu
@@ -156,6 +158,9 @@ class Engine:
             self._control.send(message)
         except OSError as error:
             self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
+
+    def _report_blocked(self, call: Message) -> None:
+        self.send({"kind": "blocked", "call": call["kind"], "name": call["name"], "set": call["set"]})
 
     def fail(self, why: str) -> None:
         """Make all pending and later calls fail with the reason ``why``."""

@@ -10,7 +10,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.hvd.arithmetic import Sum, identity_element
 from dualtrain.hvd.channels import Channels
-from dualtrain.hvd.coordinator import Message
+from dualtrain.hvd.disagreement import Message
 from dualtrain.hvd.operations import RUN, Task
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.timeline import Timeline

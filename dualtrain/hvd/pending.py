@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dualtrain.hvd.coordinator import Message
+from dualtrain.hvd.disagreement import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 
 #: Seconds between two calls of ``progress`` in a wait: with unfinished operations in shared memory, and without.
 SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
+BLOCKED_SECONDS = 5.0  # after this wait, rank 0 checks whether the ranks wait for each other's calls
 
 
-def _nothing() -> int:
+def _nothing(*_: Any) -> int:
     return 0
 
 
@@ -32,6 +35,7 @@ class Pending:
         ended: set when there is a result or an error.
         facts: rank 0's description of the matched call, such as every rank's ``rows`` and ``splits``.
         events: GPU events after which the inputs are ready; after the call has ended, the events of the results.
+        on_blocked: called with the message if the main thread has waited for ``BLOCKED_SECONDS``.
         progress: advances operations in shared memory, for which other ranks may wait, and returns how many are left.
     """
 
@@ -44,12 +48,17 @@ class Pending:
     result: Any = None
     error: HorovodInternalError | None = None
     events: list[Any] = field(default_factory=list)
+    on_blocked: Callable[[Message], object] = _nothing
     progress: Callable[[], int] = _nothing
 
     def wait_for_end(self) -> None:
         """Block until there is a result or an error."""
+        limit = time.monotonic() + BLOCKED_SECONDS
         while not self.ended.wait(slice_seconds(self.progress)):
-            pass
+            # While a different thread waits, the program can make further calls.
+            if time.monotonic() > limit and threading.current_thread() is threading.main_thread():
+                self.on_blocked(self.message)
+                limit = math.inf
 
     def wait(self) -> Any:
         """Block until the result can be used on the current stream; return it.

@@ -244,3 +244,68 @@ def test_only_variables_without_an_effect_are_logged_as_ignored(caplog):
     gloo = dict.fromkeys(("HOROVOD_GLOO_IFACE", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "x")
     mention_others(gloo | {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_TIMELINE": "x"})
     assert caplog.messages == ["ignored, because they have no effect on torch.distributed: HOROVOD_CYCLE_TIME"]
+
+
+def block(harness, rank, name, number=0):
+    """Call ``name`` on a process set, and report that the rank's main thread waits for this call."""
+    harness.receive(rank, name=name, set=number, op=1)
+    harness.coordinator.receive(rank, {"kind": "blocked", "call": "allreduce", "name": name, "set": number})
+
+
+def test_calls_that_wait_for_each_other_fail():
+    harness = Harness()
+    harness.receive(0, name="pending", op=1)
+    block(harness, 0, "a")
+    block(harness, 1, "b")
+    harness.look(1)
+    assert not any(harness.sent)  # rank 2 may call both
+    block(harness, 2, "b")
+    harness.look(1)
+    text = (
+        "allreduce.a on rank 0 and allreduce.b on rank 1 wait for each other; every rank must make the same calls in the "
+    )
+    assert [harness.answers(rank, "do", "why") for rank in range(3)] == [[("fail", text + "same order")]] * 3
+    for rank in (1, 2, 0, 1, 2):
+        harness.receive(rank, name="a" if rank == 0 else "pending", op=1)
+    harness.look(1)
+    assert harness.answers(0, "do", "name") == [("run", "pending")]
+
+
+def test_calls_that_can_still_match_do_not_fail():
+    harness = Harness()
+    block(harness, 0, "a")
+    block(harness, 1, "b")
+    harness.receive(2, name="b", op=1)
+    harness.receive(1, name="a", op=1)  # a different thread has made this call, or an interrupt has ended the wait
+    harness.look(1)
+    assert not any(harness.sent)
+    harness.receive(2, name="a", op=1)
+    harness.receive(0, name="b", op=1)
+    assert harness.answers(1, "do", "name") == [("run", "a"), ("run", "b")]
+    harness.look(1)
+    assert not harness.sent[1]
+
+
+def test_calls_in_several_process_sets_can_wait_for_each_other():
+    harness = Harness()
+    for ranks in ([0, 1], [1, 2], [0, 2]):
+        for rank in range(3):
+            harness.receive(rank, "add_process_set", ranks=ranks)
+    for rank in range(3):
+        harness.answers(rank, "do")
+    block(harness, 0, "x", 1)
+    block(harness, 1, "y", 2)
+    harness.look(1)
+    assert not any(harness.sent)
+    block(harness, 2, "z", 3)
+    harness.look(1)
+    assert [do for rank in range(3) for do, _ in harness.answers(rank, "do", "why")] == ["fail"] * 3
+
+
+def test_a_join_can_leave_only_calls_that_wait_for_each_other():
+    harness = Harness()
+    block(harness, 0, "a")
+    block(harness, 1, "b")
+    harness.receive(2, "join", divide_by="initial")
+    harness.look(1)
+    assert harness.answers(0, "do") == [("absent",), ("fail",)]

@@ -5,9 +5,12 @@ tests/launch/test_hangs.py makes the same calls with Horovod.
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 import torch
 
-from tests.hvd.worlds import OURS_2, library
+from tests.hvd.worlds import OURS_2, OURS_3, library
 
 
 def alltoall_without_a_dimension(hvd):
@@ -55,4 +58,32 @@ def each_in_a_new_world(backend):
 @OURS_2
 def test_calls_that_hang_in_horovod_do_not_hang_in_dualtrain(real):
     real(each_in_a_new_world)
+    real.leave()
+
+
+def other_parameters(backend):
+    """Step with models that have other shapes or parameters on rank 1. Each step fails again."""
+    with library(backend) as hvd, mock.patch("dualtrain.hvd.pending.BLOCKED_SECONDS", 0.1):
+        from dualtrain.hvd import HorovodInternalError
+
+        other = int(hvd.rank() == 1)
+        weight = r"'bias'.*: weight \(float32, \(4, 3\).* on rank 0, weight \(float32, \(5, 3\).* on rank 1"
+        for options, bias, text in (
+            ({}, True, weight),
+            ({"op": hvd.Max}, True, r"bias.*: shape \(4,\) on rank 0, \(5,\) on rank 1"),
+            ({}, False, r"'bias'.*: bias \(float32, \(4,\).* on rank 0, nothing on rank 1"),
+        ):
+            model = torch.nn.Linear(3, 4 + (other and bias), bias=not other or bias)
+            inner = torch.optim.SGD(model.parameters(), 1.0)
+            optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+            model(torch.ones(1, 3)).sum().backward()
+            for _ in range(2):
+                with pytest.raises(HorovodInternalError, match=text):
+                    optimizer.step()
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@OURS_3
+def test_optimizers_with_other_parameters_on_a_rank_fail_on_all_ranks(real):
+    real(other_parameters)
     real.leave()
