@@ -159,6 +159,11 @@ class Bucket:
         """Return the slots whose gradients the program has changed since ``pack``. Call it before ``unpack``."""
         return self._packed.changed(self.outside)
 
+    def forget_gradients(self) -> None:
+        """Drop the references to the gradients that were packed."""
+        self._packed.forget()
+        self.outside.clear()
+
     def assigned_late(self) -> Slot | None:
         """Return a slot that had no gradient on any rank, and whose parameter has got a gradient with values afterwards.
 

@@ -119,7 +119,7 @@ class Exchange:
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
         except Exception:
-            self.refusals.drop_gradients()
+            self._drop_gradients()
             raise
 
     def forget(self) -> None:
@@ -186,12 +186,12 @@ class Exchange:
                 self._finished = self.schedule.round, number
         except Exception as error:
             self._failure = str(error)
-            self.refusals.drop_gradients()
+            self._drop_gradients()
             raise
         try:
             return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
         except BackendError:
-            self.refusals.drop_gradients()
+            self._drop_gradients()
             raise
 
     def refuse(self) -> NoReturn:
@@ -203,7 +203,13 @@ class Exchange:
         try:
             self.refusals.refuse(self._backend, self.schedule.buckets)
         finally:
-            self.refusals.drop_gradients()
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        self.refusals.drop_gradients()
+        self._results = []
+        for bucket in self.schedule.buckets:
+            bucket.forget_gradients()
 
     def unpack(self) -> None:
         """Make every ``param.grad`` the result of the round, and gather the sparse gradients. Collective; blocks."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualtrain import DistributedOptimizer, Trainer
+from dualtrain import BackendError, DistributedOptimizer, Trainer
 from dualtrain.backends.local import LocalBackend
 from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.buckets import Bucket
@@ -264,3 +264,31 @@ def wide_gradients(backend):
 @OWN_DTYPE
 def test_gradients_may_have_another_dtype_than_their_parameter():
     run_threads(2, wide_gradients)
+
+
+# -- gradients are freed after a failure --------------------------------------------------------------------------
+
+
+def refused(backend):
+    """Refuse an exchange. The program keeps one of the two gradients during the exchange."""
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    made = DistributedOptimizer(torch.optim.SGD(params, 1.0), backend=backend)
+    for added in ([], [nn.Parameter(torch.zeros(2))] * backend.rank):
+        made.zero_grad()
+        made.param_groups[0]["params"] += added
+        with made.no_sync():
+            sum(p.sum() for p in params).backward()
+        kept, gradients = params[0].grad, [weakref.ref(p.grad) for p in params]
+        try:
+            made.synchronize()
+        except BackendError:
+            failed = True
+        else:
+            failed = False
+        del kept
+    assert failed
+    return [ref() is None for ref in gradients]
+
+
+def test_a_refused_exchange_keeps_no_reference_to_gradients():
+    assert run_threads(2, refused) == [[True, True]] * 2
