@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +45,10 @@ class Reducer(Protocol):
 class ParameterHooks:
     """The trained parameters of one reducer, with a hook on each.
 
+    Args:
+        keep_nodes: keep the autograd nodes that accumulate gradients, so that hooks that the program registers on them
+            later are known too. (Without this, a node exists only as long as something else refers to it.)
+
     Attributes:
         slots: one for each trained parameter, in the order in which they were added.
         lock: held while a hook runs; ``None`` if all parameters are on one device, since autograd then uses one thread.
@@ -52,12 +56,14 @@ class ParameterHooks:
         frozen: the parameters without a slot, because they were frozen when they were added.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_nodes: bool = False) -> None:
         self.slots: list[Slot] = []
         self.lock: threading.RLock | None = None
         self.known: set[int] = set()
         self.frozen: list[tuple[str, nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
+        self._keep_nodes = keep_nodes
+        self._nodes: list[Node] = []
         self._params: list[nn.Parameter] = []
         #: The parameters' attribute dictionaries. ``torch.utils.swap_tensors`` replaces the dictionary of a parameter.
         self._attributes: list[dict[str, Any]] = []
@@ -77,7 +83,11 @@ class ParameterHooks:
             if not p.requires_grad:
                 self.frozen.append((name, p))
                 continue
-            self.slots.append(Slot(name, p, node_hooks=_node_hooks(p)))
+            with torch.inference_mode(False):  # in inference mode, parameters have no node
+                node = get_gradient_edge(p).node
+            if self._keep_nodes:
+                self._nodes.append(node)
+            self.slots.append(Slot(name, p, node_hooks=_node_hooks(node)))
             hook = _make_hook(reducer, len(self.slots) - 1, name)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
             self._params.append(p)
@@ -126,6 +136,7 @@ class ParameterHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
 
 
 def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tensor], None]:
@@ -156,18 +167,13 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
     return hook
 
 
-def _node_hooks(p: nn.Parameter) -> Mapping[int, Any]:
-    """Return the hooks that the program has registered on the autograd node that accumulates the gradient of ``p``.
-
-    A node exists only as long as something refers to it. If the program has not kept the node, this function gets a new
-    one, which has no hooks.
-    """
-    with torch.inference_mode(False):  # in inference mode, parameters have no node
-        handle = get_gradient_edge(p).node.register_hook(lambda *_: None)
+def _node_hooks(node: Node) -> Mapping[int, Any]:
+    """Return the hooks of an autograd node; later changes are seen in the result."""
+    handle = node.register_hook(lambda *_: None)
     # Private in torch 2.5 to 2.15: there is no public way to list the hooks of a node.
     hooks: Mapping[int, Any] | None = handle.hooks_dict_ref()
     handle.remove()
-    return hooks or {}
+    return {} if hooks is None else hooks
 
 
 def has_later_hook(reducer: Reducer, slot: Slot) -> bool:

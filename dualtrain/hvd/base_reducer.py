@@ -79,7 +79,7 @@ class HorovodReducer(ABC):
         self.base_name, self.process_set = base_name, process_set
         self.passes = self._next_passes = passes
         self.channel_name = self.name = ""
-        self.hooks = ParameterHooks()
+        self.hooks = ParameterHooks(keep_nodes=True)  # as Horovod does
         self.ready = 0
         self.dirty = False
         #: Whether this rank already knew, when it became dirty, that a rank discards the current exchange.

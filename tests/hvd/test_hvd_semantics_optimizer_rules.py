@@ -434,8 +434,11 @@ def changes_in_a_hook(backend):
     """Change the gradients of every step in hooks of parameters and of autograd's nodes, before gradients are sent."""
     with library(backend) as hvd:
         found = []
-        for place in ("node", "before", "after"):
-            params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        cases = [("node", 2), ("before", 2), ("after", 2)]
+        if backend.name != "horovod":  # Horovod may have sent the gradient before a later hook of the node runs
+            cases += [("later node", 2), ("later node", 40000)]  # a large gradient is copied to its bucket early
+        for place, size in cases:
+            params = [nn.Parameter(torch.zeros(size)) for _ in range(2)]
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
 
             def double(p):
@@ -450,22 +453,27 @@ def changes_in_a_hook(backend):
                     node.register_hook(lambda *_, p=p: double(p))
             if place == "before":
                 register()
-            named = [(f"{place}{number}", p) for number, p in enumerate(params)]
+            named = [(f"{place}{size}.{number}", p) for number, p in enumerate(params)]
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
             if place == "after":
                 register()
-            for _ in range(3):
+            nodes.clear()  # the optimizer keeps them
+            for step in range(3):
+                if place == "later node" and step == 1:
+                    for p in params:
+                        p.data.mul_(2)  # as if the hooks had been there before
+                        torch.autograd.graph.get_gradient_edge(p).node.register_hook(lambda *_, p=p: double(p))
                 optimizer.zero_grad()
                 sum((hvd.rank() + 1) * p.sum() for p in params).backward()
                 optimizer.step()
-            found += [p.tolist() for p in params]
+            found += [p[:2].tolist() for p in params]
         return found
 
 
 @PAIR
 def test_hooks_of_the_program_change_gradients_before_they_are_sent(real):
     for found in real(changes_in_a_hook):
-        assert found == [[-3 * 2 * mean_of_ranks(real.size)] * 2] * 6
+        assert found == [[-3 * 2 * mean_of_ranks(real.size)] * 2] * len(found)
 
 
 def groups_and_closures(backend):
