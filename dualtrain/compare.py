@@ -5,16 +5,13 @@ With --one-result, the exit status is 1 unless all runs have ended with the same
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dualtrain.console import given_path, parser_of, print_error, show, text_table
 from dualtrain.errors import UserError
-from dualtrain.files import real
-from dualtrain.run_table import read_summary, run_table
+from dualtrain.run_table import labelled, read_summary, run_table
 
 COLUMNS = ("backend", "launcher", "ranks", "accuracy", "precision", "samples/s", "seconds", "weights")
 ONE_RESULT = ("ranks", "backend", "launcher", "val loss", "accuracy", "weights")
@@ -72,22 +69,16 @@ def _results(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
 
 
-def _label(folder: str) -> str:
-    """Return the name of a run's folder, in one line. The links in its path are followed, unless they form a loop."""
-    return real(folder).name.replace("\n", "\\n")
-
-
 def _compare_results(folders: Sequence[str]) -> int:
     runs, unfinished = [], []
-    for folder in folders:
-        label = _label(folder)
+    for folder, label in labelled(folders):
         try:
-            runs.append((label, read_summary(Path(folder))))
+            runs.append((label, read_summary(folder)))
         except UserError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            there = os.path.isdir(folder)
-            unfinished.append(f"{label} has not {'ended' if there else f'begun, since there is no folder {folder!r}'}")
+            there = folder.is_dir()
+            unfinished.append(f"{label} has not {'ended' if there else f'begun, since there is no folder {str(folder)!r}'}")
     shown, same = one_result(runs, unfinished)
     show(shown)
     return 0 if same else 1
@@ -104,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         if given.one_result:
             return _compare_results(given.runs)
-        show(table([(_label(folder), read_summary(Path(folder))) for folder in given.runs]))
+        show(table([(label, read_summary(folder)) for folder, label in labelled(given.runs)]))
     except UserError as error:
         print_error(error)
         return 2

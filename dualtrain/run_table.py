@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.errors import UserError
-from dualtrain.files import read_json
+from dualtrain.files import read_json, real
 
 NONE = "–"
 Facts = Mapping[str, Any]  # a run's summary, or the known values of an unfinished run
@@ -80,3 +80,23 @@ def read_summary(folder: Path) -> dict[str, Any]:
     if wrong:
         raise UserError(f"{shown} has a summary.json without a usable {wrong[0]}: name a run's folder")
     return summary
+
+
+def labelled(folders: Iterable[str | Path]) -> list[tuple[Path, str]]:
+    """Return the paths of the runs, without links and duplicates, each with its label.
+
+    The label is the shortest end of the path that differs from the ends of all other paths.
+    """
+    paths = list(dict.fromkeys(real(folder) for folder in folders))
+
+    def end(path: Path, parts: int) -> str:
+        name = "/".join(path.parts[-parts:]).replace("\n", r"\n")
+        return " ".join(name.encode(errors="replace").decode().split())
+
+    def label(path: Path) -> str:
+        alone = (
+            parts for parts in range(1, len(path.parts)) if [end(p, parts) for p in paths].count(end(path, parts)) == 1
+        )
+        return end(path, next(alone, len(path.parts)))
+
+    return [(path, label(path)) for path in paths]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.errors import UserError
-from dualtrain.files import or_nothing, parse_json, read_json, read_text, real
-from dualtrain.run_table import NONE, as_text, is_finite, read_summary, run_table
+from dualtrain.files import or_nothing, parse_json, read_json, read_text
+from dualtrain.run_table import NONE, as_text, is_finite, labelled, read_summary, run_table
 
 COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, …
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
@@ -105,9 +105,9 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
     Raises:
         UserError: with ``begun``, a folder has no metrics.
     """
-    paths = list(dict.fromkeys(real(folder) for folder in folders))
-    colors = (f"c{number % COLORS}" for number in range(len(paths)))
-    return [_read_run(*run, begun) for run in zip(paths, _labels(paths), colors, strict=True)]
+    return [
+        _read_run(folder, label, f"c{number % COLORS}", begun) for number, (folder, label) in enumerate(labelled(folders))
+    ]
 
 
 def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
@@ -157,21 +157,6 @@ def _origin(facts: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(versions, dict):
         found["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     return {name: str(value) for name, value in found.items()}
-
-
-def _labels(paths: Sequence[Path]) -> list[str]:
-    """For each folder, return the shortest end of its path that differs from the ends of all other paths."""
-
-    def end(path: Path, parts: int) -> str:
-        return " ".join("/".join(path.parts[-parts:]).encode(errors="replace").decode().split())
-
-    def label(path: Path) -> str:
-        alone = (
-            parts for parts in range(1, len(path.parts)) if [end(p, parts) for p in paths].count(end(path, parts)) == 1
-        )
-        return end(path, next(alone, len(path.parts)))
-
-    return [label(path) for path in paths]
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,26 @@ def test_a_relative_path_in_a_removed_folder_is_an_error(tmp_path, monkeypatch, 
         assert capsys.readouterr().err.startswith("dualtrain: error: 'x' holds no ")
 
 
+def test_runs_of_one_name_are_named_by_their_parents_too(tmp_path, capsys):
+    for parent in "ab":
+        (tmp_path / parent).mkdir()
+    folders = [write(tmp_path / "a" / "run", weights_sha256="cd" * 32), write(tmp_path / "b" / "run")]
+    assert main(folders) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("ended with 2 models: a/run; b/run")
+    assert main(["--one-result", *folders]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("b/run differs from a/run in weights_sha256")
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path, capsys):
+    folder = write(tmp_path / "run")
+    (tmp_path / "link").symlink_to(folder)
+    folders = [folder, f"{folder}/", f"{tmp_path}/link"]
+    assert main(["--one-result", *folders]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 runs, 1 hash: there is no second run to compare"
+    assert main(folders) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("same weights: not known")
+
+
 # -- the script ---------------------------------------------------------------------------------------------------
 
 #: Fake of python, torchrun, horovodrun and mpirun. It logs its command line and writes the summary of a run. If the folder
