@@ -15,6 +15,8 @@ from pathlib import Path
 
 from dualtrain.errors import UserError
 
+_LARGEST_SIZE = 2**31 - 1  # sockets and torch's stores take numbers of 32 bits
+
 
 @dataclass(frozen=True)
 class World:
@@ -53,10 +55,11 @@ class World:
     served: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
+        if not 0 <= self.rank < self.size <= _LARGEST_SIZE:
+            valid = "ranks go from 0 to the size minus 1" if self.size <= _LARGEST_SIZE else "no job has so many ranks"
             raise UserError(
                 f"{self.launcher} gave rank {self.rank} in a world of {self.size} ({self._because()}): "
-                "ranks go from 0 to the size minus 1; start all processes with one launcher, from a clean environment"
+                f"{valid}; start all processes with one launcher, from a clean environment"
             )
 
     def _because(self) -> str:
@@ -205,7 +208,7 @@ _SLURM_RESERVED_STEPS = 0xFFFF_FFF0
 
 def _in_a_step(env: Mapping[str, str]) -> bool:
     step = env.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in env and step.isdigit() and int(step) < _SLURM_RESERVED_STEPS
+    return "SLURM_PROCID" in env and step.isdecimal() and int(step) < _SLURM_RESERVED_STEPS
 
 
 def _srun(v: _Variables) -> World:

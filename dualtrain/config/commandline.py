@@ -144,10 +144,10 @@ def _convert(setting: Setting, text: str) -> Any:
         raise refusal from None
     if setting.kind is not str and not text.isascii():  # int() and float() accept the digits of all scripts
         raise refusal
-    if setting.kind is int and not -LARGEST <= value <= LARGEST:
-        raise UserError(f"{setting.flag} must be {expected}, up to {LARGEST}, not {text[:80]!r}")
     if bounds is not None and not bounds.accepts(value):
         raise refusal
+    if setting.kind is int and not -LARGEST <= value <= LARGEST:
+        raise UserError(f"{setting.flag} must be {expected}, up to {LARGEST}, not {text[:80]!r}")
     return value
 
 

@@ -247,6 +247,17 @@ def test_a_rank_outside_the_world_is_refused_and_the_variable_is_named(launcher,
         detect_world({**LAUNCHERS[launcher], RANKS[launcher]: rank})
 
 
+def test_a_size_beyond_32_bits_is_refused():
+    with pytest.raises(
+        UserError, match=r"gave rank 0 in a world of 2147483648 \(.*WORLD_SIZE=2147483648.*no job has so many"
+    ):
+        detect_world({"RANK": "0", "WORLD_SIZE": "2147483648", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+
+
+def test_a_slurm_step_id_that_is_no_number_is_no_step():
+    assert detect_world({**SRUN, "SLURM_STEP_ID": "²"}).launcher == "none"
+
+
 PLACEMENTS = {
     "filled in order": "aabb",
     "interleaved": "abab",

@@ -99,6 +99,7 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_batch_size():
         (["--run-dir", "a\nb"], ["--run-dir must be one line", r"'a\nb'"]),
         (["--log-seconds", "1e300"], ["--log-seconds must be a number from 0 to 1000000000"]),
         (["--workers", "4294967295"], ["--workers must be a whole number from 0 to 1024"]),
+        (["--workers", "9999999999"], ["--workers must be a whole number from 0 to 1024, not '9999999999'"]),
         (["--epochs", "٣"], ["--epochs must be a whole number", "'٣'"]),
         (["--lr", "٣"], ["--lr must be a number", "'٣'"]),
         (["--lr-milestones", "²"], ["--lr-milestones must be steps above 0", "'²'"]),
