@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+RANKS_PER_CORE = 16  # most ranks that a command starts on this host, for each core
+
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use, at least 1. A quota is rounded down: 1.5 cores count as 1.

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from dualtrain.console import print_error
-from dualtrain.cores import usable_cores
+from dualtrain.cores import RANKS_PER_CORE, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import TRY_AGAIN, given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
@@ -48,7 +48,6 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 #: A second stop signal within this time is ignored: a sender that signals the process and then its process group reaches
 #: the process twice.
 REPEAT_SECONDS = 2.0
-RANKS_PER_CORE = 16
 
 log = logging.getLogger("dualtrain")
 

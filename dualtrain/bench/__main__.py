@@ -48,7 +48,7 @@ from dualtrain.bench.plan import (
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.scale_plan import layouts_of
 from dualtrain.bench.start_contender import LaunchSpec
-from dualtrain.console import given_path, parser_of, print_error, show, whole
+from dualtrain.console import given_path, parser_of, print_error, ranks_of_host, show, whole
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
@@ -60,7 +60,7 @@ LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("dualtrain.bench", str(__doc__))
     parser.add_argument("--quick", action="store_true", help="about 3 minutes: fewer contenders and workloads")
-    parser.add_argument("--nproc", type=whole(1, 10_000), default=2, metavar="N", help="ranks on this host (default: 2)")
+    parser.add_argument("--nproc", type=ranks_of_host, default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument(
         "--launch",
         metavar="COMMAND",

@@ -19,17 +19,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualtrain.config import parse
-from dualtrain.console import given_path, leave, parser_of, print_error, seconds, show, show_progress, text_table, whole
+from dualtrain.console import (
+    given_path,
+    leave,
+    parser_of,
+    print_error,
+    ranks_of_host,
+    seconds,
+    show,
+    show_progress,
+    text_table,
+    whole,
+)
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
-_OWN = ("--run-dir", "--resume", "--nproc")  # flags of dualtrain train that the drill sets itself
+_OWN = ("--run-dir", "--resume", "--nproc", "--max-restarts")  # flags of dualtrain train that the drill sets itself
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
     """Return the drill's own arguments, the job's checked arguments, and whether horovodrun starts the job."""
     parser = parser_of("dualtrain.drill", str(__doc__))
-    parser.add_argument("--nproc", type=whole(1, 10_000), default=2, metavar="N", help="ranks on this host (default: 2)")
+    parser.add_argument("--nproc", type=ranks_of_host, default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument("--faults", type=whole(1, 10_000), default=12, metavar="N", help="how many faults (default: 12)")
     parser.add_argument(
         "--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="seed of the faults and of the run (default: 0)"

@@ -8,15 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dualtrain.cores import share_of, usable_cores
+from dualtrain.cores import RANKS_PER_CORE, share_of, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.functions.children import run_children
 from dualtrain.functions.payload import loads, pickled_call
 from dualtrain.horovodize.names import RUN_UNSUPPORTED, is_this_host
 from dualtrain.launchers import detect_world, new_job, spawned, without_launchers
 from dualtrain.rendezvous.store import StoreServer, listen
-
-RANKS_PER_CORE = 16
 
 
 def run(

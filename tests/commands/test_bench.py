@@ -1102,6 +1102,7 @@ def test_the_weights_are_compared_in_each_round_separately():
     ("arguments", "words"),
     [
         (["--nproc", "0"], "--nproc"),
+        (["--nproc", "9999"], "9999 ranks are too many for this host"),
         (["--pairs", "few"], "--pairs"),
         (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose from alone"),
         (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),

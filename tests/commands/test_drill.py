@@ -37,6 +37,8 @@ def exercise(tmp_path, seed=0):
     [
         (["--run-dir", "x"], "--run-dir is set by the drill: leave it out"),
         (["--resume=x"], "--resume is set by the drill"),
+        (["--max-restarts", "3"], "--max-restarts is set by the drill"),
+        (["--nproc", "9999"], "9999 ranks are too many for this host"),
         (["--faults", "0"], "--faults"),
         (["--lr", "-1"], "--lr must be a number above 0"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),

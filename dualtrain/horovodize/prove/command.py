@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import parser_of, print_error, printable, seconds, show, text_table, whole
+from dualtrain.console import parser_of, print_error, printable, ranks_of_host, seconds, show, text_table, whole
 from dualtrain.errors import UserError
 from dualtrain.files import read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
@@ -98,9 +98,7 @@ def _ending_by_signals() -> Iterator[None]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("dualtrain.horovodize --prove", str(__doc__))
-    parser.add_argument(
-        "--nproc", type=whole(1, 10_000), help="ranks on this host (default: 2, or as many as were recorded)"
-    )
+    parser.add_argument("--nproc", type=ranks_of_host, help="ranks on this host (default: 2, or as many as were recorded)")
     parser.add_argument(
         "--steps", type=whole(1, 1_000_000), help="optimizer steps of each run (default: 50, or as many as were recorded)"
     )
