@@ -30,6 +30,7 @@ from dualtrain.hvd.disagreement import (
     title_of,
 )
 
+_FRESH_SECONDS = 5.0  # a waiting rank repeats its report every second, so an older report is out of date
 #: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
 #: Kinds that need no call from ranks that have joined.
@@ -78,8 +79,8 @@ class Coordinator:
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
-        #: Rank → the call for which its main thread waits, so that the rank makes no other calls.
-        self._blocked: dict[int, Key] = {}
+        #: Rank → the call for which its main thread waits, so that it makes no other calls; and the time of its report.
+        self._blocked: dict[int, tuple[Key, float]] = {}
         #: The channels that were opened: the first rank's request, and the message that opened the channel.
         self._opened: dict[Key, tuple[Message, Message]] = {}
         self._down = False
@@ -94,7 +95,7 @@ class Coordinator:
         elif kind == "waiting":
             self._note_wait(rank, message)
         elif kind == "blocked":
-            self._blocked[rank] = message["set"], message["call"], message["name"]
+            self._blocked[rank] = (message["set"], message["call"], message["name"]), self._clock()
         elif kind == "join":
             self._joined[rank] = message
             self._after_join(rank)
@@ -138,7 +139,7 @@ class Coordinator:
     def _note_wait(self, rank: int, message: Message) -> None:
         """Record that a rank waits for gradients, and ask all ranks whether they wait for the same gradients."""
         what, now = message["what"], self._clock()
-        if what not in self._waits or all(now - when > 5 for when, _ in self._waits[what].values()):
+        if what not in self._waits or all(now - when > _FRESH_SECONDS for when, _ in self._waits[what].values()):
             self._waits[what], self._requested[what] = {}, now
             for other in range(self.size):
                 self._send(other, {"do": "who", "what": what})
@@ -153,8 +154,7 @@ class Coordinator:
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
         now = self._clock()
         for what, reports in self._waits.items():
-            # A waiting rank repeats its report every second.
-            fresh = {rank: message for rank, (when, message) in reports.items() if now - when < 5}
+            fresh = {rank: message for rank, (when, message) in reports.items() if now - when < _FRESH_SECONDS}
             if fresh and now - self._requested[what] > 1:
                 yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
 
@@ -275,7 +275,9 @@ class Coordinator:
 
     def _fail_deadlocked(self) -> None:
         """Fail the calls of ranks that wait for each other: each waits for a call that other such ranks cannot make."""
-        stuck = {rank: key for rank, key in self._blocked.items() if rank in self._callers(key)}
+        now = self._clock()
+        reports = {rank: key for rank, (key, when) in self._blocked.items() if now - when < _FRESH_SECONDS}
+        stuck = {rank: key for rank, key in reports.items() if rank in self._callers(key)}
         while free := [rank for rank, key in stuck.items() if not self._missing(key) <= stuck.keys()]:
             for rank in free:
                 del stuck[rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from dualtrain.hvd.exceptions import HorovodInternalError
 
 #: Seconds between two calls of ``progress`` in a wait: with unfinished operations in shared memory, and without.
 SLICE_SECONDS, _IDLE_SECONDS = 5e-4, 0.25
-BLOCKED_SECONDS = 5.0  # after this wait, rank 0 checks whether the ranks wait for each other's calls
+#: A wait is reported after ``BLOCKED_SECONDS``, and then repeatedly, so that rank 0 finds ranks that wait for each other.
+BLOCKED_SECONDS, _REPEAT_SECONDS = 5.0, 1.0
 
 
 def _nothing(*_: Any) -> int:
@@ -35,7 +35,7 @@ class Pending:
         ended: set when there is a result or an error.
         facts: rank 0's description of the matched call, such as every rank's ``rows`` and ``splits``.
         events: GPU events after which the inputs are ready; after the call has ended, the events of the results.
-        on_blocked: called with the message if the main thread has waited for ``BLOCKED_SECONDS``.
+        on_blocked: called with the message while the main thread waits, beginning after ``BLOCKED_SECONDS``.
         progress: advances operations in shared memory, for which other ranks may wait, and returns how many are left.
     """
 
@@ -58,7 +58,7 @@ class Pending:
             # While a different thread waits, the program can make further calls.
             if time.monotonic() > limit and threading.current_thread() is threading.main_thread():
                 self.on_blocked(self.message)
-                limit = math.inf
+                limit = time.monotonic() + _REPEAT_SECONDS
 
     def wait(self) -> Any:
         """Block until the result can be used on the current stream; return it.

@@ -271,6 +271,15 @@ def test_calls_that_wait_for_each_other_fail():
     assert harness.answers(0, "do", "name") == [("run", "pending")]
 
 
+def test_a_report_of_a_wait_that_an_interrupt_has_ended_expires():
+    harness = Harness(2)
+    block(harness, 0, "a")
+    harness.look(6)
+    block(harness, 1, "b")
+    harness.look(1)
+    assert not any(harness.sent)
+
+
 def test_calls_that_can_still_match_do_not_fail():
     harness = Harness()
     block(harness, 0, "a")
