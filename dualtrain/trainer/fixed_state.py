@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, eq
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.wire import same_bits
 from dualtrain.trainer.description import describe
 from dualtrain.trainer.rank_state import with_extra_state
+from dualtrain.trainer.same_weights import checksums
 
 _VERSION = attrgetter("_version")  # counts a tensor's in-place changes; private in torch 2.5 to 2.15
 
@@ -55,22 +56,32 @@ class FixedState:
             "ranks: use buffers for it, or train without virtual ranks"
             for name in self._modules
         ]
-        self._versions: list[int] = []
+        self._steps = 0
+        self._versions: list[object] = []
         self._extra: list[object] = [None] * len(self._modules)
-        self._buffers: list[tuple[int, int]] = []
+        self._buffers: list[object] = []
 
     def keep(self) -> None:
         """Record the present state as the state at the start of a step."""
+        self._steps += 1
         self._versions, extra, self._buffers = self._read()
         # Copy only what has changed since the last step.
         pairs = zip(extra, self._extra, strict=True)
         self._extra = [kept if _equals(now, kept) else _copied(now) for now, kept in pairs]
 
-    def _read(self) -> tuple[list[int], list[object], list[tuple[int, int]]]:
+    def _read(self) -> tuple[list[object], list[object], list[object]]:
         """Return the versions of the parameters, the extra states, and the versions of the loss's buffers."""
         extra = [module.get_extra_state() for module in self._modules.values()]
-        buffers = [] if self._loss is None else [(id(buffer), buffer._version) for buffer in self._loss.buffers()]
-        return list(map(_VERSION, self._params)), extra, buffers
+        buffers = [] if self._loss is None else list(self._loss.buffers())
+        return self._versions_of(self._params), extra, [*map(id, buffers), *self._versions_of(buffers)]
+
+    def _versions_of(self, tensors: Sequence[torch.Tensor]) -> list[object]:
+        versions: list[object] = list(map(_VERSION, tensors))
+        if self._steps.bit_count() > 1:
+            return versions
+        # In steps 1, 2, 4, 8, …, also find changes that torch does not count: through ``.data``, for example.
+        sums = checksums(dict(enumerate(tensors)))
+        return [(version, sums[number]) for number, version in enumerate(versions)]
 
     def difference(self) -> str | None:
         """Describe, for an error message, the first difference from the start of the step; ``None`` if there is none."""

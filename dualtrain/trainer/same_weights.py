@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from dualtrain.trainer.description import Text, describe
 from dualtrain.trainer.machine import PROCESSOR, processor
 
 log = logging.getLogger("dualtrain")
+T = TypeVar("T")
 
 _THREADS = "torch.get_num_threads()"
 
@@ -47,7 +48,7 @@ def compare_weights(
     def read() -> dict[str, Any]:
         own.update(values, lr=Text(describe([group.get("lr") for group in groups])))
         parameters.update(_named(model, groups))
-        return {**own, **_checksums(parameters), _THREADS: torch.get_num_threads(), **processor(backend)}
+        return {**own, **checksums(parameters), _THREADS: torch.get_num_threads(), **processor(backend)}
 
     found = compare(backend, "weights", read)
     given = [one for one in found if one.name in own]
@@ -103,10 +104,11 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
 
 
 @torch.no_grad()
-def _checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    sums: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, p in parameters.items():
-        sums.setdefault(p.device, {})[name] = _checksum(p)
+def checksums(tensors: Mapping[T, torch.Tensor]) -> dict[T, int]:
+    """Return a number for each tensor, which depends on all of its bits."""
+    sums: dict[torch.device, dict[T, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        sums.setdefault(tensor.device, {})[name] = _checksum(tensor)
     # One copy for each device, because the CPU waits for every copy.
     lists = [(some, torch.stack([*some.values()]).tolist()) for some in sums.values()]
     return {name: value for some, values in lists for name, value in zip(some, values, strict=True)}

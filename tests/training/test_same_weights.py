@@ -64,6 +64,43 @@ def test_virtual_ranks_refuse_weights_that_forward_changes(ranks):
     run_threads(ranks, member)
 
 
+class Codebook(nn.Linear):
+    """A layer whose forward changes a frozen codebook, by operations that torch does not count."""
+
+    def __init__(self, change) -> None:
+        super().__init__(4, 2)
+        self.codebook, self._change = nn.Parameter(torch.ones(3, 4), requires_grad=False), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._change(self.codebook, x.mean(0))
+        return super().forward(x + self.codebook.mean(0))
+
+
+def assign(p: torch.Tensor, mean: torch.Tensor) -> None:
+    p.data = 0.9 * p.data + 0.1 * mean
+
+
+@pytest.mark.parametrize(
+    "change",
+    [assign, lambda p, mean: p.data.lerp_(mean.expand(3, 4), 0.1), lambda p, mean: p.detach().numpy().__imul__(0.9)],
+)
+def test_virtual_ranks_refuse_changes_of_weights_that_torch_does_not_count(change):
+    def body(backend) -> None:
+        layer = seeded(Codebook(lambda p, mean: None))
+        weights = [layer.weight, layer.bias]
+        trainer = Trainer(layer, torch.optim.SGD(weights, 0.1), mse_loss, backend=backend, virtual_ranks=2)
+        trainer.step([data(backend)] * len(trainer.shards), 16.0)
+        layer.codebook.data += 1  # between steps, any change is allowed
+        trainer.step([data(backend)] * len(trainer.shards), 16.0)
+        trainer.step([data(backend)] * len(trainer.shards), 16.0)
+        layer._change = change
+        with pytest.raises(ValueError, match="parameter 'codebook' changes in forward"):
+            trainer.step([data(backend)] * len(trainer.shards), 16.0)
+
+    for ranks in (1, 2):
+        run_threads(ranks, body)
+
+
 def test_equal_expected_weights_of_different_types_are_accepted():
     def body(backend):
         return trained(backend).step([data(backend)], (16, 16.0, torch.tensor(16))[backend.rank]).totals[1]
