@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -193,6 +194,30 @@ def seconds(text: str) -> float:
         if 0 < (number := float(text)) <= _DAY:
             return number
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {_DAY}")
+
+
+@contextmanager
+def ending_by_signals(consequence: str) -> Iterator[None]:
+    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the block's jobs end before this process.
+
+    One line names the signal and the ``consequence``. Later signals are ignored. SIGHUP stays ignored under nohup.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+
+    def end(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, lambda *_: None)
+        what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        print_error(f"{what}; {consequence}")
+        raise SystemExit(128 + number)
+
+    earlier = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = False) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dualtrain.config import parse
 from dualtrain.console import (
+    ending_by_signals,
     given_path,
     leave,
     parser_of,
@@ -113,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         progress(f"drill of {given.nproc} ranks under {'horovodrun' if horovod else 'torchrun'}, in {folder}")
         drill = Exercise(folder, flags, given.nproc, horovod=horovod, seed=given.seed, limit=given.limit, progress=progress)
-        report = drill.run(given.faults)
+        with ending_by_signals("the drill's job is ended, and nothing was compared"):
+            report = drill.run(given.faults)
         show(json.dumps(report.plain(), indent=1) if given.json else f"\n{table(report)}")
     except UserError as error:
         print_error(error)

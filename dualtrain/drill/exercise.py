@@ -158,8 +158,8 @@ class Exercise:
 
     def _undisturbed(self) -> dict[str, Any]:
         job = Job(self._folder / "undisturbed", self._flags, self._nproc, horovod=self._horovod, restarts=0)
-        job.start()
         try:
+            job.start()
             self._wait(job, lambda: job.status() is not None, "the undisturbed run")
             if job.status() != 0:
                 raise UserError(f"the job fails without any fault ({job.last_error()}): repair the job; see {job.log}")

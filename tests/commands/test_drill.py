@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,6 +163,30 @@ def test_remaining_processes_of_a_job_are_ended(rank):
     assert rank.end() == []  # SIGTERM has ended the process after SIGCONT; no SIGKILL was needed
     assert rank.ranks() == {}
     assert rank.status() == -signal.SIGTERM
+
+
+def test_a_signal_to_the_drill_ends_the_job(tmp_path, monkeypatch, capsys):
+    jobs = []
+
+    class Sleeping(Job):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self._command = ["sleep", "60"]
+            jobs.append(self)
+
+    def wait(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(exercises, "Job", Sleeping)
+    monkeypatch.setattr(Exercise, "_wait", wait)
+    with pytest.raises(SystemExit) as end:
+        command.main(["--out", str(tmp_path / "drill")])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert jobs[0].status() == -signal.SIGTERM
+    assert capsys.readouterr().err == (
+        "dualtrain: error: ended by SIGTERM; the drill's job is ended, and nothing was compared\n"
+    )
 
 
 def test_the_method_end_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):

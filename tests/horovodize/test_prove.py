@@ -21,10 +21,11 @@ import pytest
 import torch
 from torch import nn
 
+from dualtrain.console import ending_by_signals
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.__main__ import main
-from dualtrain.horovodize.prove import collect, command, launch
+from dualtrain.horovodize.prove import collect, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved
@@ -979,13 +980,13 @@ def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys
             os.kill(os.getpid(), number)
             ended.append("the runs")
 
-    with pytest.raises(SystemExit) as seen, command._ending_by_signals():
+    with pytest.raises(SystemExit) as seen, ending_by_signals("nothing was compared"):
         run()
     assert (seen.value.code, ended) == (status, ["the runs"])
-    assert capsys.readouterr().err == f"dualtrain: error: {said}; the script's runs are ended, and nothing was compared\n"
+    assert capsys.readouterr().err == f"dualtrain: error: {said}; nothing was compared\n"
     assert signal.getsignal(signal.SIGTERM) == before
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    with command._ending_by_signals():
+    with ending_by_signals("nothing was compared"):
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, earlier)
 

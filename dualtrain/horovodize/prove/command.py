@@ -21,14 +21,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import parser_of, print_error, printable, ranks_of_host, seconds, show, text_table, whole
+from dualtrain.console import (
+    ending_by_signals,
+    parser_of,
+    print_error,
+    printable,
+    ranks_of_host,
+    seconds,
+    show,
+    text_table,
+    whole,
+)
 from dualtrain.errors import UserError
 from dualtrain.files import read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
@@ -60,7 +68,7 @@ def prove(arguments: Sequence[str]) -> int:
     """Run ``--prove`` with these arguments. Return the exit status."""
     try:
         given = _parse(arguments)
-        with _ending_by_signals():
+        with ending_by_signals("the script's runs are ended, and nothing was compared"):
             return _prove(given)
     except UserError as error:
         print_error(error)
@@ -70,30 +78,6 @@ def prove(arguments: Sequence[str]) -> int:
             show(error.traceback.rstrip("\n"), sys.stderr)
         print_error(error)
         return 2
-
-
-@contextmanager
-def _ending_by_signals() -> Iterator[None]:
-    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs end before this process.
-
-    A second signal is ignored while the runs end. SIGHUP stays ignored under nohup.
-    """
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    numbers += [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-
-    def end(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, lambda *_: None)
-        what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-        print_error(f"{what}; the script's runs are ended, and nothing was compared")
-        raise SystemExit(128 + number)
-
-    earlier = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
