@@ -181,7 +181,7 @@ def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: st
     It includes the port, so that a process that listens at another port cannot pass one end's proof on to the other end.
     """
     facts = f"{end} {rank} {server_nonce} {client_nonce} {port}"
-    return hmac.new(secret.encode(), facts.encode(), "sha256").hexdigest()
+    return hmac.new(secret.encode(errors="surrogateescape"), facts.encode(), "sha256").hexdigest()
 
 
 def cut_off(error: Exception) -> bool:

@@ -68,7 +68,7 @@ def join(world: World, timeout: float) -> Store:
             _JOINED[key] = _serve(world, host, port)
         else:
             ports = range(port, port + world.ports)
-            _JOINED[key] = dial(host, ports, world.rank, _secret(world), timeout, world.name)
+            _JOINED[key] = dial(host, ports, world.rank, world.size, _secret(world), timeout, world.name)
     return _JOINED[key]
 
 

@@ -60,6 +60,7 @@ class StoreServer:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._joined: dict[tuple[str, int], tuple[str, str]] = {}  # (world, rank): the process's id, and its description
+        self._sizes: dict[str, tuple[int, str]] = {}  # world: its size, and the process that gave it first
         self._connected = 0
         self._handshakes = 0  # connections that are not authenticated yet
         self._closed = False
@@ -67,9 +68,17 @@ class StoreServer:
         self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
 
-    def join(self, rank: int, world: str, process: str, who: str) -> str | None:
+    def join(self, rank: int, world: str, process: str, who: str, size: int) -> str | None:
         """Register a process; return why it is refused, or ``None``. May be repeated if the answer was lost."""
         with self._changed:
+            first, first_who = self._sizes.setdefault(world, (size, f"rank {rank}, {who}"))
+            if first != size:
+                self._broken = (
+                    f"rank {rank} ({who}) was started in a world of {size}, but another process in a world of {first} "
+                    f"({first_who}): give every process the same world size"
+                )
+                self._changed.notify_all()
+                return self._broken
             if not 0 <= rank < self._size:
                 return (
                     f"rank {rank} ({who}) is not one of this job's {self._size} ranks: "
@@ -180,7 +189,7 @@ class StoreServer:
                 connection.send(self._answer(what, key, value, wait))
 
     def _admit(self, rank: int, hello: Mapping[str, Any]) -> str | None:
-        return self.join(rank, str(hello["world"]), str(hello["process"]), str(hello["who"]))
+        return self.join(rank, str(hello["world"]), str(hello["process"]), str(hello["who"]), int(hello["size"]))
 
     def _answer(self, what: str, key: str, value: Any, wait: float) -> dict[str, Any]:
         try:
@@ -221,7 +230,7 @@ class StoreClient:
 def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> StoreServer:
     """Start a server on a listening socket, and register this process as rank 0 of ``world``. Does not block."""
     server = StoreServer(listening, size, secret)
-    server.join(0, world, _process(), _who())
+    server.join(0, world, _process(), _who(), size)
     server.close_if_complete()
     return server
 
@@ -239,8 +248,12 @@ def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
     raise ValueError("no ports")
 
 
-def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float, world: str = "") -> StoreClient:
-    """Connect to the job's server at one of ``ports``, as ``rank`` of ``world``. Blocks for ``timeout`` seconds at most.
+def dial(
+    host: str, ports: Sequence[int], rank: int, size: int, secret: str, timeout: float, world: str = ""
+) -> StoreClient:
+    """Connect to the job's server at one of ``ports``, as ``rank`` of ``world``, which has ``size`` ranks.
+
+    Blocks for ``timeout`` seconds at most.
 
     The server may start later than this process.
 
@@ -248,7 +261,7 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
         UserError: this job's server does not listen at any of the ports, or it refuses this rank.
     """
     deadline = time.monotonic() + timeout
-    about = {"world": world, "process": _process(), "who": _who()}
+    about = {"world": world, "size": size, "process": _process(), "who": _who()}
     pause = 0.01
     while True:
         reasons, final = [], False

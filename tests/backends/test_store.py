@@ -43,8 +43,8 @@ def join():
     """Return a function that calls :func:`dial` for this host. After the test, close the clients that it made."""
     found = []
 
-    def joined(ports, rank, secret="the secret", timeout=5.0, world=""):
-        found.append(dial(LOCAL, ports, rank, secret, timeout, world))
+    def joined(ports, rank, secret="the secret", timeout=5.0, world="", size=3):
+        found.append(dial(LOCAL, ports, rank, size, secret, timeout, world))
         return found[-1]
 
     yield joined
@@ -223,9 +223,26 @@ def test_a_rank_outside_the_world_size_is_refused(job, join):
     assert server.call("count") == 0
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_different_world_sizes_end_the_job(job, join, size):
+    server, port = job
+    said = rf"rank 1 \(process \d+ on .*\) was started in a world of {size}, but another process in a world of 3 \(rank 0, "
+    with pytest.raises(UserError, match=said):
+        join([port], 1, size=size)
+    with pytest.raises(UserError, match=said):
+        server.call("get", "host/1", wait=60.0)
+
+
+def test_a_secret_may_have_bytes_that_are_not_utf8(join):
+    port = free_port()
+    server = serve(listen(LOCAL, [port], 2), 2, "\udcff")
+    assert isinstance(join([port], 1, "\udcff", size=2), StoreClient)
+    server.close()
+
+
 def test_a_client_may_start_before_the_server(join):
     port, found = free_port(), []
-    thread = threading.Thread(target=lambda: found.append(join([port], 1, "", 20.0)))
+    thread = threading.Thread(target=lambda: found.append(join([port], 1, "", 20.0, size=2)))
     thread.start()
     server = serve(listen(LOCAL, [port], 2), 2, "")
     thread.join()
@@ -238,7 +255,7 @@ def test_jobs_that_try_the_same_ports_have_stores_of_their_own(join):
     ports = range(base, base + 4)
     servers = [serve(listen(LOCAL, ports, 2), 2, job) for job in ("job 1", "job 2")]
     for server, job in zip(servers, ("job 1", "job 2"), strict=True):
-        join(ports, 1, job).call("set", "from", job)
+        join(ports, 1, job, size=2).call("set", "from", job)
         assert server.call("get", "from") == job
     assert len({server._values["from"] for server in servers}) == 2
 
