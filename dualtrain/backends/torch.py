@@ -19,6 +19,7 @@ import ctypes
 import json
 import os
 import secrets
+import socket
 import threading
 import time
 import weakref
@@ -475,7 +476,16 @@ def _chosen_interface(world: World) -> str | None:
     Return ``None`` if GLOO_SOCKET_IFNAME is set. By default, Gloo would use the interface that the host's name resolves to.
     This may be loopback, through which other hosts cannot be reached.
     """
-    return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not chosen:
+        return listening_interface(world)
+    known = [name for _, name in socket.if_nameindex()]
+    if not all(name in known for name in chosen.split(",")):
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={chosen!r} is no interface of {socket.gethostname()}: choose one of {', '.join(known)}, "
+            "or unset the variable"
+        )
+    return None
 
 
 # The next two functions use private API of torch, as torch's own tests do; it is the same in torch 2.5 to 2.15. There is no

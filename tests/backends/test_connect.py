@@ -27,7 +27,7 @@ from dualtrain.backends.factory import (
     choose,
     choose_for_horovod_api,
 )
-from dualtrain.backends.torch import TorchBackend, _TorchWork
+from dualtrain.backends.torch import TorchBackend, _chosen_interface, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
 from tests.conftest import require_horovod
@@ -495,6 +495,14 @@ def free_of_the_default_group(backend, port):
         dist.destroy_process_group()
         assert first.allgather_object("still here") == ["still here"] * backend.size
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_an_interface_that_the_host_lacks_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME='nope0' is no interface of .*: choose one of .*lo"):
+        _chosen_interface(World())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert _chosen_interface(World()) is None
 
 
 def test_a_program_may_make_its_default_process_group_before_or_after_connect(pool):
