@@ -20,9 +20,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def check_range(groups: Iterable[dict[str, Any]]) -> None:
     """Raise DivergedError if a gradient in ``groups`` is not finite. Averaged gradients were sent in fp16."""
-    params = [p for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
-    # The sum of numbers that were sent in fp16 is finite if all of them are. It is computed in one pass.
-    if not all(torch.stack([p.grad.sum().to("cpu", torch.complex128) for p in params]).isfinite()):
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    # A sum in float32 of numbers that were sent in fp16 is finite if all of them are. It is computed in one pass.
+    wide = torch.promote_types
+    sums = [
+        grad.sum(dtype=wide(grad.dtype, torch.float32)).to("cpu", torch.complex128) for grad in grads if not grad.is_sparse
+    ]
+    if sums and not torch.stack(sums).isfinite().all():
         raise DivergedError('gradients became infinite or not a number in fp16 (use compress="bf16") on all ranks')
 
 

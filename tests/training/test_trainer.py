@@ -176,6 +176,19 @@ def test_gradients_that_do_not_fit_into_fp16_are_not_used(amp):
     assert run_threads(2, body) == [("" if amp == "fp16" else message, True)] * 2  # the scaler skips the step
 
 
+def test_sparse_gradients_are_sent_in_their_own_dtype():
+    def body(backend) -> torch.Tensor:
+        model = nn.EmbeddingBag(9, 4, sparse=True)
+        nn.init.ones_(model.weight)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 1.0), backend=backend, compress="fp16")
+        trainer.step([(torch.arange(6).view(2, 3), torch.tensor([0, 1]))], 2.0 * backend.size)
+        return model.weight.detach()
+
+    one, other = run_threads(2, body)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, run_threads(1, body)[0])
+
+
 def test_fit_sends_the_average_over_tokens_in_fp16():
     """If the average were taken over samples, then each gradient would be as many times larger as a sample has tokens."""
 
