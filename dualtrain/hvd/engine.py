@@ -61,6 +61,7 @@ class Engine:
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
         self._named: set[tuple[int, str, str]] = set()
+        self._several_threads = False  # whether the program also makes calls in threads of its own
         if settings.timeline is not None and backend.rank == 0:
             self.timeline.start(settings.timeline, settings.mark_cycles)
         self._control = control(backend, address, settings, self._note, self.timeline.cycle)
@@ -88,6 +89,10 @@ class Engine:
             ValueError: this rank has an unfinished call of the same kind and name.
             HorovodInternalError: the world has ended.
         """
+        # A dummy thread is one of autograd's. It makes calls only during a backward pass, for which the main thread waits.
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
+            self._several_threads = True
         tensors = [tensor.detach() for tensor in tensors or []]
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
@@ -160,6 +165,9 @@ class Engine:
             self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
 
     def _report_blocked(self, call: Message) -> None:
+        """Report to rank 0 that the main thread waits for ``call``, so that this rank makes no other calls meanwhile."""
+        if self._several_threads:
+            return
         self.send({"kind": "blocked", "call": call["kind"], "name": call["name"], "set": call["set"]})
 
     def fail(self, why: str) -> None:

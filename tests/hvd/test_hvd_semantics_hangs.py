@@ -5,6 +5,8 @@ tests/launch/test_hangs.py makes the same calls with Horovod.
 
 from __future__ import annotations
 
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -86,4 +88,35 @@ def other_parameters(backend):
 @OURS_3
 def test_optimizers_with_other_parameters_on_a_rank_fail_on_all_ranks(real):
     real(other_parameters)
+    real.leave()
+
+
+def calls_of_a_second_thread(backend):
+    """Let the main threads wait for each other, while a second thread of rank 0 is about to make a call."""
+    with library(backend) as hvd, mock.patch("dualtrain.hvd.pending.BLOCKED_SECONDS", 0.1):
+
+        def total(name):
+            return hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum).item()
+
+        def second_thread():
+            results.append(total("first"))
+            time.sleep(2)
+            results.append(total("later"))
+
+        results = []
+        if hvd.rank() == 0:
+            thread = threading.Thread(target=second_thread)
+            thread.start()
+            while not results:
+                time.sleep(0.01)
+            results.append(total("main"))
+            thread.join()
+        else:
+            results = [total(name) for name in ("first", "later", "main")]
+        assert results == [hvd.size()] * 3
+
+
+@OURS_2
+def test_main_threads_may_wait_while_a_second_thread_makes_calls(real):
+    real(calls_of_a_second_thread)
     real.leave()
