@@ -166,8 +166,9 @@ class Coordinator:
         if key[0] not in self.sets:
             self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {key[0]} was removed"})
             return
-        if key in self._opened:
-            self._reopen(key, rank, message)
+        opened = key if key in self._opened else self._opened_instead(key, rank)
+        if opened is not None:
+            self._reopen(opened, rank, message)
             return
         if key not in self._table:
             self._table[key] = _Waiting(self._clock())
@@ -175,6 +176,15 @@ class Coordinator:
         self._table[key].calls.setdefault(rank, deque()).append(message)
         self._note("ready", line_of(key), rank)
         self._match(key)
+
+    def _opened_instead(self, key: Key, rank: int) -> Key | None:
+        """Return the channel that the other ranks use, if ``rank`` has joined and requests a channel with other gradients.
+
+        A joined rank requests only channels that the other ranks have opened before.
+        """
+        if key[1] != "channel" or rank not in self._joined:
+            return None
+        return next((each for each in reversed(self._opened) if _channel_of(each) == _channel_of(key)), None)
 
     def _reopen(self, key: Key, rank: int, message: Message) -> None:
         """Answer a request for a channel that the other ranks opened after ``rank`` had joined."""
@@ -326,3 +336,8 @@ class Coordinator:
             self._free_ids.append(number)
             self._fail_all([key for key in self._table if key[0] == number], f"process set {number} was removed")
         return None
+
+
+def _channel_of(key: Key) -> tuple[int, str]:
+    """Return the process set and the name of a channel, without the number of its gradients."""
+    return key[0], str(key[2]).rpartition("/")[0]

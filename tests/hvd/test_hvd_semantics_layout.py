@@ -126,6 +126,27 @@ def test_parameters_that_a_joined_rank_does_not_have_are_refused(real):
     real(join_then_add)
 
 
+def join_with_another_layout(backend):
+    """Join on the last rank, where a parameter was frozen when the optimizer was wrapped. The other ranks train it."""
+    with library(backend) as hvd:
+        last = hvd.rank() == hvd.size() - 1
+        params = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2), requires_grad=not last)]
+        named = [(f"layout{number}", p) for number, p in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
+        if last:
+            call = hvd.join
+        else:
+            sum(p.sum() for p in params).backward()
+            call = optimizer.step
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"layout1 \(.* on rank 0, nothing on rank"):
+            call()
+
+
+@OURS
+def test_a_joined_rank_with_another_layout_ends_the_world(real):
+    real(join_with_another_layout)
+
+
 def two_optimizers(backend, discards):
     """Join on the last rank. The other ranks run backward of one optimizer, then step another one, then the first one."""
     with library(backend, HOROVOD_FUSION_THRESHOLD="4") as hvd:  # each parameter has its own bucket
