@@ -80,8 +80,8 @@ LAYERS = {
     ],
     "trainer": [
         {"common_buffers", "description", "machine", "modes", "objective", "optimizer_state", "precision", "rank_state"},
-        {"arguments", "data_parallel", "fixed_state", "same_run", "same_weights", "step"},
-        {"passes"},
+        {"arguments", "data_parallel", "same_run", "same_weights", "step"},
+        {"fixed_state", "passes"},
         {"parts"},
         {"virtual_ranks"},
         {"trainer"},
