@@ -57,7 +57,7 @@ class VirtualRanks:
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
         self._steps = 0  # steps taken so far
-        self._after = "step"  # the last operation: "step" or "evaluation"
+        self._after = "step"  # the last operation: "step" or "evaluation", then " failed" for each failed step since
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
         self._fixed = FixedState(model, loss)
@@ -122,13 +122,15 @@ class VirtualRanks:
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
-        """Count the block as one step, and seed the random generators at its end; if it fails, restore the buffers."""
+        """Count the block as one step, and seed the random generators at its end. If it fails, restore the buffers."""
         self._buffers.keep()
         self._fixed.keep()
         try:
             yield
         except BaseException:
             self._buffers.restore()
+            # A rank may have stopped in any of its shards. A further failure seeds anew, since the caller may draw again.
+            self._seed_after(f"{self._after} failed")
             raise
         self._steps += 1
         self._seed_after("step")

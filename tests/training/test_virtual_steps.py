@@ -73,6 +73,30 @@ def test_a_step_whose_forward_raised_can_be_repeated():
             assert tried(backend, [shard, shard], 99, error) == undisturbed
 
 
+def drawn_after_failures(backend, bad: int) -> list[float]:
+    """Return random numbers that are drawn after each of two steps that fail in shard ``bad``, and after a good step."""
+    trainer = trainer_with(nn.Sequential(nn.Dropout(), perceptron()), backend)
+    inputs, targets = samples()
+    inputs[3 * bad] = math.nan
+    drawn = []
+    for _ in range(2):
+        with pytest.raises(DivergedError):
+            trainer.step(trainer.split((inputs, targets)), 12.0)
+        drawn.append(torch.rand(()).item())
+    trainer.step(trainer.split(samples()), 12.0)
+    trainer.close()
+    return [*drawn, torch.rand(()).item()]
+
+
+def test_numbers_drawn_after_a_failed_step_do_not_depend_on_the_shard():
+    with connect("local") as backend:
+        torch.manual_seed(1)
+        first = drawn_after_failures(backend, 0)
+        assert len(set(first)) == 3  # a caller who draws a batch anew gets a different one
+        torch.manual_seed(2)
+        assert drawn_after_failures(backend, 3) == first
+
+
 @pytest.mark.parametrize("shard", range(4))
 def test_a_loss_that_is_not_finite_changes_no_state_and_names_the_rank(shard):
     undisturbed = run_threads(1, tried, [], 0, None)[0]
