@@ -104,7 +104,10 @@ class RankFailedError(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """The loss became infinite or NaN. Raised on every rank in the same step, before the weights are updated."""
+    """The loss, or a gradient that was sent in fp16, became infinite or NaN.
+
+    Raised on every rank in the same step, before the weights are updated.
+    """
 
 
 def is_final(error: BaseException) -> bool:
