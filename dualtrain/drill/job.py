@@ -112,7 +112,10 @@ class Job:
         Blocks for at most twice ``END_SECONDS``.
         """
         deadline = time.monotonic() + END_SECONDS
-        for process, _ in self._processes():
+        found = {process for process, _ in self._processes()}
+        if self._launcher is not None and self.status() is None:
+            found.add(self._launcher.pid)  # the variable that marks it cannot be read yet if it was started just now
+        for process in found:
             send(process, signal.SIGCONT)
             send(process, signal.SIGTERM)
         while (left := [process for process, _ in self._processes()]) and time.monotonic() < deadline:
