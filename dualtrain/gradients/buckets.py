@@ -82,7 +82,7 @@ class Bucket:
         self._parts_of: dict[int, list[torch.Tensor]] = {}  # the results of ``_split``, by the buffer's address
         # The slots' attributes as lists, so that loops over all gradients run in C.
         self._slot_views = _views(self.values, layout)
-        #: The memory of ``values``, with a counter of in-place changes (``_version``) that counts only the program's.
+        #: The memory of ``values``, with a counter (``_version``) of its own, in which only the program's changes count.
         self.front = self.values.data
         for slot, view, front in zip(self.slots, self._slot_views, _views(self.front, layout), strict=True):
             slot.place(self, view, front)
@@ -165,7 +165,7 @@ class Bucket:
         self.outside.clear()
 
     def assigned_late(self) -> Slot | None:
-        """Return a slot that had no gradient on any rank, and whose parameter has got a gradient with values afterwards.
+        """Return a slot that had no gradient on any rank, and whose parameter has got one afterwards, not all zeros.
 
         A slot that had a gradient on another rank is not returned: the program may have replaced the average, as
         out-of-place clipping does.

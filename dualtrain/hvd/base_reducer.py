@@ -193,7 +193,7 @@ class HorovodReducer(ABC):
         self._count_from_zero()
 
     def set_passes(self, passes: int) -> None:
-        """Sum ``passes`` further backward passes before gradients are combined.
+        """Set how many backward passes are summed before gradients are combined. Passes so far do not count.
 
         If gradients of this step may have been sent already, the number applies from the next step on.
         """
@@ -390,8 +390,8 @@ class HorovodReducer(ABC):
         if slot.passes > self.passes:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                "Increase backward_passes_per_step to accumulate gradients locally (after this backward pass, a new value "
-                "applies from the next step on)."
+                "Increase backward_passes_per_step to accumulate gradients locally (now that gradients may have been sent, "
+                "a new value applies only from the next step on)."
             )
         if slot.passes == self.passes:
             self.ready += 1

@@ -178,9 +178,10 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks use, if ``rank`` has joined and requests a channel with other gradients.
+        """Return the channel that the other ranks have opened for the gradients for which ``rank`` requests a different one.
 
-        A joined rank requests only channels that the other ranks have opened before.
+        Return ``None`` unless ``rank`` has joined. A joined rank requests a channel only after the other ranks have opened
+        theirs. So if the requested one was not opened, this rank has other gradients.
         """
         if key[1] != "channel" or rank not in self._joined:
             return None

@@ -357,7 +357,7 @@ class _AdasumOptimizer(_Optimizer):
             return self._step_and_combine(closure)
 
     def has_local_gradients(self) -> bool:
-        """Return True: only the wrapper's own step combines the changes of the parameters."""
+        """Return True: with Adasum, gradients are never combined; the wrapper's step combines changes of parameters."""
         return True
 
     def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:
