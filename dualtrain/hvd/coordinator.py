@@ -178,7 +178,7 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks have opened for the gradients for which ``rank`` requests a different one.
+        """Return the channel that the other ranks opened for the gradients for which ``rank`` requests a different one.
 
         Return ``None`` unless ``rank`` has joined. A joined rank requests a channel only after the other ranks have opened
         theirs. So if the requested one was not opened, this rank has other gradients.

@@ -165,7 +165,7 @@ class Engine:
             self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
 
     def _report_blocked(self, call: Message) -> None:
-        """Report to rank 0 that the main thread waits for ``call``, and that this rank can make no other calls meanwhile."""
+        """Report to rank 0 that the main thread waits for ``call``, and so can make no other calls."""
         if self._several_threads:
             return
         self.send({"kind": "blocked", "call": call["kind"], "name": call["name"], "set": call["set"]})
