@@ -30,8 +30,8 @@ class Wrapper(Protocol):
 def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     """Check the steps that ``optimizer`` takes itself, as long as ``wrapper`` exists.
 
-    Such a step is one of a method of the optimizer's class that calls ``self.step()``, or of an object that has
-    ``optimizer`` instead of the wrapper. It raises RuntimeError if gradients are not combined over the ranks. The losses
+    The program takes such a step if a method of the optimizer's class calls ``self.step()``, or if an object was given
+    ``optimizer`` and not the wrapper. It raises RuntimeError if gradients are not combined over the ranks. The losses
     of its closure are averaged, as in the wrapper's step.
     """
     # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The name is private in torch 2.5 to 2.15.
@@ -63,8 +63,8 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
-    # If ``step`` calls the step of a base class, torch runs the hooks again, but not on every rank: it adds the calls of
-    # hooks to a class when the process makes the first optimizer of this class.
+    # If ``step`` calls the step of a base class, the hooks may run twice: torch makes ``step`` of a class run hooks when a
+    # process makes its first optimizer of this class, which may have happened for the base class on some ranks only.
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 

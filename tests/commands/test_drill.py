@@ -287,7 +287,7 @@ def test_a_drill_that_cannot_mount_leaves_out_the_full_disk_fault(tmp_path, monk
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_a_full_disk_on_which_the_run_cannot_be_kept_is_one_problem(tmp_path):
+def test_a_run_that_a_full_disk_cannot_hold_is_reported_as_a_single_problem(tmp_path):
     class Full:
         def close(self) -> None:
             raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'"), ("c", "d", "no space")])

@@ -133,5 +133,5 @@ def lookaheads(backend):
     assert plain[2].optimizer is plain[1]
 
 
-def test_an_attribute_optimizer_is_the_wrapped_optimizers_own(typical):
+def test_an_attribute_named_optimizer_is_that_of_the_wrapped_optimizer(typical):
     typical(lookaheads)

@@ -271,7 +271,7 @@ def test_calls_that_wait_for_each_other_fail():
     assert harness.answers(0, "do", "name") == [("run", "pending")]
 
 
-def test_a_report_of_a_wait_that_an_interrupt_has_ended_expires():
+def test_the_report_of_a_wait_expires_after_an_interrupt_of_the_wait():
     harness = Harness(2)
     block(harness, 0, "a")
     harness.look(6)
@@ -311,7 +311,7 @@ def test_calls_in_several_process_sets_can_wait_for_each_other():
     assert [do for rank in range(3) for do, _ in harness.answers(rank, "do", "why")] == ["fail"] * 3
 
 
-def test_a_join_can_leave_only_calls_that_wait_for_each_other():
+def test_calls_that_wait_for_each_other_fail_after_the_other_rank_has_joined():
     harness = Harness()
     block(harness, 0, "a")
     block(harness, 1, "b")

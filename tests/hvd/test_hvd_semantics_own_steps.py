@@ -81,5 +81,5 @@ def lookaheads(backend):
 
 
 @OURS_2
-def test_an_attribute_optimizer_is_the_wrapped_optimizers_own(real):
+def test_an_attribute_named_optimizer_is_that_of_the_wrapped_optimizer(real):
     real(lookaheads)

@@ -209,7 +209,7 @@ def test_different_processors_do_not_excuse_more_than_rounding(different_process
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int64])
-def test_half_of_the_digits_depend_on_the_dtype(dtype):
+def test_the_accepted_difference_depends_on_the_dtype(dtype):
     """Weights that agree in half of their digits differ by rounding. Integers are never rounded."""
     is_integer = dtype is torch.int64
     unit = 0.0 if is_integer else torch.finfo(dtype).eps

@@ -190,7 +190,7 @@ def test_sparse_gradients_are_sent_in_their_own_dtype():
 
 
 def test_fit_sends_the_average_over_tokens_in_fp16():
-    """If the average were taken over samples, then each gradient would be as many times larger as a sample has tokens."""
+    """An average over samples would multiply each gradient by the number of tokens of a sample."""
 
     def body(backend) -> list[float]:
         model = net()
