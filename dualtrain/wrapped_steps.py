@@ -64,7 +64,7 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
     # If ``step`` calls the step of a base class, the hooks may run twice: torch makes ``step`` of a class run hooks when a
-    # process makes its first optimizer of this class, which may have happened for the base class on some ranks only.
+    # process makes its first optimizer of this class, perhaps for the base class on some ranks only.
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 

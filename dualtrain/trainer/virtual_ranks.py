@@ -129,7 +129,8 @@ class VirtualRanks:
             yield
         except BaseException:
             self._buffers.restore()
-            # A rank may have stopped in any of its shards. Each further failure gives another seed: the caller may draw after each.
+            # A rank may have stopped in any of its shards. Each further failure gives another seed: the caller may draw
+            # after each.
             self._seed_after(f"{self._after} failed")
             raise
         self._steps += 1
