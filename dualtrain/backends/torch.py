@@ -442,7 +442,7 @@ class _Operations:
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         """Start an allgather."""
-        # In torch 2.5, a thread that is not in inference mode writes the output, even if it was made in this mode.
+        # In torch 2.5, Gloo's thread, which is not in inference mode, cannot write a tensor that was made in this mode.
         output = ordinary(output)
         issue = partial(self._group_of(tensor)._allgather_base, output, tensor, _GATHER)
         return self._backend.start(f"allgather of {name!r}", issue, output, tensor)

@@ -320,7 +320,10 @@ class Trainer:
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
-        """Return the expected weight of the largest batch, and whether some and all ranks have no batch. Collective."""
+        """Return the expected weight of the largest batch, and whether any rank and whether every rank has no batch.
+
+        Collective.
+        """
         # Cross entropy counts targets, such as tokens. Most other objectives count samples.
         count = counted_targets if isinstance(self.objective, CrossEntropy) else len
         weight = float(count(mine[0][1])) if mine else 0.0

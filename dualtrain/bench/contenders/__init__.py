@@ -73,7 +73,7 @@ class Contender:
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """Return the seconds per step of the empty model.
+        """Return the seconds per step of the workload ``empty``, a model of 2 weights.
 
         The keys of the result are "by hand" (for a plain loop) and "trainer" (for the library's trainer).
         """
