@@ -264,9 +264,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def has_local_gradients(self) -> bool:
-        """Return whether gradients on this rank are not averaged over the ranks."""
+        """Return whether gradients that backward has computed on this rank are not averaged over the ranks."""
         reducer = self.reducer
-        return not (reducer.closed or reducer.is_reduced()) and any(has_values(slot.param.grad) for slot in reducer.slots)
+        return not reducer.closed and reducer.has_local and any(has_values(slot.param.grad) for slot in reducer.slots)
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Average ``values`` over the ranks. If ``sum_order`` is a fixed tree, add along a tree too. Collective; blocks."""

@@ -68,8 +68,8 @@ def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 
-    def evaluate() -> Any:
-        loss = argument()
+    def evaluate(*args: Any, **options: Any) -> Any:
+        loss = argument(*args, **options)
         _refuse_local_gradients(optimizer_class, wrapper)
         return combined_loss(loss, wrapper.average_over_ranks)
 

@@ -63,6 +63,8 @@ class GradientReducer:
     Attributes:
         extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction. The reduction replaces them by
             their sums over the ranks, computed in the precision of the gradients.
+        closed: whether :meth:`close` was called.
+        has_local: whether backward has added to gradients since the last exchange or :meth:`renew`.
 
     Raises:
         ValueError: an option is out of its bounds, or the gradient of a parameter cannot be averaged.
@@ -102,6 +104,7 @@ class GradientReducer:
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
         self.closed = False
+        self.has_local = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
@@ -248,6 +251,7 @@ class GradientReducer:
         self._exchange.reduced = False
 
     def _start_over(self, *, reduced: bool) -> None:
+        self.has_local = False
         self._exchange.end_round(reduced=reduced)
         self._seen, self._ending, self._refused_pass = 0, None, False
 
@@ -261,7 +265,7 @@ class GradientReducer:
         Parameters that were unfrozen, or lost their hooks by ``torch.utils.swap_tensors``, are averaged from the next
         backward on. ``stepped`` says whether an optimizer step used the averages.
         """
-        self._exchange.reduced = self._exchange.refusals.dropped = False
+        self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._exchange.refusals.steps += stepped
         if not self.closed:
             self.hooks.restore()
@@ -286,7 +290,7 @@ class GradientReducer:
     def gradient_ready(self, slot: Slot) -> None:
         """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""
         exchange = self._exchange
-        exchange.reduced = False
+        exchange.reduced, self.has_local = False, True
         if self._paused:
             return
         if self._ending is None or self._ending() is None:

@@ -105,6 +105,7 @@ def _several(process_set: ProcessSet) -> bool:
 class _Optimizer(NativeOptimizer):
     """Wrapper that ``DistributedOptimizer`` returns. It combines gradients at the points where Horovod does."""
 
+    _closed = False
     op = FixedOption()
     process_set = FixedOption()
     gradient_predivide_factor = FixedOption()
@@ -139,6 +140,7 @@ class _Optimizer(NativeOptimizer):
 
     def close(self) -> None:
         """Remove the hooks: later backward passes send no gradients. Callers must not call ``step`` afterwards."""
+        self._closed = True
         if self.reducer is not None:
             self.reducer.close()
 
@@ -357,8 +359,11 @@ class _AdasumOptimizer(_Optimizer):
             return self._step_and_combine(closure)
 
     def has_local_gradients(self) -> bool:
-        """Return True: with Adasum, gradients are never combined; the wrapper's step combines changes of parameters."""
-        return True
+        """Return True: with Adasum, gradients are never combined; the wrapper's step combines changes of parameters.
+
+        Return False after ``close``.
+        """
+        return not self._closed
 
     def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]

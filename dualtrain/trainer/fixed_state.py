@@ -18,9 +18,15 @@ from dualtrain.trainer.same_weights import checksums
 _VERSION = attrgetter("_version")  # counts a tensor's in-place changes; private in torch 2.5 to 2.15
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the values of ``tensor`` can be read as bytes."""
+    usual = type(tensor) in (torch.Tensor, nn.Parameter)
+    return usual and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
 def _copied(state: Any) -> Any:
     """Copy an extra state for :func:`_equals`. Anything but tensors and containers of them is copied as a description."""
-    if isinstance(state, torch.Tensor) and state.layout is torch.strided and not state.is_quantized and not state.is_meta:
+    if isinstance(state, torch.Tensor) and _is_plain(state):
         return state.detach().clone()
     if isinstance(state, Mapping):
         return {key: _copied(item) for key, item in state.items()}
@@ -80,8 +86,8 @@ class FixedState:
         if self._steps.bit_count() > 1:
             return versions
         # In steps 1, 2, 4, 8, …, also find changes that torch does not count: through ``.data``, for example.
-        sums = checksums(dict(enumerate(tensors)))
-        return [(version, sums[number]) for number, version in enumerate(versions)]
+        sums = checksums({number: tensor for number, tensor in enumerate(tensors) if _is_plain(tensor)})
+        return [(version, sums.get(number)) for number, version in enumerate(versions)]
 
     def difference(self) -> str | None:
         """Describe, for an error message, the first difference from the start of the step; ``None`` if there is none."""

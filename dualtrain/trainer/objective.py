@@ -67,7 +67,8 @@ def cross_entropy(
 
 def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dim() != 2 or targets.dim() != 1:
-        if logits.dim() == targets.dim() + 1 and logits.shape[:-1] != targets.shape:  # two axes may be exchanged
+        if logits.dim() == targets.dim() + 1 and _long_axes(logits.shape[:-1]) != _long_axes(targets.shape):
+            # Two axes may be exchanged. An axis of length 1 changes nothing.
             raise UserError(
                 f"the outputs have the shape {tuple(logits.shape)}, and the targets {tuple(targets.shape)}: return one row "
                 "of logits for each target, with the axes in the order of the targets"
@@ -76,6 +77,10 @@ def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     if logits.dtype != torch.float32:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits, targets if targets.device == logits.device else targets.to(logits.device)
+
+
+def _long_axes(shape: torch.Size) -> list[int]:
+    return [length for length in shape if length != 1]
 
 
 def counted_targets(targets: torch.Tensor) -> int:

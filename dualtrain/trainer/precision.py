@@ -22,11 +22,13 @@ def check_range(groups: Iterable[dict[str, Any]]) -> None:
     """Raise DivergedError if a gradient in ``groups``, which was sent in fp16 and averaged, is not finite."""
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     # A sum in float32 of numbers that were sent in fp16 is finite if all of them are. It is computed in one pass.
-    wide = torch.promote_types
-    sums = [
-        grad.sum(dtype=wide(grad.dtype, torch.float32)).to("cpu", torch.complex128) for grad in grads if not grad.is_sparse
-    ]
-    if sums and not torch.stack(sums).isfinite().all():
+    finite: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if not grad.is_sparse:
+            total = grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32))
+            finite.setdefault(grad.device, []).append(total.isfinite())
+    # One copy for each device, because the CPU waits for every copy.
+    if not all(bool(torch.stack(each).all()) for each in finite.values()):
         raise DivergedError('gradients became infinite or not a number in fp16 (use compress="bf16") on all ranks')
 
 

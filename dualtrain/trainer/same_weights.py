@@ -93,7 +93,9 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
         first = backend.broadcast(p.detach(), name=f"weights for {name}")
         wide = torch.promote_types(p.dtype, torch.float32)
         own, first = p.to(wide), first.to(wide)
-        difference, norm = (own - first).norm().item(), first.norm().item()
+        # Equal infinities do not differ, and would hide other differences.
+        difference = (own - first).masked_fill(own == first, 0).norm().item()
+        norm = first.masked_fill(~first.isfinite(), 0).norm().item()
         digits = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0
         if not difference <= math.sqrt(digits) * norm:  # also if a value is not a number
             parameter = name.removeprefix("the checksum of ")

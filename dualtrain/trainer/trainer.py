@@ -145,8 +145,7 @@ class Trainer:
         self._steps = 0  # steps since the construction, or since a state was loaded
         self._closed = False
         self._ema_updated = False
-        self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
-        self._extra_state_behind = False  # whether the extra state of ``_ema`` is that of an earlier step
+        self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
     def virtual_ranks(self) -> int | None:
@@ -233,14 +232,14 @@ class Trainer:
         if self.schedule is not None:
             with self.precision.skipped_step_allowed():
                 self.schedule.step()
-        if self._ema is not None:
+        if self.ema is not None:
             if not self._ema_updated:
                 # The first forward may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of
                 # the two models by position.
-                _add_buffers(self._ema.module, self.model)
+                _add_buffers(self.ema.module, self.model)
                 self._ema_updated = True
-            self._ema.update_parameters(self.model)
-            self._extra_state_behind = True
+            self.ema.update_parameters(self.model)
+            _copy_extra_state(self.ema.module, self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
         """Split a global batch (inputs, targets), equal on every rank; return the batch of each of :attr:`shards`.
@@ -382,14 +381,6 @@ class Trainer:
     def common_buffers(self) -> AbstractContextManager[None]:
         """Return a context in which running statistics are the average over the ranks, equal on all ranks. Collective."""
         return self._parts.common_buffers(self.evaluated)
-
-    @property
-    def ema(self) -> AveragedModel | None:
-        """The model with averaged weights; ``None`` without the argument ``ema``."""
-        if self._ema is not None and self._extra_state_behind:  # copied when it is used, since it may be large
-            _copy_extra_state(self._ema.module, self.model)
-            self._extra_state_behind = False
-        return self._ema
 
     @property
     def evaluated(self) -> nn.Module:

@@ -59,7 +59,15 @@ def own_steps(backend):
         (p.sum() * (backend.rank + 1)).backward()
         step()
         optimizer.zero_grad()
-    assert p.tolist() == [-2 * mean] * 2
+    p.grad = torch.full((2,), mean)  # an average that the program has computed itself
+    inner.step()
+    p.grad = None
+    (p.sum() * (backend.rank + 1)).backward()
+    optimizer.step()
+    inner.step()  # a second step with the same average
+    optimizer.zero_grad()
+    assert p.tolist() == [-5 * mean] * 2
+    p.data.fill_(-2 * mean)
     (p.sum() * 0).backward()
     p.grad.mul_(2)  # a change in place, as by clipping, of a gradient of zeros
     optimizer.go()
@@ -115,6 +123,24 @@ def own_closures(backend, passes):
 @pytest.mark.parametrize("passes", [1, 2])
 def test_losses_of_the_wrapped_optimizers_own_steps_are_averaged(typical, passes):
     typical(own_closures, passes)
+
+
+def functions_of_arguments(backend):
+    """Give ``step`` of the wrapped optimizer a function that is no closure."""
+
+    class Losses(torch.optim.SGD):
+        def step(self, function, *args):
+            return function(*args)
+
+        def go(self):
+            return self.step(torch.add, torch.ones(1), torch.ones(1))
+
+    _, _, optimizer = wrapped(backend, lambda p: Losses([p], lr=1.0))
+    assert optimizer.go().item() == 2
+
+
+def test_a_function_that_is_no_closure_gets_its_arguments(typical):
+    typical(functions_of_arguments)
 
 
 def lookaheads(backend):

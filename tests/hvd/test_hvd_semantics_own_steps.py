@@ -58,6 +58,9 @@ def without_wrapper(backend):
                 warnings.simplefilter("ignore")  # there was no step after synchronize()
                 optimizer.step()
             assert p.tolist() == [-1, -1]
+            optimizer.close()
+            inner.step()
+            assert p.tolist() == [-2, -2]
 
 
 @OURS_2

@@ -218,6 +218,11 @@ def test_the_accepted_difference_depends_on_the_dtype(dtype):
         p = nn.Parameter((torch.ones(4, dtype=torch.float64) * (1 + backend.rank * change)).to(dtype), not is_integer)
         return same_weights._far_apart(backend, {"the checksum of 'p'": p})
 
+    def with_infinity(backend, change: float) -> str | None:
+        p = nn.Parameter(torch.tensor([1.0 + backend.rank * change, -float("inf")]))
+        return same_weights._far_apart(backend, {"the checksum of 'p'": p})
+
+    assert [bool(run_threads(2, lambda backend, c=c: with_infinity(backend, c))[0]) for c in (1e-6, 1.0)] == [False, True]
     for change, is_far in ((2 * unit, False), (10 * unit**0.5 or 1.0, True)):
         found = run_threads(2, lambda backend, change=change: body(backend, change))
         assert found[0] == found[1]
@@ -347,26 +352,3 @@ def test_averaged_weights_are_evaluated_with_the_present_extra_state():
         trainer.step([data(backend)], 8.0)
         state = trainer.state_dict()
         assert torch.equal(state["ema"]["module.0._extra_state"], trainer.model[0]._mean)
-
-
-class Counted(dict[str, int]):
-    """An extra state that counts its copies."""
-
-    copies = 0
-
-    def __deepcopy__(self, memo: object) -> Counted:
-        self.copies += 1
-        return self
-
-
-def test_steps_with_averaged_weights_copy_no_extra_state():
-    with connect("local") as backend:
-        state = Counted()
-        trainer = trained(backend, Holder(state), ema=0.5)
-        state.copies = 0
-        for _ in range(3):
-            trainer.step([data(backend)], 8.0)
-        assert state.copies == 0
-        for _ in range(2):
-            trainer.evaluate([data(backend)])
-        assert state.copies == 1

@@ -359,6 +359,7 @@ def test_outputs_with_other_axes_than_the_targets_are_refused():
         for use in (lambda: trainer.step([batch], 20.0), lambda: trainer.evaluate([batch])):
             with pytest.raises(UserError, match=r"outputs have the shape \(5, 4, 3\), and the targets \(4, 5\): return"):
                 use()
+        trainer.step([(torch.randn(1, 5, 4), torch.zeros(1, 5, dtype=torch.int64))], 5.0)  # the order is the same
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])

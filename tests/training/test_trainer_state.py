@@ -412,3 +412,15 @@ def test_a_loss_that_changes_its_buffers_is_refused_with_virtual_ranks():
         trainer = Trainer(model, optimizer, backend=backend, loss=Counted(), virtual_ranks=2)
         with pytest.raises(ValueError, match="the loss changes its buffers in forward"):
             trainer.step(trainer.split(batch()), 6)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_loss_may_have_buffers_of_any_kind_with_virtual_ranks():
+    model, loss = net(), Counted()
+    loss.eval()
+    loss.register_buffer("sparse", torch.eye(3).to_sparse())
+    loss.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, backend=backend, loss=loss, virtual_ranks=2)
+        trainer.step(trainer.split(batch()), 6)
