@@ -58,7 +58,8 @@ class SynchronizedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
         """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only).
 
-        A second derivative raises RuntimeError, as with torch.nn.SyncBatchNorm: the statistics count as constants here.
+        Cannot be differentiated again (RuntimeError), as in torch.nn.SyncBatchNorm: ``mean`` and ``invstd`` are saved
+        numbers here, without their own dependence on the input.
         """
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]

@@ -64,7 +64,7 @@ def converted(backend):
         assert isinstance(model[1], hvd.SyncBatchNorm)
         assert isinstance(model[2][0], hvd.SyncBatchNorm)
         assert dict(model.named_parameters()) == weights
-        # The model has two layers, because in Horovod the calls of all SyncBatchNorm layers have the same names.
+        # Two SyncBatchNorm layers, and not one: in Horovod, the calls of all such layers have the same names.
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), 0)
         for _ in range(2):

@@ -64,7 +64,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
-def test_checkpoint_every_also_saves_at_an_epochs_end_that_checkpoint_epochs_leaves_out(tmp_path):
+def test_a_step_for_checkpoint_every_is_saved_although_checkpoint_epochs_skips_its_epoch(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9
