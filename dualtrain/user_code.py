@@ -21,8 +21,8 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist; the callable requires other arguments (in the message,
-            the text ``takes`` describes ``arguments``); or the user's code raises (the error has that code's
+        UserError: the module or the callable does not exist; the callable requires other arguments (the message
+            describes the right ones with the text in ``takes``); or the user's code raises (the error has that code's
             traceback). The message names ``flag``.
     """
     module_name, _, name = path.partition(":")

@@ -191,7 +191,7 @@ def test_a_rank_ends_with_its_parent_only_if_the_parent_is_torchruns_agent(run_i
         assert agent.stdout.read() == "saved\n"
 
 
-def test_a_worker_that_its_parent_drops_keeps_the_parents_folder(monkeypatch, tmp_path):
+def test_a_worker_deletes_its_parents_folder_only_after_the_parent_has_ended(monkeypatch, tmp_path):
     parent, ended = SimpleNamespace(pid=os.getpid(), join=lambda: None), []
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
     monkeypatch.setattr(os, "_exit", ended.append)

@@ -94,8 +94,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
             f"and an interval that contains the true median with a probability of {likely}"
         )
     yield (
-        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes glibc's heap; contenders that run "
-        "side by side in these processes have this heap too, and all others have glibc's own settings"
+        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes glibc's heap; contenders that "
+        "run side by side in these processes have this heap too, and all others have glibc's own settings"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"

@@ -83,7 +83,7 @@ class VirtualRanks:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
-        # Other trainers may have parameters that get gradients too. These are not the gradients of their own shards.
+        # This step's backward may also reach parameters of other trainers, which must not exchange these gradients.
         with self._begun_step(), reducer.alone():
             reducer.begin_shards()
             for shard, part in given:
