@@ -390,8 +390,8 @@ class HorovodReducer(ABC):
         if slot.passes > self.passes:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                "Increase backward_passes_per_step to accumulate gradients locally (now that gradients may have been sent, "
-                "a new value applies only from the next step on)."
+                "Increase backward_passes_per_step to accumulate gradients locally (since gradients may have been sent, "
+                "a new value applies from the next step on)."
             )
         if slot.passes == self.passes:
             self.ready += 1
