@@ -73,12 +73,10 @@ class StoreServer:
         with self._changed:
             first, first_who = self._sizes.setdefault(world, (size, f"rank {rank}, {who}"))
             if first != size:
-                self._broken = (
+                return self._break(
                     f"rank {rank} ({who}) was started in a world of {size}, but another process in a world of {first} "
                     f"({first_who}): give every process the same world size"
                 )
-                self._changed.notify_all()
-                return self._broken
             if not 0 <= rank < self._size:
                 return (
                     f"rank {rank} ({who}) is not one of this job's {self._size} ranks: "
@@ -86,13 +84,17 @@ class StoreServer:
                 )
             other, other_who = self._joined.setdefault((world, rank), (process, who))
             if other != process:
-                self._broken = (
+                return self._break(
                     f"two processes are rank {rank} ({other_who}, and {who}): "
                     f"give each of the {self._size} its own rank, from 0 to {self._size - 1}"
                 )
-                self._changed.notify_all()
-                return self._broken
         return None
+
+    def _break(self, reason: str) -> str:
+        """Make all waits fail with ``reason``, and return it. The caller holds ``_changed``."""
+        self._broken = reason
+        self._changed.notify_all()
+        return reason
 
     def close_if_complete(self) -> None:
         """Stop listening if all processes have joined."""
