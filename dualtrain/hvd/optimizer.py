@@ -105,7 +105,6 @@ def _several(process_set: ProcessSet) -> bool:
 class _Optimizer(NativeOptimizer):
     """Wrapper that ``DistributedOptimizer`` returns. It combines gradients at the points where Horovod does."""
 
-    _closed = False
     op = FixedOption()
     process_set = FixedOption()
     gradient_predivide_factor = FixedOption()
@@ -140,7 +139,6 @@ class _Optimizer(NativeOptimizer):
 
     def close(self) -> None:
         """Remove the hooks: later backward passes send no gradients. Callers must not call ``step`` afterwards."""
-        self._closed = True
         if self.reducer is not None:
             self.reducer.close()
 
@@ -330,6 +328,12 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
 class _AdasumOptimizer(_Optimizer):
     """Wrapper for ``op=Adasum``: each rank steps on its own gradients, then the ranks combine the parameters' changes."""
+
+    _closed = False  # this class has no reducer that could be closed
+
+    def close(self) -> None:
+        """Let the wrapped optimizer take steps of its own again. Callers must not call ``step`` afterwards."""
+        self._closed = True
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
         self._compression, self._name = compression, base_name(named, self.process_set)
