@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
-from dualtrain.cores import RANKS_PER_CORE, usable_cores
+from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.files import write_json
 from dualtrain.launchers import World, torchrun_error_file
@@ -172,12 +172,9 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 def ranks_of_host(text: str) -> int:
     """Convert a number of ranks to start on this host, for argparse: at most ``RANKS_PER_CORE`` for each core."""
-    number, cores = whole(1, 10_000)(text), usable_cores()
-    if number > RANKS_PER_CORE * cores:
-        raise argparse.ArgumentTypeError(
-            f"{number} ranks are too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
-            f"take too long to start; give {RANKS_PER_CORE * cores} at most"
-        )
+    number = whole(1, 10_000)(text)
+    if (reason := too_many_ranks(number, usable_cores())) is not None:
+        raise argparse.ArgumentTypeError(f"{number} ranks are too many for this host: {reason}")
     return number
 
 

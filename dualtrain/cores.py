@@ -27,6 +27,14 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def too_many_ranks(number: int, cores: int) -> str | None:
+    """Return why a command must not start ``number`` ranks on a host with ``cores`` usable cores, or ``None``."""
+    most = RANKS_PER_CORE * cores
+    if number <= most:
+        return None
+    return f"more than {RANKS_PER_CORE} ranks for each of its {cores} cores take too long to start; give {most} at most"
+
+
 def processor_name() -> str:
     """Return the name of this host's processor, or its architecture if Linux reports no name."""
     try:

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from dualtrain.console import print_error
-from dualtrain.cores import RANKS_PER_CORE, usable_cores
+from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import TRY_AGAIN, given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
@@ -77,12 +77,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     Raises:
         UserError: ``nproc`` is too large for this host's cores, or the system refuses to start so many processes.
     """
-    cores = usable_cores()
-    if nproc > RANKS_PER_CORE * cores:
-        raise UserError(
-            f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
-            f"take too long to start; give {RANKS_PER_CORE * cores} at most"
-        )
+    if (reason := too_many_ranks(nproc, usable_cores())) is not None:
+        raise UserError(f"--nproc {nproc} is too many for this host: {reason}")
     name = given_job() or new_job()  # a restart finds its run by this name
     wait, save = 0.0, False
     with _signals() as inbox:
