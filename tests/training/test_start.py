@@ -23,8 +23,11 @@ from dualtrain.run_folder import checkpoint
 from dualtrain.training import start
 from tests.hvd.worlds import worlds
 
-#: With this batch size an epoch has two steps; each epoch ends with an evaluation.
-FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--log-every", "1", "--workers", "0")
+#: With this batch size an epoch has two steps; each epoch ends with an evaluation. Progress lines depend on time.
+FLAGS = (
+    *("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0"),
+    *("--log-every", "1", "--log-seconds", "0"),
+)
 
 
 def train(backend, *arguments: str) -> dict[str, Any]:
