@@ -58,7 +58,8 @@ def start_forkserver(preload: Sequence[str]) -> None:
 
     The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`.
     """
-    start_tracker()  # otherwise forkserver.ensure_running() below starts it, and unblocks the signals of the block
+    # Without this call, forkserver.ensure_running() would start the tracker, which unblocks the signals blocked here.
+    start_tracker()
     _note_own_folder()
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))
@@ -97,15 +98,18 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent.join()
-    # join() also returns if the parent has dropped this worker, as after it could not start the others. It then still uses
-    # its folder.
+    # join() also returns if the parent gives up this worker and goes on, for example if it failed to start other workers.
+    # The parent then still uses its folder.
     if _has_ended(parent.pid or 0):
         _remove_own_folder(parent.pid)  # a killed parent leaves its folder behind
     os._exit(0)
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process has ended, or ends within ``_EXIT_SECONDS``: it closes its files before it ends."""
+    """Return whether a process has ended, or ends within ``_EXIT_SECONDS``.
+
+    The wait is needed because an exiting process closes its files, which ends ``join()``, before it has ended.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:

@@ -32,8 +32,8 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch: the parent does not need it, and until this module is imported, a rank cannot detect that its parent
-# has died.
+# Don't import torch here: the parent does not need it, and a rank cannot detect that its parent has died before the rank
+# has imported this file.
 
 Body = Callable[[list[str]], int]
 

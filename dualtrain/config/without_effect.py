@@ -144,10 +144,10 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
         "lr_milestones": bool(drops) and min(drops) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,
-        # The run saves at its end in any case, so this setting can leave out only the checkpoints of earlier epochs.
+        # The run saves a checkpoint at its end, also without this setting. Only a run of several epochs depends on it.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
-        # At its end, the first epoch is the best so far. So at most epochs - 1 epochs can pass without a better one.
+        # The first epoch is always the best so far. So at most epochs - 1 epochs can pass without a better one.
         "early_stop": (settings["early_stop"] or 0) >= max(1, epochs - 1) and only,
     }
     return {name: reason for name, reason in found.items() if reason}

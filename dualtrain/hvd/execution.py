@@ -57,7 +57,8 @@ class Executor:
         return self._communicate(message, pending)
 
     def _open_channel(self, message: Message, pending: Pending | None) -> tuple[Backend, list[list[int]]] | None:
-        if message["name"] not in self._channels.gradients:  # otherwise, it was opened after this rank had joined
+        # This rank has the channel already if the other ranks opened it while this rank had joined.
+        if message["name"] not in self._channels.gradients:
             self._channels.close_released()
             channel = self._backend.group(message["members"])
             if channel is None:

@@ -27,7 +27,7 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 
 class FixedOption:
-    """Attribute of a wrapper for an option that cannot be changed later. Horovod reads such attributes in every step."""
+    """An option that cannot change after wrapping, as an attribute of the wrapper. Horovod reads it in every step."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -201,7 +201,7 @@ class TorchCrossEntropy:
         return loss, [loss.item() * sums[0], *sums]
 
 
-#: Functions of torch whose options a module has too.
+#: Loss functions of torch, and the modules that take the same options.
 _MODULES = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 
 

@@ -57,7 +57,7 @@ class Parts(Protocol):
         """Compute this rank's parts of a step, reduce the gradients, and return the result over all ranks. Collective."""
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
-        """Return the sums of ``NAMES`` over all ranks' ``batches``. Collective.
+        """Return the sums of ``objective.NAMES`` over all ranks' ``batches``. Collective.
 
         ``sums`` evaluates ``model`` on the batches of one part, and returns their sums.
         """

@@ -64,7 +64,7 @@ def compare_weights(
         if far is None:
             if backend.rank == 0:
                 reason = f"because {in_words(unlike)}" if unlike else f"after a step: {text}"
-                _warn_once(f"the weights of the ranks differ, at least in the last digits, {reason}")
+                _warn_once(f"the weights of the ranks differ slightly, {reason}")
             return
         text += f"; {far}, which is more than rounding"
     raise RanksDifferError(
@@ -117,7 +117,7 @@ def checksums(tensors: Mapping[T, torch.Tensor]) -> dict[T, int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of ``tensor`` as 64-bit integers, a tensor without dimensions."""
+    """Read the bytes of ``tensor`` as 64-bit integers, and return their sum as a tensor without dimensions."""
     data = as_bytes(tensor)
     whole = data[: data.numel() // 8 * 8]
     whole = whole.clone() if whole.storage_offset() % 8 else whole

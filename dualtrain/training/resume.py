@@ -102,7 +102,8 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
             f"{with_its_weights(folder)}",
             shared=True,
         )
-    # Older checkpoints lack the number, and versions that wrote them compare the whole of ``data``.
+    # The number of validation samples is outside of tree["data"], which older versions compare as a whole. They did not
+    # save this number.
     written = {"validation": tree.get("validation", data["validation"]), **tree["data"]}
     if written != data:
         had, has = (_data_in_words(one) for one in (written, data))

@@ -218,7 +218,7 @@ def hooked_for_all(backend):
         # Ranks that are threads share global hooks, so ignore the other ranks' optimizers.
         return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
 
-    optimizer.register_step_pre_hook(lambda *_: None)  # the wrapper's own hooks do not run the global ones again
+    optimizer.register_step_pre_hook(lambda *_: None)  # global hooks run once a step, also if the wrapper has hooks
     handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
     try:
         train(model, optimizer, backend, 2)
@@ -632,7 +632,7 @@ class WithoutOptions(torch.optim.SGD):
         super().zero_grad()
 
 
-def test_assignments_and_hooks_reach_the_wrapped_optimizer_whose_zero_grad_may_take_no_argument():
+def test_assignments_and_hooks_reach_a_wrapped_optimizer_without_options():
     p = nn.Parameter(torch.ones(2))
     inner = WithoutOptions([p], 1.0, momentum=0.9)
     inner.scale = 1.0

@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Stand for gradients on a GPU that are zeroed in place: a check that does not read their values sees no change."""
+    """Change nothing. Gradients that are zeroed in place on a GPU look the same to a check that does not read values."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    # The ranks' flags contain only the parity of the number of steps. This number is odd here, and 0 in steps_alone.
+    # The ranks exchange only whether their number of steps is odd. Here it is 3 before the extra step, in steps_alone 0.
     for step in range(3):
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()

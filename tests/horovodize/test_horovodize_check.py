@@ -1095,7 +1095,7 @@ CASES = [
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\ns.load_state_dict(hvd.broadcast_object(s.state_dict()))",
     ),
     (
-        "collective_on_some_ranks",  # no finding if the phase decides too: in the training phase, no rank skips the barrier
+        "collective_on_some_ranks",  # no finding if the barrier runs in the training phase only, in which no rank skips it
         "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"
         "    hvd.barrier()  # HERE",
         "for phase in phases:\n    if phase == 'valid' and hvd.local_rank() != 0:\n        continue\n"

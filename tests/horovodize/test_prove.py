@@ -460,7 +460,7 @@ def test_the_earliest_difference_of_several_optimizers_is_reported(simulated):
             optimizers[step - 5].param_groups[0]["lr"] = 0.2
 
     found = first_difference(simulated(every=2), simulated(change, every=2))
-    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs from the script's step 6 on
+    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs later, at step 6 of the script
 
 
 def test_a_difference_that_no_defect_explains_is_found_by_time_not_step_number(simulated):

@@ -311,7 +311,7 @@ def test_calls_in_several_process_sets_can_wait_for_each_other():
     assert [do for rank in range(3) for do, _ in harness.answers(rank, "do", "why")] == ["fail"] * 3
 
 
-def test_calls_that_wait_for_each_other_fail_after_the_other_rank_has_joined():
+def test_calls_that_wait_for_each_other_fail_after_a_third_rank_has_joined():
     harness = Harness()
     block(harness, 0, "a")
     block(harness, 1, "b")

@@ -30,7 +30,7 @@ def in_the_next_world(backend, op, before):
     with library(backend) as hvd:
         program = Program(hvd, op)
         a, _ = program.step()
-        if before == "a later step on rank 0" and hvd.rank() == 0:
+        if before == "init, after a step of rank 0 alone" and hvd.rank() == 0:
             program.b.requires_grad_()
             program.optimizer.reducer.begin_world()  # as if this rank alone had added the parameter before a failure
     if before:
@@ -47,7 +47,7 @@ def in_the_next_world(backend, op, before):
         return first, second
 
 
-@pytest.mark.parametrize("before", ["", "before init", "a later step on rank 0"])
+@pytest.mark.parametrize("before", ["", "init", "init, after a step of rank 0 alone"])
 @pytest.mark.parametrize("op", ["Sum", "Max"])
 @OURS
 def test_a_parameter_unfrozen_between_two_worlds_is_reduced(real, op, before):
@@ -83,7 +83,7 @@ def join_then_unfreeze(backend, op, divide_by):
         program = Program(hvd, op)
         program.step()
         if not joins:
-            hvd.allreduce(torch.zeros(1), name="joined")  # fails to match until the last rank has joined
+            hvd.allreduce(torch.zeros(1), name="joined")  # blocks until the last rank has joined
             program.b.requires_grad_()
             divisor = {
                 "Sum": 1,
@@ -219,7 +219,7 @@ def other_order(backend, op):
 
 @pytest.mark.parametrize("op", ["Sum", "Max"])
 @PAIR
-def test_the_order_of_parameters_may_differ_between_ranks_only_if_calls_reduce_them(real, op):
+def test_the_order_of_parameters_may_differ_between_ranks_only_if_gradients_are_matched_by_name(real, op):
     found = real(other_order, op)
     if op == "Sum" and real.name != "horovod":
         assert all("the order of the parameters differs: a (float32" in text for text in found)

@@ -235,7 +235,7 @@ def constant(start, samples=8):
     return TensorSource(inputs, torch.arange(samples) % 3)
 
 
-#: For each kind of data: the data of the first start and those of the second one, each a function of the start.
+#: Functions that return the data of a start of the run, 0 or 1. The key says what differs between the two starts.
 KINDS = {
     "same": lambda start: Task(constant(0), constant(0), (4,), 3),
     "stored": lambda start: Task(constant(start), constant(0), (4,), 3),

@@ -23,7 +23,8 @@ from dualtrain.run_folder import checkpoint
 from dualtrain.training import start
 from tests.hvd.worlds import worlds
 
-#: With this batch size an epoch has two steps; each epoch ends with an evaluation. Progress lines depend on time.
+#: With this batch size an epoch has two steps; each epoch ends with an evaluation. The tests compare the
+#: printed lines, so there are no progress lines, which depend on the time that a step takes.
 FLAGS = (
     *("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0"),
     *("--log-every", "1", "--log-seconds", "0"),
@@ -96,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, caplog):
     assert [line.startswith("skipped: ") and str(newest) in line for line in caplog.messages] == [True]
 
 
-@pytest.mark.parametrize("resume", ["auto", "--run-dir's"])
+@pytest.mark.parametrize("resume", ["auto", "run-dir"])
 def test_checkpoints_in_a_folder_that_cannot_be_read_are_not_ignored(tmp_path, monkeypatch, resume):
     alone(tmp_path, 1)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}

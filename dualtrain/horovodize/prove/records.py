@@ -55,9 +55,9 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: position of each step among the steps of all optimizers on this rank: 2n + 1 for the step with index n in
-            ``RankRecord.seconds``. The first entry is for this optimizer's state before its own first step: it is twice the
-            number of the other optimizers' steps until then.
+        order: when each checksum in ``sums`` was taken, relative to the steps of all optimizers on this rank: 2n + 1 after
+            the step with index n in ``RankRecord.seconds``. The first entry is for the state before this optimizer's own
+            first step: 2n if the other optimizers had taken n steps.
     """
 
     type: str

@@ -99,8 +99,9 @@ class _Collectives:
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         here, there = list(self._inside(body)), list(self._inside(other))
         if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
-            # With the condition ``rank == 0 and flag``, no rank may leave the function here. A later call that has its own
-            # condition, such as ``not flag``, may then run on all ranks, so it does not match a call in ``branch``.
+            # With the condition ``rank == 0 and flag``, it is possible that no rank leaves the function here. A later call
+            # under a condition of its own, such as ``not flag``, may then run on all ranks, so it is not counted as the
+            # call of the other ranks.
             several = isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And)
             later = self._inside(self._following(branch))
             there += [(name, call) for name, call in later if not (several and self._is_conditional(call, branch))]
