@@ -28,7 +28,7 @@ for host in "${entries[@]}"; do
   if [[ " ${counts[*]-} " != *" ${host##*:} "* ]]; then counts+=("${host##*:}"); fi
 done
 if [ -z "$mine" ] && [ "${#counts[@]}" -gt 1 ]; then
-  refuse "HOSTS=$HOSTS has different numbers of ranks and no entry for this host: give this host's entry the name $(hostname)"
+  refuse "HOSTS=$HOSTS has different numbers of ranks, and none of its names is this host's: use the name $(hostname) for this host"
 fi
 nproc=${mine:-${counts[0]}}
 

@@ -44,9 +44,9 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return, for each workload, the seconds by which a step more in ``plan.LENGTHS`` would lengthen a round.
+        """Return the seconds that one step of each workload in ``plan.LENGTHS`` takes in a round.
 
-        With contenders side by side, a step in ``LENGTHS`` means ``SIDE_STEPS`` steps of each contender.
+        With contenders side by side, one step in ``LENGTHS`` stands for ``SIDE_STEPS`` steps of each contender.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:

@@ -93,7 +93,8 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
         first = backend.broadcast(p.detach(), name=f"weights for {name}")
         wide = torch.promote_types(p.dtype, torch.float32)
         own, first = p.to(wide), first.to(wide)
-        # Equal infinities do not differ, and would hide other differences.
+        # Equal elements count as no difference, also if they are infinite. The norm leaves out infinite elements, because
+        # an infinite norm would allow any difference.
         difference = (own - first).masked_fill(own == first, 0).norm().item()
         norm = first.masked_fill(~first.isfinite(), 0).norm().item()
         digits = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0

@@ -116,7 +116,7 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # the run has read these samples before, so they have changed since: the cause cannot be found
+    except Exception:  # the run could read these samples before; something has changed them, so the search is of no use
         return None
     return None
 

@@ -73,8 +73,8 @@ def test_torchrun_starts_this_hosts_number_of_ranks_from_the_variable(tmp_path):
     end = start("torchrun", HOSTS="one:4,two", **variables)
     assert (end.returncode, end.stdout) == (2, "")
     assert end.stderr == (
-        "torchrun.sh: error: HOSTS=one:4,two has different numbers of ranks and no entry for this host: give this "
-        f"host's entry the name {name}\n"
+        "torchrun.sh: error: HOSTS=one:4,two has different numbers of ranks, and none of its names is this "
+        f"host's: use the name {name} for this host\n"
     )
 
 

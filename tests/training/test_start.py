@@ -236,7 +236,7 @@ def test_the_summary_of_a_shorter_run_does_not_end_a_longer_run(tmp_path, monkey
     assert auto(tmp_path, 2)["steps"] == 4
 
 
-def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
+def test_resume_takes_a_path_that_ends_in_auto_as_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="auto' does not exist"):
         alone(tmp_path / "run", 1, "--resume", "./auto")

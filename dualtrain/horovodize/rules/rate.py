@@ -152,8 +152,8 @@ class _Powers:
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
-        #: With Adasum, only size() counts: Horovod's guide recommends a rate times local_size(), because with NCCL the
-        #: gradients are averaged over the ranks of each host.
+        #: Whether the script uses Adasum. If so, a factor of local_size() is correct: Horovod's guide recommends it, since
+        #: with NCCL, gradients are averaged over the ranks of each host. A factor of size() still counts.
         self._adasum = any(source.hvd(node) == "Adasum" for node in source.nodes)
         self._properties = {
             name
