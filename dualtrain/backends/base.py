@@ -285,9 +285,9 @@ class Primitives(ABC):
         return self
 
     def sums_beside(self, device: str) -> int:
-        """Return how many sums of gradients this rank has started in a process group that they share with calls.
+        """Return how many sums of gradients this rank has started in the process group of the user's calls.
 
-        ``device`` is the device type of the calls. Return 0 if sums have a separate process group. Before a call on
+        ``device`` is the device type of the calls. Return 0 if sums have a process group of their own. Before a call on
         ``device``, this number must be equal on all ranks.
         """
         return 0

@@ -44,8 +44,8 @@ VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of
 SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # other gradient sizes; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job not in ("empty", "layers20", *SHAPES))
-#: Bytes of the allreduces. "large" is measured only for contenders that a target or the bench's answer ("which library is
-#: faster?") compares.
+#: Bytes of the allreduces. "large" is measured only for contenders that have a target, or that decide the answer to the
+#: question which library is faster.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job not in ("tiny", "layers20", *VIRTUAL, *SHAPES))

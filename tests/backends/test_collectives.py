@@ -1151,7 +1151,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many):
 
 
 def checks_behind_pending_calls(backend):
-    # The last rank is late. Without a common order, its calls would be matched with later calls of the other ranks.
+    # The last rank is late. Without a common order, its broadcasts would be matched with all-reduces of the other ranks.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
         time.sleep(0.2)

@@ -224,7 +224,7 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 
 
 def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
-    """Compare Horovod's run with ``compat`` if that is ``required`` or closer, else with dualtrain's first run."""
+    """Compare Horovod's run with dualtrain's first run, or with ``compat`` if that is closer or if ``required`` is set."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)
