@@ -106,14 +106,15 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, comparison: Comparison, results: Results) -> str:
     """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
-    If neither is a raw script, the weights of one raw script are compared too, except for contenders side by side. The
-    weights of a second raw script may differ with 3 or more ranks, because the libraries sum in different orders.
+    If neither is a raw script, the weights of one raw script are compared too, unless both contenders run in the same
+    processes. The weights of a second raw script may differ with 3 or more ranks, because the libraries sum in different
+    orders.
     """
     pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []
     for number in range(results.rounds):
         own = _hashes(job, pair, results, number, comparison.together)
-        # Contenders side by side run more steps than a raw script in separate processes.
+        # Contenders in the same processes run more steps than a raw script in processes of its own.
         raw = {} if pair & set(RAW) or comparison.together else _hashes(job, RAW, results, number)
         rounds.append({**dict(list(raw.items())[:1]), **own})
     both = len(pair) > 1 and comparison.together != ""

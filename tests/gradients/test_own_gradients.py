@@ -14,7 +14,7 @@ from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.slots import may_be_kept
 from tests.models_for_tests import gradients, mean_gradients, perceptron, seeded, sgd, vector_loss
 
-#: Numbers of inputs of two layers. The weight gradient of the second is so large that it is copied to its bucket at once.
+#: Numbers of inputs of the model, for a small and a large gradient. A large gradient is copied to its bucket at once.
 INPUTS = 4, 20000
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks, outcome
 
-#: Backward passes per step at first, the actions (see ``act``), and the sums of the factors of the passes in each step.
+#: The first value of ``backward_passes_per_step``, the actions (see ``act``), and the expected gradients of each step.
 CHANGES = {
     "after all passes": (1, "b 2 step zero b b step", [1, 110]),
     "after all passes, which are several": (2, "b b 1 step zero b step", [11, 100]),
@@ -20,7 +20,10 @@ CHANGES = {
 
 
 def act(optimizer, params, actions, factor, passes=0):
-    """Run ``actions``: backward passes with the factors 1, 10, 100, …, steps, and changes of the number of passes."""
+    """Run ``actions``: "b" is a backward pass, and a number is the new number of passes. Return the changes by each step.
+
+    The gradients of the first pass are ``factor``, those of the second are ten times as large, and so on.
+    """
     found = []
     for action in actions.split():
         if action == "b":
@@ -63,7 +66,7 @@ def test_the_number_of_passes_may_be_changed_at_any_time(real):
 
 
 def more_passes_after_the_last(backend):
-    """Increase the number of passes after gradients were sent, and run a further pass: in the first exchange, and later."""
+    """Increase the number of passes after gradients were sent, and run one more pass. Do so in two steps."""
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
         for op in ("Average", "Max"):

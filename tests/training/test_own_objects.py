@@ -235,7 +235,7 @@ def constant(start, samples=8):
     return TensorSource(inputs, torch.arange(samples) % 3)
 
 
-#: Functions that return the data of a start of the run, 0 or 1. The key says what differs between the two starts.
+#: Each run is started twice. These functions return the data of start 0 or 1; the key says what differs between the two.
 KINDS = {
     "same": lambda start: Task(constant(0), constant(0), (4,), 3),
     "stored": lambda start: Task(constant(start), constant(0), (4,), 3),
