@@ -146,9 +146,9 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class RankNorm(SyncBatchNorm):
     """BatchNorm over the samples of all ranks of ``backend``.
 
-    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, so that
-    ranks may exchange statistics and sum gradient buckets in different orders: a rank without gradients for some
-    parameters sends its buckets later in backward.
+    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, so that a
+    rank may exchange statistics before a bucket of gradients is sent, and a different rank after that. A rank without
+    gradients for some parameters sends its buckets later in backward.
     """
 
     backend: Backend

@@ -23,7 +23,7 @@ def page(report: Mapping[str, Any]) -> str:
 def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     first = report["ranks"][0]
     yield "launcher", f"{_launcher(first)} ({_pairs(first['evidence']) or 'no launcher variables are set'})"
-    yield "ignored", _pairs(first["ignored"]) or "no other launcher's variables are set"
+    yield "ignored", _pairs(first["ignored"]) or "nothing: no other launcher's variables are set"
     hosts = list(dict.fromkeys(row["host"] for row in report["ranks"]))
     missing = "" if len(report["ranks"]) == first["size"] else f", of which {len(report['ranks'])} reported"
     yield "world", f"{first['size']} rank{'s' * (first['size'] > 1)}{missing}; hosts: {', '.join(hosts)}"

@@ -204,9 +204,9 @@ class Bucket:
         return large
 
     def _replace(self, copied: list[tuple[Slot, torch.Tensor]]) -> bool:
-        """Make ``param.grad`` of ``copied`` gradients their parts of the bucket now, where nothing else uses them.
+        """Replace ``copied`` gradients by views of the bucket before it is summed, if no other code uses the gradients.
 
-        This frees their memory, which the next gradients of the same backward then use, still mapped and in the cache.
+        This frees the gradients' memory, which is still mapped and in the cache, for the next gradients of this backward.
         Return whether a gradient was replaced.
         """
         outside = {slot for slot, _ in self.outside}

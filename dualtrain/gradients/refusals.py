@@ -161,7 +161,7 @@ class Refusals:
         self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def load_none(self) -> None:
-        """Clear the flag. For a rank that computes several shards of a step's batch: :meth:`load` sets it for the last one."""
+        """Clear the flag, for a shard of the batch after which this rank computes another one. See :meth:`load`."""
         self._flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:

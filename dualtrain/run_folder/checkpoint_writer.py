@@ -88,8 +88,8 @@ class Writer:
         try:
             state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
-            # Remove old checkpoints last, and only if no write failed: a resumed run makes missing files of the best state
-            # from that state's checkpoint, which may be an old one.
+            # Remove old checkpoints last, and only if no write failed. If the best state's files are missing, a resumed run
+            # writes them again from that state's checkpoint, which may be an old one.
             drop_old(self._checkpoints, self._kept, self._lock)
             self.failed = None
         except SupersededError:

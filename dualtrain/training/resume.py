@@ -102,8 +102,8 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
             f"{with_its_weights(folder)}",
             shared=True,
         )
-    # The number of validation samples is outside of tree["data"], which older versions compare as a whole. They did not
-    # save this number.
+    # Checkpoints of older versions do not contain the number of validation samples. It is not in tree["data"], because
+    # these versions refuse a new checkpoint if that dictionary has another entry.
     written = {"validation": tree.get("validation", data["validation"]), **tree["data"]}
     if written != data:
         had, has = (_data_in_words(one) for one in (written, data))

@@ -127,7 +127,7 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
 
 
 def zeroes_in_hooks(backend, place, sizes):
-    """Zero the gradients in hooks of parameters, before or after the reducer's hook, or in earlier hooks of their nodes."""
+    """Zero the gradients in hooks that run before or after the reducer's: hooks of parameters or of their nodes."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     named = [(str(number), p) for number, p in enumerate(params)]
 

@@ -538,7 +538,7 @@ class Sized:
 
 
 @pytest.mark.parametrize(("length", "steps"), [(5, 5), (None, 6), (2, 5), (9, 6)])
-def test_fit_takes_a_step_without_samples_only_if_the_loader_has_a_wrong_length(length, steps):
+def test_fit_takes_a_step_without_samples_only_if_the_loader_has_no_length_or_one_that_is_too_large(length, steps):
     """A rank with fewer batches takes part in all steps; each sample counts once."""
 
     def body(backend):

@@ -55,9 +55,9 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: when each checksum in ``sums`` was taken, relative to the steps of all optimizers on this rank: 2n + 1 after
-            the step with index n in ``RankRecord.seconds``. The first entry is for the state before this optimizer's own
-            first step: 2n if the other optimizers had taken n steps.
+        order: the place of this optimizer's states among the steps of all optimizers on this rank: 2n before the step with
+            index n in ``RankRecord.seconds``, and 2n + 1 after it. The first entry is the place of the state before this
+            optimizer's first step; each of its steps adds one entry.
     """
 
     type: str
