@@ -21,7 +21,7 @@ set -euo pipefail
 case ${1:-} in
   '') ;;
   -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
-  *) echo "setup: error: '$1' is not known; the variables that bash launch/setup.sh --help lists are its only options" >&2; exit 2 ;;
+  *) echo "setup: error: '$1' is not known: set options as environment variables; they are listed by: bash launch/setup.sh --help" >&2; exit 2 ;;
 esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DUALTRAIN_VENV:-$root/.venv}

@@ -83,7 +83,7 @@ class ChannelReducer(HorovodReducer):
         """Return whether the ranks that have joined must take part in an exchange now.
 
         A joined rank blocks while it exchanges sparse gradients, and can take part in no exchange of a different optimizer
-        meanwhile. So if the reducer has sparse gradients, this rank calls joined ranks only while it waits for its result.
+        meanwhile. So if there are sparse gradients, this rank requests zeros from joined ranks only while it waits itself.
         """
         usable = self.process_set.process_set_id is not None
         return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)

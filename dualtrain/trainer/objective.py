@@ -68,7 +68,7 @@ def cross_entropy(
 def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dim() != 2 or targets.dim() != 1:
         if logits.dim() == targets.dim() + 1 and _long_axes(logits.shape[:-1]) != _long_axes(targets.shape):
-            # Two axes may be exchanged. An axis of length 1 changes nothing.
+            # The user may have exchanged two axes by mistake. Axes of length 1 do not matter.
             raise UserError(
                 f"the outputs have the shape {tuple(logits.shape)}, and the targets {tuple(targets.shape)}: return one row "
                 "of logits for each target, with the axes in the order of the targets"
