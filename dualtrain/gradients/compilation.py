@@ -16,6 +16,7 @@ def not_compiled(function: F) -> F:
 
     ``torch.compiler.disable`` does the same, but imports the compiler, which takes seconds, and makes each call slower.
     """
+    # The names of both attributes are private in torch 2.5 to 2.15.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "dualtrain communicates here"  # type: ignore[attr-defined]
     code: CodeType = function.__code__

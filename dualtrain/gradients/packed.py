@@ -39,6 +39,7 @@ class PackedGradients:
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []
+        # ``_base`` is private in torch 2.5 to 2.15: no public attribute names the tensor of which another one is a view.
         # A part of a larger tensor has the counter of that tensor: another part may be the gradient of another bucket.
         shared = {id(grad) for _, grad in outside if grad._base is not None}
         pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)

@@ -25,7 +25,8 @@ HALF = "float16 is summed in 16 bits"
 
 #: Optimizers that count steps in their state, although their updates do not depend on the count.
 _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
-#: Attributes that need no comparison: ``without_state`` handles the first three, and only warnings use the others.
+#: Attributes that need no comparison: ``without_state`` handles the first three, and only warnings use the others, which
+#: are private in torch 2.5 to 2.15.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _met: dict[tuple[str, str, int], None] = {}
@@ -73,7 +74,7 @@ def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COMPARED}
     if hasattr(found.get("step"), "_wrapped_by_lr_sched"):
-        del found["step"]  # a scheduler's wrapper of step(), which counts calls for a warning
+        del found["step"]  # a scheduler's wrapper of step(), which counts calls for a warning (torch 2.5 to 2.15)
     return found
 
 

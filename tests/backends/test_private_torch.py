@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 import torch.distributed as dist
 
 ASYNC_OPTIONS = "the options of operations in process groups other than the default group"
@@ -71,3 +72,11 @@ def test_a_missing_part_is_named_with_its_purpose():
         pytest.fail.Exception, match=r"no torch.distributed.gone: .* uses it for a purpose, and must do this in another way"
     ):
         require("torch.distributed.gone", "a purpose")
+
+
+def test_torch_makes_views_that_negate_the_values_in_memory():
+    view = getattr(torch, "_neg_view", None)
+    assert view is not None, f"torch {torch.__version__} has no torch._neg_view: change ordinary in backends/inference.py"
+    memory = torch.ones(2)
+    assert view(memory).tolist() == [-1.0, -1.0]
+    assert view(memory).data_ptr() == memory.data_ptr()

@@ -5,6 +5,7 @@ A comment at each use says that torch has no public alternative.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.torch_version import TorchVersion
+
+from dualtrain.hvd import compat
 
 VERSION = f"torch {torch.__version__}"
 
@@ -177,3 +181,42 @@ def test_gradscaler_reads_the_attribute_step_supports_amp_scaling():
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)
     assert reads, f"{VERSION}: GradScaler does not read _step_supports_amp_scaling: change DistributedOptimizer"
+
+
+def test_torch_counts_the_tensors_that_share_a_storage():
+    tensor = torch.zeros(3)
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    assert count is not None, f"{VERSION} has no torch._C._storage_Use_Count: change may_be_kept in gradients/slots.py"
+    before = count(tensor.untyped_storage()._cdata)
+    view = tensor.view(-1)
+    assert count(tensor.untyped_storage()._cdata) == before + 1, (
+        f"{VERSION} does not count views in _storage_Use_Count: change may_be_kept in gradients/slots.py"
+    )
+    assert getattr(view, "_base", None) is tensor, f"{VERSION} has no Tensor._base: change changed in gradients/packed.py"
+    assert tensor._base is None
+
+
+def test_torch_does_not_compile_functions_that_are_marked():
+    marked = importlib.import_module("torch._dynamo").disable(lambda: None)
+    assert getattr(marked, "_torchdynamo_disable", False), (
+        f"{VERSION} does not mark functions with _torchdynamo_disable: change not_compiled in gradients/compilation.py"
+    )
+    engine = torch._C._dynamo.eval_frame
+    if not hasattr(engine, "set_code_exec_strategy"):
+        known = TorchVersion(torch.__version__) < "2.15"
+        assert known, f"{VERSION} has no set_code_exec_strategy: change not_compiled in gradients/compilation.py"
+        pytest.skip("needs a torch that has set_code_exec_strategy")
+    strategy = engine._FrameExecStrategy(engine._FrameAction.SKIP, engine._FrameAction.SKIP)
+    assert strategy.cur_action == engine._FrameAction.SKIP
+
+
+def test_torch_marks_optimizers_with_a_scheduler_in_known_attributes():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.step()
+    before = compat.met()
+    compat.without_state(optimizer)
+    assert compat.met() == before, (
+        f"{VERSION}: a scheduler adds an unknown attribute to its optimizer: add it to _NOT_COMPARED in hvd/compat.py: "
+        f"{sorted(vars(optimizer))}"
+    )

@@ -27,3 +27,12 @@ def test_torch_has_the_module_that_its_optimizers_import():
     assert importlib.util.find_spec("torch._dynamo"), (
         f"torch {torch.__version__} has no torch._dynamo: remove its (untimed) import from bench/worker.py"
     )
+
+
+def test_torch_keeps_the_buffers_and_submodules_of_a_module_in_dicts():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    places = model, "_modules", "0", model[0]
+    for module, name, key, value in [places, (model[0], "_buffers", "running_mean", model[0].running_mean)]:
+        assert getattr(module, name, {}).get(key) is value, (
+            f"torch {torch.__version__} has no Module.{name}: change trainer/common_buffers.py"
+        )
