@@ -94,7 +94,7 @@ class ImageFiles:
                     images[index] = self._pipeline(image)
             except UserError as error:
                 return error
-            except (OSError, ValueError, MemoryError) as error:  # an image of this size cannot be cropped or resized
+            except (OSError, ValueError, MemoryError) as error:  # the image is too small or too large for a transform
                 reason = (str(error) or type(error).__name__).partition("\n")[0]
                 return UserError(f"the image {path!r} cannot be used ({reason}): fix or delete it")
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)

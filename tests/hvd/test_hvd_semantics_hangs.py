@@ -64,7 +64,7 @@ def test_calls_that_hang_in_horovod_do_not_hang_in_dualtrain(real):
 
 
 def other_parameters(backend):
-    """Step with models that have other shapes or parameters on rank 1. Each step fails again."""
+    """Step with models that have other shapes or parameters on rank 1. A step fails, and so does a second try."""
     with library(backend) as hvd, mock.patch("dualtrain.hvd.pending.BLOCKED_SECONDS", 0.1):
         from dualtrain.hvd import HorovodInternalError
 
