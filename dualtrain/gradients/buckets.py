@@ -142,9 +142,8 @@ class Bucket:
                 slot.move_kept()
         for slot in self._missing:
             slot.view.zero_()
-        replaced = False
         if self.factor is not None and not self._all_small:
-            replaced = self._replace(self._copy_scaled(slots, grads, self.factor))
+            self._copy_scaled(slots, grads, self.factor)
         else:
             # ``copy_all`` records no autograd history, although gradients have one after a backward with create_graph.
             copy_all(self._slot_views if len(slots) == len(self.slots) else [slot.view for slot in slots], grads)
@@ -154,7 +153,7 @@ class Bucket:
             self.values.mul_(self._before)
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
-        self._packed.record(grads if slots is self.slots and not replaced else None)
+        self._packed.record(grads if slots is self.slots else None)
 
     def changed(self) -> list[Slot]:
         """Return the slots whose gradients the program has changed since ``pack``. Call it before ``unpack``."""
@@ -182,10 +181,8 @@ class Bucket:
         left = {slot for slot, _ in self.outside}
         self._copied = [slot for slot in self._copied if slot not in left]
 
-    def _copy_scaled(
-        self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor
-    ) -> list[tuple[Slot, torch.Tensor]]:
-        """Copy gradients to the bucket, multiply all gradients of the bucket by ``factor``, and return the large ones."""
+    def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+        """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""
         small: list[tuple[Slot, torch.Tensor]] = []
         large: list[tuple[Slot, torch.Tensor]] = []
         for slot, grad in zip(slots, grads, strict=True):
@@ -196,24 +193,11 @@ class Bucket:
         copy_all([slot.view for slot, _ in small], [grad for _, grad in small])
         if not large:
             self.values.mul_(factor)
-            return large
+            return
         for slot, grad in large:
             torch.mul(grad.detach(), factor, out=slot.view)
         for slot in (*self._kept, *(slot for slot, _ in small)):
             slot.view.mul_(factor)
-        return large
-
-    def _replace(self, copied: list[tuple[Slot, torch.Tensor]]) -> bool:
-        """Replace ``copied`` gradients by views of the bucket before it is summed, if no other code uses the gradients.
-
-        This frees the gradients' memory, which is still mapped and in the cache, for the next gradients of this backward.
-        Return whether a gradient was replaced.
-        """
-        outside = {slot for slot, _ in self.outside}
-        found = [slot for slot, grad in copied if slot not in outside and slot.param.grad is grad and slot.has_only_hook()]
-        for slot in found:
-            slot.unpack()
-        return bool(found)
 
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
         """Return the slots whose gradients must be copied, and these gradients; record the other slots."""

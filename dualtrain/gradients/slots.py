@@ -68,20 +68,13 @@ class Slot:
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
             return  # the gradient is in its bucket already, or in the memory of another gradient (``pack`` reports this)
+        # Don't copy if another reducer or the user has a hook that runs later: it must see this rank's own gradient, and
+        # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
         grads, grad = [grad], None  # ``may_be_kept`` counts references
-        if self.has_only_hook() and not may_be_kept(grads):
+        if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads):
             self.move_kept()
             self.view.copy_(grads[0].detach())
             self.unpack()
-
-    def has_only_hook(self) -> bool:
-        """Return whether the parameter has no hook but the reducer's.
-
-        Hooks of the user and of other reducers must see this rank's own gradient. If there are any, ``param.grad`` must not
-        become a part of the bucket during backward, because the bucket may hold a partial sum by then.
-        """
-        # torch (2.5 to 2.15) has no public way to count a parameter's hooks.
-        return len(self.param._post_accumulate_grad_hooks or ()) == 1
 
     def place(self, bucket: SlotBucket, view: torch.Tensor, front: torch.Tensor) -> None:
         """Make ``view``, a part of ``bucket``, the gradient's place."""

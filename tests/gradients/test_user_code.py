@@ -79,34 +79,6 @@ def test_a_step_copies_no_gradient():
         assert [id(slot.alias) for slot in optimizer.reducer.slots] == found
 
 
-def frees_large_gradients(backend, hooked):
-    """Look at a large gradient while the same backward computes the gradient of an earlier parameter."""
-    first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(20000))
-    with small_buckets():
-        reducer = GradientReducer([("first", first), ("last", last)], backend)
-        own: list[float] = []
-        in_bucket: list[bool] = []
-
-        def look(_):
-            in_bucket.append(any(bucket.covers(last.grad.data_ptr()) for bucket in reducer.buckets))
-
-        for _ in range(3):  # the first step makes the buckets
-            first.grad = last.grad = None
-            scaled = first * (backend.rank + 1)
-            scaled.register_hook(look)
-            (scaled.sum() * last).sum().backward()
-            torch.testing.assert_close(last.grad, torch.full((20000,), 1.5 * (backend.size + 1)), **EXACT)
-            if hooked and not own:
-                last.register_post_accumulate_grad_hook(lambda p: own.append(p.grad[0].item()))
-    assert in_bucket == [False, not hooked, not hooked]
-    assert own == [3.0 * (backend.rank + 1)] * (2 * hooked)
-    reducer.close()
-
-
-def test_large_gradients_are_freed_during_backward_unless_the_parameter_has_a_hook(typical):
-    typical.each(frees_large_gradients, [(False,), (True,)])
-
-
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
     # move_kept copies a gradient if its reference count shows that the program keeps it. The counts depend on the versions
     # of Python and torch: if they were higher than move_kept expects, every gradient would be copied.
