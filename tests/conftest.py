@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,6 +52,12 @@ def pytest_collection(session: pytest.Session) -> None:
         import torch
 
         torch.set_num_threads(1)  # as in the pool's processes, so that sums have the same bits here
+
+
+def pytest_runtest_logfinish() -> None:
+    """Use one intra-op thread again after a test that has changed the number: a test of bits may run next."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

@@ -47,7 +47,7 @@ def test_setup_has_help_and_refuses_unknown_arguments():
     }
     end = start("setup", "--gpu")
     assert (end.returncode, end.stdout) == (2, "")
-    assert end.stderr.startswith("setup: error: '--gpu' is not known; ")
+    assert end.stderr.startswith("setup: error: '--gpu' is not known: ")
 
 
 def test_several_hosts_of_torchrun_need_a_port():
