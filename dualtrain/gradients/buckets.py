@@ -121,12 +121,21 @@ class Bucket:
         """Return whether ``address`` is in the memory of any bucket that was made together with this one."""
         return any(low <= address < high for low, high in self.ranges)
 
+    def slots_inside(self) -> list[Slot]:
+        """Return the slots whose gradients lie in a bucket now, so that a sum replaces them."""
+        grads = [(slot, slot.param.grad) for slot in self.slots]
+        return [
+            slot
+            for slot, grad in grads
+            if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr())
+        ]
+
     def clear(self) -> None:
         """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
+        for slot in self.slots_inside():
+            assert slot.param.grad is not None
+            slot.param.grad.data = slot.param.grad.detach().clone()
         for slot in self.slots:
-            grad = slot.param.grad
-            if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
-                grad.data = grad.detach().clone()
             slot.move_kept()
         self.wire.zero_()
         self.sum.clear()

@@ -194,10 +194,12 @@ class Refusals:
         exchange, since the other ranks then do not compare reasons.
 
         Raises:
-            BackendError: on every rank, if some ranks keep the layout.
+            BackendError: on every rank, if some ranks keep the layout, or if a gradient was replaced by its sum on some
+                ranks only: these ranks no longer have their own gradient, which the new layout would have to send.
         """
         if not buckets or not (self._flag.is_cpu or cpu_waits):
             return
+        replaced = [slot.name for bucket in buckets[:sent] for slot in bucket.slots_inside()]
         for bucket in buckets[sent:]:
             bucket.clear()
         self._flag.fill_(math.nan)
@@ -209,6 +211,14 @@ class Refusals:
         states = self._exchange_reasons(backend, _NEW_LAYOUT)
         if not all(reason == _NEW_LAYOUT for reason, _ in states):
             _raise_first(states)
+        for rank, names in enumerate(backend.allgather_object(replaced, name="gradients that were replaced by sums")):
+            if names != replaced:
+                name = next(each for each in (*names, *replaced) if (each in names) != (each in replaced))
+                raise BackendError(
+                    f"parameters were added or unfrozen during backward, when the gradient of {name!r} had been sent by "
+                    f"rank {rank} or rank {backend.rank} and not by the other: add and unfreeze parameters between two "
+                    "backward passes"
+                )
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
         """Raise BackendError with the reason of the first rank that has one. Collective."""

@@ -79,6 +79,43 @@ def test_a_step_copies_no_gradient():
         assert [id(slot.alias) for slot in optimizer.reducer.slots] == found
 
 
+def unfreezes_in_backward(backend, numel, keep):
+    """Unfreeze a parameter in mid-backward, when only rank 0 has sent the gradient of ``last``."""
+    frozen, first, extra = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    last = nn.Parameter(torch.ones(numel))
+    named = [("frozen", frozen.requires_grad_(False)), ("first", first), ("extra", extra), ("last", last)]
+    reducer = GradientReducer(named, backend, transfer=Transfer(groups=[[extra, last]]))
+
+    def unfreeze(_):
+        frozen.requires_grad_()
+
+    for step in range(3):
+        for _, p in named:
+            p.grad = p.grad.zero_() if keep and p.grad is not None else None
+        scaled = first * (backend.rank + 1)
+        if step == 2:
+            scaled.register_hook(unfreeze)
+        loss = (scaled.sum() * last).sum()
+        if backend.rank == 0 or step == 0:
+            loss = loss + extra.sum()
+        try:
+            loss.backward()
+        except BackendError as error:
+            reducer.close()
+            return str(error)
+        torch.testing.assert_close(last.grad, torch.full((numel,), 1.5 * (backend.size + 1)), **EXACT)
+    reducer.close()
+    return ""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("numel", SIZES)
+def test_a_parameter_unfrozen_in_backward_gives_averages_or_an_error_on_all_ranks(typical, numel, keep):
+    found = typical(unfreezes_in_backward, numel, keep)
+    if any(found):
+        assert all("added or unfrozen during backward, when the gradient of" in error for error in found)
+
+
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
     # move_kept copies a gradient if its reference count shows that the program keeps it. The counts depend on the versions
     # of Python and torch: if they were higher than move_kept expects, every gradient would be copied.
