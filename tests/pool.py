@@ -15,6 +15,7 @@ import importlib
 import os
 import pickle
 import queue
+import random
 import signal
 import socket
 import threading
@@ -55,8 +56,11 @@ class Outcome:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a free port below the range (32768 to 60999) from which Linux takes ports of other sockets meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:

@@ -40,6 +40,7 @@ def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
     ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]
     try:
         assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
+        assert ranks[0].poll() is None, ranks[0].errors
         ranks[victim].send_signal(signal.SIGKILL)
         assert ranks[1 - victim].wait(60) == 1
         assert f"(rank {1 - victim} of 2): stopping, since rank {victim} died" in ranks[1 - victim].errors
