@@ -25,7 +25,7 @@ from dualtrain.functions.payload import loads
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 120.0  # for a new Python interpreter to start and read its function
+START_SECONDS = 600.0  # for a new Python interpreter to start, import dualtrain and torch, and read its function
 #: Longest wait, after a rank reports a failed collective operation, for the error of the rank that caused the failure.
 #: That error says more than its peers' errors.
 GRACE_SECONDS = 6.0
@@ -42,6 +42,8 @@ class Child:
         self.rank = rank
         self.size = size
         self.status: int | None = None  # exit status; -N if signal N has ended the process
+        self.started = False  # whether the process has read its function
+        self.start_by = time.monotonic() + START_SECONDS
         self.outcome: Outcome | None = None
         ours, theirs = socket.socketpair()
         program = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
@@ -72,15 +74,19 @@ class Child:
         try:
             self.link.send(payload)
         except TimeoutError:
-            raise UserError(
-                f"rank {self.rank} of {self.size} did not start within {START_SECONDS:g} s: the system is short of memory "
-                "or processor time; start fewer ranks"
-            ) from None
+            raise self.late() from None
         except OSError:
             pass
 
+    def late(self) -> UserError:
+        """Return the exception for a process that did not read its function in time."""
+        return UserError(
+            f"rank {self.rank} of {self.size} did not start within {START_SECONDS:g} s: the system is short of memory or "
+            "processor time, or the interpreter does not start; start fewer ranks, or check the interpreter"
+        )
+
     def note(self) -> None:
-        """Update ``outcome`` and ``status`` without blocking."""
+        """Update ``started``, ``outcome`` and ``status`` without blocking."""
         if self.outcome is None:
             self.link.read_rest()
         found = os.waitid(os.P_PIDFD, self.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -88,9 +94,10 @@ class Child:
             self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
             if self.outcome is None:
                 self.link.read_rest()
-        message = self.link.message()
-        if self.outcome is None and message is not None:
-            self.outcome = loads(message)
+        while self.outcome is None and (message := self.link.message()) is not None:
+            if self.started:
+                self.outcome = loads(message)
+            self.started = True  # the first message is empty
 
     def failure(self) -> RankFailedError | None:
         """Return the exception that describes this rank's failure, or ``None``."""
@@ -143,7 +150,7 @@ def run_children(
 
     Raises:
         RankFailedError: the function failed on a rank, or a rank's process ended. The other ranks were ended.
-        UserError: the processes cannot be started.
+        UserError: the processes cannot be started, or do not start in time.
     """
     children: list[Child] = []
     returned = False
@@ -167,21 +174,27 @@ def run_children(
 
 def _collect(children: Sequence[Child]) -> list[bytes]:
     """Wait until all ranks have ended, and return their results; if a rank fails, raise its failure."""
-    deadline: float | None = None
+    end: float | None = None
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.link.socket, selectors.EVENT_READ, child)
             selector.register(child.ended, selectors.EVENT_READ, child)
         while selector.get_map():
+            starting = [child for child in children if not child.started and child.status is None]
+            deadline = min((child.start_by for child in starting), default=None) if end is None else end
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             for child in {key.data for key, _ in selector.select(left)}:
                 _advance(child, selector)
             failures = [failure for child in children if (failure := child.failure()) is not None]
-            deadline = _deadline(children, failures, deadline)
-            if deadline is not None and time.monotonic() >= deadline:
+            end = _deadline(children, failures, end)
+            now = time.monotonic()
+            late = [child for child in starting if not child.started and now >= child.start_by]
+            if late or (end is not None and now >= end):
                 break
     if failures:
         raise next((failure for failure in failures if not failure.by_peer), failures[0])
+    if late:
+        raise late[0].late()
     return [child.outcome.result or b"" for child in children if child.outcome is not None]
 
 

@@ -10,7 +10,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Link:
-    """One end of a socket pair. Each end sends one message: its length in 8 bytes, then its bytes."""
+    """One end of a socket pair. A message is its length in 8 bytes, and then its bytes."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -22,7 +22,7 @@ class Link:
         self.socket.sendall(message)
 
     def receive(self) -> bytes:
-        """Return the message; block until it is complete. Raises EOFError if the other end closes first."""
+        """Return the next message; block until it is complete. Raises EOFError if the other end closes first."""
         while (message := self.message()) is None:
             if not self.read():
                 raise EOFError("the other end has closed the socket")
@@ -47,13 +47,16 @@ class Link:
             pass  # no more bytes yet: the other end is still open, in the rank or in a process that the rank has forked
 
     def message(self) -> bytes | None:
-        """Return the message that was read, or ``None`` if it is not complete."""
+        """Remove the first message that was read, and return it; return ``None`` if no message is complete."""
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if len(self._received) < _LENGTH.size + length:
+        end = _LENGTH.size + length
+        if len(self._received) < end:
             return None
-        return bytes(self._received[_LENGTH.size : _LENGTH.size + length])
+        message = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return message
 
 
 def inherited(descriptor: int) -> Link:

@@ -33,6 +33,7 @@ def main(descriptor: int, parent: int) -> None:
     signal_at_parents_end(signal.SIGKILL, parent)
     link = inherited(descriptor)
     data = link.receive()
+    link.send(b"")  # shows the parent process that this rank has started
     outcome = outcome_of(lambda: _call(data))
     link.send(dumps(outcome))
     sys.stdout.flush()

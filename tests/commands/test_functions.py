@@ -341,6 +341,15 @@ def test_an_interpreter_that_does_not_exist_is_refused():
         horovod_run(print, executable="/no-python")
 
 
+def test_an_interpreter_that_does_not_start_is_refused_in_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(children, "START_SECONDS", 0.5)
+    waits = tmp_path / "waits"
+    waits.write_text("#!/bin/sh\nexec sleep 600\n")
+    waits.chmod(0o755)
+    with pytest.raises(UserError, match=r"rank 0 of 1 did not start within 0.5 s: .*or check the interpreter"):
+        horovod_run(print, executable=str(waits))
+
+
 def test_horovods_arguments_are_accepted():
     with pytest.warns(DeprecationWarning, match="np is deprecated"):
         assert horovod_run(os.getenv, ("RANK",), np=2, use_gloo=True, verbose=1, hosts="localhost:2") == ["0", "1"]
