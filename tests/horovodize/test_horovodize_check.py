@@ -1480,6 +1480,19 @@ def test_a_plain_optimizer_with_the_name_of_a_wrapped_argument_has_no_finding(tm
     assert list(BY_NAME["clip_before_synchronize"](sources[1])) == []
 
 
+@pytest.mark.parametrize("caller", ["one", "other"])
+def test_a_training_loader_in_a_function_that_is_called_has_a_finding(caller, tmp_path):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    loader = "def make():\n    data = Data()\n    return torch.utils.data.DataLoader(data, shuffle=True)\n"
+    sampler = "s = torch.utils.data.DistributedSampler(test, hvd.size(), hvd.rank(), shuffle=False)\n"
+    loop = "for batch in make():\n    pass\n"
+    one.write_text(f"import torch\nimport horovod.torch as hvd\n{WRAP}\n{loader}{sampler}{loop * (caller == 'one')}")
+    other.write_text(f"from one import make\n{loop * (caller == 'other')}")
+    source = parse_scripts([str(one), str(other)])[str(one)][1]
+    (finding,) = BY_NAME["every_rank_reads_all"](source)
+    assert source.text.splitlines()[finding.line - 1].strip().startswith("return torch.utils.data.DataLoader")
+
+
 AUGMENTED = "import random\nclass Data:\n    def __getitem__(self, i):\n        return random.random()\nhvd.allreduce_(g)\n"
 
 

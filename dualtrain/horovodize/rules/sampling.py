@@ -210,7 +210,8 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
     scope = source.scope(call)
     if not isinstance(scope, Function) or not any(True for _ in distributed_samplers(source)):
         return False
-    return scope.name not in ENTRY_POINTS and not any(any(True for _ in calls_of(file, scope)) for file in source.program)
+    elsewhere = any(last_name(each.func) == scope.name for file in source.files[1:] for each in file.calls)
+    return scope.name not in ENTRY_POINTS and not elsewhere and not any(True for _ in calls_of(source, scope))
 
 
 def _is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:

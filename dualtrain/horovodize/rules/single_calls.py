@@ -96,7 +96,9 @@ def _returned_collective(source: Source, function: Function) -> str:
     inside = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
     names = [source.hvd(node.func) for node in inside if source.hvd(node.func)]
     own = [name for name in names if name in OUT_OF_PLACE]
-    return own[0] if simple and own and len(own) == len(set(names) - RANK_NAMES) and function.args.args else ""
+    returns = any(isinstance(part, ast.Return) and part.value is not None for part in body)
+    only_these = set(names) <= {*own, *RANK_NAMES}
+    return own[0] if simple and returns and own and only_these and function.args.args else ""
 
 
 def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
