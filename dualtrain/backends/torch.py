@@ -87,10 +87,9 @@ def _end_all() -> None:
     Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
-    for process, group in _IN_USE:
-        if process != os.getpid():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # otherwise the interpreter would drop the group at exit
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
+    for _, group in _IN_USE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # otherwise the interpreter would drop the group at exit
     for backend in _BACKENDS:
         backend.forget_groups()
     if groups:  # without groups, ``_end`` would start a thread that has nothing to do
