@@ -109,16 +109,17 @@ class Connection:
             UserError: the other end refuses this process; the message is the reason.
             UnauthenticatedError: the other end does not know the secret.
             OSError: the connection failed, ended or timed out.
+            ValueError, TypeError or LookupError: the other end does not use this protocol.
         """
         connected = socket.create_connection(address, timeout)
         try:
             connection = cls(connected, rank=0)
-            connected.settimeout(timeout)  # the other end may be busy with other peers
-            challenge = connection.receive_one()
+            challenge = connection.receive_one(time.monotonic() + timeout)
             facts = rank, str(challenge["nonce"]), secrets.token_hex(16), int(connected.getpeername()[1])
             hello = {**(about or {}), "rank": rank, "nonce": facts[2], "proof": _proof(secret, "client", *facts)}
+            connected.settimeout(timeout)
             connection.send(hello)
-            answer = connection.receive_one()
+            answer = dict(connection.receive_one(time.monotonic() + timeout))
             if answer.get("refused") not in (None, _WRONG_SECRET):
                 raise UserError(str(answer["refused"]))
             if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", *facts)):
@@ -226,7 +227,19 @@ def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connecti
 
 
 def _accept_all(ranks: Ranks, address: str, name: str) -> list[Connection]:
-    secret, connections = secrets.token_hex(32), dict[int, Connection]()
+    connections: dict[int, Connection] = {}
+    try:
+        _accept_each(ranks, address, name, connections)
+    except BaseException:
+        for connection in connections.values():
+            connection.socket.close()
+        raise
+    return list(connections.values())
+
+
+def _accept_each(ranks: Ranks, address: str, name: str, connections: dict[int, Connection]) -> None:
+    """Add a connection to ``connections`` for each rank but rank 0."""
+    secret = secrets.token_hex(32)
     with socket.create_server((address, 0), backlog=ranks.size) as server:
         deadline = time.monotonic() + ranks.timeout
         ranks.broadcast_object({"at": server.getsockname()[:2], "secret": secret}, name=name)
@@ -247,8 +260,9 @@ def _accept_all(ranks: Ranks, address: str, name: str) -> list[Connection]:
             except (OSError, UnauthenticatedError):
                 accepted.close()
                 continue
+            if (earlier := connections.pop(connection.rank, None)) is not None:
+                earlier.socket.close()
             connections[connection.rank] = connection
-    return list(connections.values())
 
 
 def _dial_rank_zero(ranks: Ranks, name: str) -> Connection:
