@@ -160,10 +160,10 @@ class CommonBuffers:
         """
         now = self._read()
         vector = self._flat(now)
-        if vector.shape != self._vector.shape:
-            # Averaged buffers come first in ``_began``.
-            triples = zip(self._averaged, now, self._began, strict=False)
-            name = next(place.name for place, buffer, began in triples if buffer.numel() != began.numel())
+        # Averaged buffers come first in ``_began``.
+        triples = zip(self._averaged, now, self._began, strict=False)
+        name = next((place.name for place, buffer, began in triples if buffer.numel() != began.numel()), None)
+        if name is not None:
             raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
         first_constant = len(self._averaged) + len(self._counters)
         for place, buffer, began in zip(self._constant, now[first_constant:], self._began[first_constant:], strict=True):
