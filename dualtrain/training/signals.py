@@ -77,9 +77,9 @@ def note_early_requests() -> None:
 
 def take_early_request() -> bool:
     """Return whether SIGUSR1 was received before there was anything to save, and clear that record."""
-    came = bool(_early)
-    _early.clear()
-    return came
+    count = len(_early)  # a signal may come at any time
+    del _early[:count]
+    return count > 0
 
 
 def ignore_late_requests() -> None:
@@ -119,6 +119,5 @@ class Signals:
 
         A SIGUSR1 is returned by one call only, the other signals by every later call.
         """
-        flags = [float(number in self._noted) for number in SIGNALS]
-        self._noted.pop(signal.SIGUSR1, None)
-        return flags
+        requested = self._noted.pop(signal.SIGUSR1, None) is not None  # in one step: a signal may come at any time
+        return [float(requested if number == signal.SIGUSR1 else number in self._noted) for number in SIGNALS]
