@@ -75,15 +75,23 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """Return the values; if they are long, the parts at which they begin to differ."""
+    """Return the values; if they are long, the parts at which they begin to differ from the others."""
     texts = [value for value in values if value is not None]
-    start = 0
-    if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
-        # In sorted order, the common prefix of the first and the last text is the common prefix of all texts.
-        low, high = min(texts), max(texts)
-        common = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-        start = max(0, common - _WIDTH // 2)
-    return ["missing" if value is None else _cut(value, start) for value in values]
+    if len(texts) < 2 or max(map(len, texts)) <= _WIDTH:
+        return ["missing" if value is None else value for value in values]
+    excerpts = [_cut(value, _start(texts)) for value in texts]
+    if len(set(excerpts)) < len(texts):  # some texts differ only in a later part
+        excerpts = [_cut(one, max(_start([one, other]) for other in texts if other != one)) for one in texts]
+    found = dict(zip(texts, excerpts, strict=True))
+    return ["missing" if value is None else found[value] for value in values]
+
+
+def _start(texts: Sequence[str]) -> int:
+    """Return where to begin the excerpts of texts, so that the place at which they begin to differ is in the middle."""
+    # In sorted order, the common prefix of the first and the last text is the common prefix of all texts.
+    low, high = min(texts), max(texts)
+    common = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    return max(0, common - _WIDTH // 2)
 
 
 def _cut(text: str, start: int) -> str:

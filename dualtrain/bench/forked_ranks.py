@@ -61,10 +61,10 @@ def run_forked(
                 started.append(context.Process(target=_run_rank, args=given))  # type: ignore[attr-defined]
                 started[-1].start()
             _wait(started, spec.timeout)
+            failed = [process.exitcode for process in started if process.exitcode]
         finally:
             _end(started)
         text = Path(log.name).read_text(errors="replace")
-    failed = [process.exitcode for process in started if process.exitcode]
     if failed:
         raise LaunchError(reason_in(text) or f"it ended with status {failed[0]}")
     return found_in(text)

@@ -69,8 +69,13 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
             raise ValueError(f"{path.name} is not an idx file of uint8 values in {dimensions} dimensions")
         count, *found = struct.unpack(f">{dimensions}I", head[4:])
         size = os.fstat(file.fileno()).st_size
-        if tuple(found) != shape or size != len(head) + count * math.prod(shape):
-            raise ValueError(f"{path.name} has {size} bytes, but its header says the shape {(count, *found)}")
+        if tuple(found) != shape:
+            raise ValueError(f"{path.name} has items of shape {tuple(found)}, and not {shape}")
+        expected = len(head) + count * math.prod(shape)
+        if size != expected:
+            raise ValueError(
+                f"{path.name} has {size} bytes, and not the {expected} bytes of {count} items of shape {shape}"
+            )
         values = numpy.fromfile(file, dtype=numpy.uint8, count=count * math.prod(shape))
     return torch.from_numpy(values.reshape(count, *shape))
 

@@ -35,7 +35,7 @@ from dualtrain.console import (
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
-_OWN = ("--run-dir", "--resume", "--nproc", "--max-restarts")  # flags of dualtrain train that the drill sets itself
+_OWN = ("--run-dir", "--resume", "--max-restarts")  # flags of dualtrain train that the drill sets itself
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
@@ -63,9 +63,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     given, flags = parser.parse_known_args(arguments)
     for flag in flags:
         if flag.partition("=")[0] in _OWN:
-            raise UserError(
-                f"{flag.partition('=')[0]} is set by the drill: leave it out (use the drill's --nproc and --out)"
-            )
+            cure = "use --out for the folder of both runs" if flag.startswith("--run-dir") else "leave it out"
+            raise UserError(f"{flag.partition('=')[0]} is set by the drill: {cure}")
     flags += ["--seed", str(given.seed)]
     config = parse(flags)
     # Log every step, to follow the job. A short timeout detects a stopped rank within seconds.

@@ -104,6 +104,11 @@ def test_messages_with_many_differences_are_short():
     assert "xone" in long
     assert "xtwo" in long
     assert "missing on rank 2" in long
+    # Two of three long values differ only later.
+    three = str(Difference("text", ("x" * 500 + "one", "x" * 500 + "two", "y")))
+    assert len(three) < 400
+    assert "xone on rank 0, " in three
+    assert "xtwo on rank 1 and y on rank 2" in three
 
 
 def test_ranks_are_written_as_ranges():

@@ -36,7 +36,7 @@ def exercise(tmp_path, seed=0):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--run-dir", "x"], "--run-dir is set by the drill: leave it out"),
+        (["--run-dir", "x"], "--run-dir is set by the drill: use --out"),
         (["--resume=x"], "--resume is set by the drill"),
         (["--max-restarts", "3"], "--max-restarts is set by the drill"),
         (["--nproc", "9999"], "9999 ranks are too many for this host"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,7 @@ def diverge(backend, folder: str) -> str:
 def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(processes, tmp_path):
     messages = processes(diverge, str(tmp_path))
     # After the last semicolon, messages differ: only the last rank finds a bad sample in its data.
-    assert len({message.rpartition("; ")[0].replace("there is no", "") for message in messages}) == 1
+    assert len({message.rpartition("; ")[0] for message in messages}) == 1
     assert "; training sample " in messages[-1]
     assert f"in step 1 on rank {processes.size - 1};" in messages[0]
     assert "no checkpoint yet" in messages[0]
@@ -359,4 +360,5 @@ def test_the_compare_command_says_whether_runs_have_the_same_weights(tmp_path, c
     assert "summary.json" in capsys.readouterr().err
     assert compare([]) == 2
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert len({len(line.split()) for line in table([("a", summary)]).splitlines()[2:3]}) == 1
+    head, row, *_ = table([("a", summary)]).splitlines()
+    assert len(re.split(" {2,}", row.strip())) == len(re.split(" {2,}", head.strip()))
