@@ -257,7 +257,8 @@ class Exchange:
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
         # ``detach`` shares the counter, and refers to no autograd graph.
-        results = [*(bucket.front for bucket in buckets), *(grad.detach() for _, grad in outside)]
+        fronts = [front for bucket in buckets for front in bucket.fronts.values()]
+        results = [*fronts, *(grad.detach() for _, grad in outside)]
         self._results = [(each, each._version) for each in results] if any_grad else []
         for bucket in buckets:
             bucket.outside.clear()  # drop the references to the gradients

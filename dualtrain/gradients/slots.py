@@ -23,6 +23,7 @@ class SlotBucket(Protocol):
     pending: int
     work: Work[None] | None
     factor: torch.Tensor | None
+    fronts: dict[Slot | None, torch.Tensor]
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of a bucket of the same layout."""
@@ -91,6 +92,10 @@ class Slot:
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
+            # From now on, count changes of the earlier gradient separately: they do not change this slot's next gradient.
+            self.front = self.view.data
+            if self.bucket is not None:
+                self.bucket.fronts[self] = self.front
             self.alias = self.front.detach()
 
     def unpack(self) -> None:

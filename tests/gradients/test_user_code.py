@@ -79,6 +79,60 @@ def test_a_step_copies_no_gradient():
         assert [id(slot.alias) for slot in optimizer.reducer.slots] == found
 
 
+def changes_a_kept_gradient(backend, numel):
+    """Change an earlier gradient in place while the next backward runs."""
+    first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(numel))
+    with small_buckets():
+        reducer = GradientReducer([("first", first), ("last", last)], backend)
+        kept = None
+        for _ in range(3):
+            first.grad = last.grad = None
+            scaled = first * (backend.rank + 1)
+            if kept is not None:
+                before = kept.clone()
+                scaled.register_hook(lambda _, kept=kept: double(kept))
+            (scaled.sum() * last).sum().backward()
+            torch.testing.assert_close(last.grad, torch.full((numel,), 1.5 * (backend.size + 1)), **EXACT)
+            if kept is not None:
+                torch.testing.assert_close(kept, 2 * before, **EXACT)
+                del before
+            kept = last.grad
+        assert reducer.is_reduced()
+        last.grad.zero_()
+        first.grad.zero_()
+        assert not reducer.is_reduced()
+    reducer.close()
+
+
+def double(gradient):
+    gradient.mul_(2)
+
+
+def test_an_earlier_gradient_may_be_changed_during_backward(typical):
+    typical.each(changes_a_kept_gradient, [(3,), (20000,)])
+
+
+def converts_a_parameter_in_backward(backend):
+    """Change the dtype of a parameter on rank 0 in mid-backward, before its gradient is sent."""
+    first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(20000))
+    reducer = GradientReducer([("first", first), ("last", last)], backend, transfer=Transfer(groups=[[first, last]]))
+    for step in range(2):
+        first.grad = last.grad = None
+        scaled = first * 2
+        if step == 1 and backend.rank == 0:
+            scaled.register_hook(lambda _: setattr(last, "data", last.data.double()))
+        loss = (scaled.sum() * last).sum()
+        if step == 0:
+            loss.backward()
+    with pytest.raises(BackendError, match="rank 0: parameter 'last'"):
+        loss.backward()
+    reducer.close()
+
+
+def test_a_parameter_converted_in_backward_is_refused_on_all_ranks(typical):
+    typical(converts_a_parameter_in_backward)
+
+
 def unfreezes_in_backward(backend, numel, keep):
     """Unfreeze a parameter in mid-backward, when only rank 0 has sent the gradient of ``last``."""
     frozen, first, extra = (nn.Parameter(torch.ones(3)) for _ in range(3))
