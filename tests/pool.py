@@ -56,7 +56,7 @@ class Outcome:
 
 
 def free_port() -> int:
-    """Return a free port below the range (32768 to 60999) from which Linux takes ports of other sockets meanwhile."""
+    """Return a free port below the ephemeral range (32768 to 60999), so that Linux does not give it to another socket."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

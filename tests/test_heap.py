@@ -17,7 +17,7 @@ from tests.pool import ROOT
 #: Program that prints two numbers. Each of its four steps allocates and frees 64 MB. Then it allocates and frees
 #: five larger blocks (96 to 100 MB), one after another. Before it frees a block, it allocates memory at a higher address.
 #: The first number is the number of page faults in the third and fourth step. The second number is the growth of the
-#: largest resident memory, in MB.
+#: process's peak resident memory, in MB.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}
@@ -49,7 +49,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def measured(setup=KEPT, **env):
-    """Return the page faults, and the growth of resident memory in MB."""
+    """Return the number of page faults, and the growth of the peak resident memory in MB."""
     others = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     command = [sys.executable, "-c", STEPS.format(setup=setup)]
@@ -62,7 +62,7 @@ def measured(setup=KEPT, **env):
 @pytest.mark.skipif(
     HUGE.exists() and "[always]" in HUGE.read_text(), reason="needs small pages: with huge ones there are few faults"
 )
-def test_freed_memory_is_reused_without_faults_and_without_growth():
+def test_freed_memory_is_reused_with_few_faults_and_little_growth():
     plain_faults, _ = measured("pass")
     tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # a setting that does not concern the heap
     for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):

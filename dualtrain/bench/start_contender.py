@@ -1,7 +1,7 @@
 """Start of a contender in fresh processes, and collection of its ranks' output.
 
-To save the start-up time of launchers, the bench starts the ranks of torch and of Horovod over Gloo itself, with the
-environment variables that torchrun and horovodrun would set. It starts Horovod over Open MPI by the mpirun command that
+To save the start-up time of launchers, the bench itself starts the ranks of torch, and those of Horovod over Gloo. It sets
+the environment variables that torchrun and horovodrun would set. For Horovod over Open MPI, it runs the mpirun command that
 horovodrun would run. With --launch, the user's command starts all contenders. The launcher does not affect the time of a
 step.
 """

@@ -17,7 +17,7 @@ class Link:
         self._received = bytearray()
 
     def send(self, message: bytes) -> None:
-        """Send a message. Blocks for the socket's timeout at most. Raises OSError when the other end is closed."""
+        """Send a message. Raises TimeoutError after the socket's timeout, and OSError if the other end is closed."""
         self.socket.sendall(_LENGTH.pack(len(message)))
         self.socket.sendall(message)
 
@@ -60,6 +60,6 @@ class Link:
 
 
 def inherited(descriptor: int) -> Link:
-    """Return the inherited end of a socket pair. From now on, child processes of this process do not inherit it."""
+    """Return the inherited end of a socket pair. New programs that this process starts do not inherit it; forks do."""
     os.set_inheritable(descriptor, False)
     return Link(socket.socket(fileno=descriptor))

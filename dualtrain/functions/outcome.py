@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         result: the pickled result; ``None`` if the function raised or its result cannot be pickled.
-        reason: the exception's class and message, in one line.
+        reason: the exception's class and message, or why the result cannot be pickled, in one line.
         trace: the exception's traceback.
         error: the pickled exception; ``None`` if it cannot be pickled.
         by_peer: whether a collective operation failed, so that a different rank may be the cause.

@@ -23,8 +23,8 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
 
     Args:
         source: the script.
-        initialized: whether one of the files that the user named calls ``init``. If none does, a file that is not named
-            calls it. The imports then stay, because all files must import the same library.
+        initialized: whether one of the given files calls ``init``. If not, the program has more files, one of which calls
+            it. The imports then stay unchanged, because all files must import the same library.
     """
     imports = (node for node in source.nodes if isinstance(node, ast.Import | ast.ImportFrom) and _imports_horovod(node))
     lines = [node for node in imports if _is_of_torch(node) or not is_guarded(source, node)]

@@ -40,7 +40,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
-    """Yield the nodes after ``first`` that, in a run with Horovod, run only if ``first`` has run."""
+    """Yield the nodes after ``first`` that run only if ``first`` has run; runs without Horovod do not count."""
     guards, scope, seen = Guards(source), source.scope(first), set[Scope]()
     for node in _following(source, first):
         if guards.runs_whenever(first, node):

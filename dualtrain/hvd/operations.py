@@ -1,4 +1,4 @@
-"""Execution of the calls that rank 0 has matched over the ranks: one function per kind of call, and a table of these.
+"""Execution of the calls that rank 0 has matched between ranks. ``RUN`` has one function for each kind of call.
 
 Each function gets rank 0's description of the call, the channel of the process set, and this rank's tensors. The
 description includes the sizes on every rank, so the ranks do not exchange sizes again.
@@ -41,7 +41,7 @@ class Task:
 
 
 def allreduce(task: Task) -> list[torch.Tensor]:
-    """Return the reduction over ranks of each tensor, with the prescale and postscale factors applied."""
+    """Reduce each tensor over the ranks, with the prescale and postscale factors, and return the results."""
     facts = task.facts
     inputs = [scaled(tensor, facts["pre"]) for tensor in task.tensors]
     if facts["op"] == Adasum:

@@ -1,8 +1,8 @@
 """The report's charts: curves of all runs as inline SVG, in the units of the data.
 
-A curve's path has the steps and values as coordinates; a nested SVG element, whose viewBox is the visible range, stretches
-them over the chart. charts.js shows the values under the pointer, and draws the axes, because ticks depend on the
-width of the page and on the visible runs.
+The coordinates of a curve's path are steps and values. A nested SVG element scales them to the size of the chart: its
+viewBox is the visible range. charts.js shows the values under the pointer. It also draws the axes, because their ticks
+depend on the width of the page and on the visible runs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _group(number: int, runs: Sequence[Run], drawn: Sequence[_Curve]) -> str:
 
 
 def _wider(curve: _Curve, drawn: Sequence[_Curve]) -> float:
-    """Return the additional width of a curve in pixels. Its edges stay visible if later curves have the same points."""
+    """Return the additional width of a curve in pixels: later curves with the same points must not hide it."""
     equal = [other.run for other in drawn if (other.kind, other.points) == (curve.kind, curve.points)]
     above = sum(run > curve.run for run in equal)
     return min(3.0, WIDER / max(1, len(equal) - 1)) * above
@@ -131,7 +131,7 @@ def _paths(curve: _Curve, wider: float) -> Iterator[str]:
     width = f' style="--wider:{wider:.2g}px"' if wider else ""
     yield f'<path class="line {style}"{width} data-kind="{style}" data-name="{curve.kind}" d="M{" ".join(places)}"/>'
     if curve.kind != STEP or len(places) == 1:
-        # Lines of length 0 are drawn as dots by their line caps, which keep their shape when the chart is stretched.
+        # A line of length 0 looks like a dot, because only its line caps are drawn. Scaling does not change their shape.
         yield f'<path class="dots {style}" data-kind="{style}" d="{"".join(f"M{place}h0" for place in places)}"/>'
 
 
@@ -161,4 +161,4 @@ def _left_out(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
     """Return a note about the values that are not drawn, if any."""
     found = {run.label: sum(curve.left_out for curve in curves if curve.run == number) for number, run in enumerate(runs)}
     parts = [f"{count} of {text(label)}" for label, count in found.items() if count]
-    return f'<p class="hint">Values not drawn (too large or no finite number): {", ".join(parts)}.</p>' if parts else ""
+    return f'<p class="hint">Values not drawn (too large or not a finite number): {", ".join(parts)}.</p>' if parts else ""

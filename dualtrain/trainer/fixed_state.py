@@ -25,7 +25,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _copied(state: Any) -> Any:
-    """Copy an extra state for :func:`_equals`. Anything but tensors and containers of them is copied as a description."""
+    """Copy an extra state for :func:`_equals`. Items that are neither plain tensors nor containers become descriptions."""
     if isinstance(state, torch.Tensor) and _is_plain(state):
         return state.detach().clone()
     if isinstance(state, Mapping):
@@ -34,7 +34,7 @@ def _copied(state: Any) -> Any:
 
 
 def _equals(state: Any, copied: Any) -> bool:
-    """Return whether ``state`` has the values that it had when it was :func:`_copied`."""
+    """Return whether ``state`` has the values of ``copied``, an earlier result of :func:`_copied`."""
     if isinstance(copied, torch.Tensor):
         return isinstance(state, torch.Tensor) and state.device == copied.device and same_bits(state, copied)
     if isinstance(copied, dict):
@@ -76,7 +76,7 @@ class FixedState:
         self._extra = [kept if _equals(now, kept) else _copied(now) for now, kept in pairs]
 
     def _read(self) -> tuple[list[object], list[object], list[object]]:
-        """Return the versions of the parameters, the extra states, and the versions of the loss's buffers."""
+        """Return the parameters' versions, the extra states, and the ids and versions of the loss's buffers."""
         extra = [module.get_extra_state() for module in self._modules.values()]
         buffers = [] if self._loss is None else list(self._loss.buffers())
         return self._versions_of(self._params), extra, [*map(id, buffers), *self._versions_of(buffers)]
@@ -85,12 +85,12 @@ class FixedState:
         versions: list[object] = list(map(_VERSION, tensors))
         if self._steps.bit_count() > 1:
             return versions
-        # In steps 1, 2, 4, 8, …, also find changes that torch does not count: through ``.data``, for example.
+        # In steps 1, 2, 4, 8, …, also find changes that torch does not count, such as those through ``.data``.
         sums = checksums({number: tensor for number, tensor in enumerate(tensors) if _is_plain(tensor)})
         return [(version, sums.get(number)) for number, version in enumerate(versions)]
 
     def difference(self) -> str | None:
-        """Describe, for an error message, the first difference from the start of the step; ``None`` if there is none."""
+        """Return a message about the first change since the start of the step; ``None`` if nothing has changed."""
         versions, extra, buffers = self._read()
         if versions == self._versions and buffers == self._buffers and all(map(_equals, extra, self._extra)):
             return None
@@ -103,6 +103,6 @@ class FixedState:
         )
 
     def refuse(self, backend: Backend) -> NoReturn:
-        """Raise ValueError with the first rank's :meth:`difference`. Collective."""
+        """Raise ValueError with the :meth:`difference` of the lowest rank that has one. Collective."""
         found = backend.allgather_object(self.difference(), name="changed state")
         raise ValueError(next(filter(None, found), "the state of the model has changed in a pass"))

@@ -81,7 +81,7 @@ class Passes:
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Exchange no gradients in the block, also none of other optimizers: ranks may have unequal numbers of passes."""
+        """Inside the block, pause the gradient exchange of all optimizers: ranks may have unequal numbers of passes."""
         with self.optimizer.no_sync(), self.optimizer.reducer.alone():
             yield
 

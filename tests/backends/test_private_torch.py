@@ -50,9 +50,7 @@ def require(path, purpose):
     try:
         find(path)
     except (ImportError, AttributeError):
-        pytest.fail(
-            f"this torch has no {path}: dualtrain/backends/torch.py uses it for {purpose}, and must do this in another way"
-        )
+        pytest.fail(f"this torch has no {path}: dualtrain/backends/torch.py uses it for {purpose}, and needs a replacement")
 
 
 @pytest.mark.parametrize("path", USED)
@@ -69,7 +67,7 @@ def test_a_cuda_build_of_torch_has_the_private_parts_that_the_backend_uses(path)
 
 def test_a_missing_part_is_named_with_its_purpose():
     with pytest.raises(
-        pytest.fail.Exception, match=r"no torch.distributed.gone: .* uses it for a purpose, and must do this in another way"
+        pytest.fail.Exception, match=r"no torch.distributed.gone: .* uses it for a purpose, and needs a replacement"
     ):
         require("torch.distributed.gone", "a purpose")
 

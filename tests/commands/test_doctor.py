@@ -119,7 +119,7 @@ def test_bad_flags_are_refused_in_one_line(flags, capsys):
     assert said.startswith("dualtrain: error: ")
 
 
-def test_a_missing_launcher_variable_is_refused_in_one_line(monkeypatch, capsys):
+def test_a_missing_launcher_variable_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert main([]) == 2
     assert "LOCAL_RANK is not set" in capsys.readouterr().err
@@ -213,7 +213,7 @@ ONE_WITHOUT = WITHOUT_HOROVOD.replace(
 
 
 @pytest.mark.parametrize(("backend", "seconds", "statuses"), [("all", "60", [0, 0]), ("horovod", "1", [2, 2])])
-def test_a_rank_without_horovod_is_named_and_delays_no_other_rank(backend, seconds, statuses, tmp_path):
+def test_a_rank_that_cannot_import_horovod_is_named(backend, seconds, statuses, tmp_path):
     require_horovod()
     command = ("-c", ONE_WITHOUT, "--backend", backend, "--timeout", seconds)
     with torchrun(2) as places:

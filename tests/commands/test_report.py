@@ -316,7 +316,7 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     assert run.unreadable == 2
     assert main([str(folder)]) == 0
     shown = page_of(folder / "report.html")
-    assert "Values not drawn (too large or no finite number): 1 of run." in shown.text
+    assert "Values not drawn (too large or not a finite number): 1 of run." in shown.text
     assert "run: 2 lines of metrics.jsonl cannot be read" in shown.text
     # Four values are not drawn: two are too large, one is infinite, one is a bool. The steps are not in order.
     values = [(3, 1e300), (2, 10**400), (5, float("inf")), (4, -0.5), (1, 2), (6, True)]

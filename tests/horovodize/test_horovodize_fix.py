@@ -142,6 +142,7 @@ def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
     assert any("clipped" in finding.message for finding in result.left)
 
 
+#: (imports, imports after --fix). Unchanged imports: None if a finding says why, "" if they do not import Horovod.
 IMPORTS = [
     ("import os, horovod.torch as hvd  # é", "import os, dualtrain.hvd as hvd  # é"),
     ("from horovod.torch import (allreduce,\n  rank as r)", "from dualtrain.hvd import (allreduce,\n  rank as r)"),
@@ -300,7 +301,7 @@ def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"
 
 
-def test_the_flag_fix_changes_imports_only_if_all_files_of_the_program_are_given(tmp_path, capsys):
+def test_imports_change_only_if_all_files_of_the_program_are_given(tmp_path, capsys):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("import horovod.torch as hvd\nhvd.init()\n")
     other.write_text("import horovod.torch as hvd\nx = hvd.rank()\n")

@@ -28,7 +28,7 @@ def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weigh
     assert len(compared) >= 2 * 3
     apart = [r for r in compared if not r["group"].endswith("in the same processes")]
     assert {r["weights"] for r in apart} == {"same"}
-    assert {r["other"] for r in compared if r not in apart} == {"alone", "one-number"}  # which reduce no gradients
+    assert {r["other"] for r in compared if r not in apart} == {"alone", "one-number"}  # neither reduces gradients
     assert {r["found"]["pairs"] for r in found["rows"]} == {1}
     assert end.stdout.splitlines()[-1] == found["answer"]
     assert found["answer"].startswith("Should we move from Horovod to torch? ")
@@ -36,7 +36,7 @@ def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weigh
     assert (tmp_path / "out" / "bench.svg").read_text().startswith("<svg ")
 
 
-def test_any_launcher_can_start_the_contenders(tmp_path):
+def test_the_users_launch_command_starts_the_contenders(tmp_path):
     torchrun = Path(sys.executable).with_name("torchrun")
     prefix = f"{torchrun} --standalone --nproc_per_node=2 --no-python"
     flags = ["--contenders", f"{TUNED},native,hvd-mpi", "--launch", prefix, "--out", str(tmp_path)]

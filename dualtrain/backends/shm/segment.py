@@ -1,8 +1,8 @@
 """Memory that all ranks of a host map.
 
-The memory has no name, so nothing is left behind however a job ends. The host's first rank creates it
-(``memfd_create``). The others open it through that process's descriptors in /proc; Linux permits this to the same user.
-/dev/shm, which is small in containers, is not used.
+The memory has no name, so Linux frees it when the ranks have ended, even if they were killed. The host's first rank
+creates it (``memfd_create``). The other ranks open it through the first rank's descriptors in /proc. Linux permits this to
+processes of the same user. /dev/shm, which is small in containers, is not used.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def map_on_host(
     nbytes: int,
     prepare: Callable[[torch.Tensor], None] = lambda memory: None,
 ) -> torch.Tensor:
-    """Map ``nbytes`` bytes that all ranks of a host share, as a uint8 tensor of zeros. Collective over all ranks; blocks.
+    """Map ``nbytes`` bytes that all ranks of a host share, as a uint8 tensor. Collective over all ranks; blocks.
 
     Args:
         exchange: gathers integers over all ranks.
         hosts: the index of each rank's host, in rank order.
         rank: this process's rank.
         nbytes: size of the memory.
-        prepare: writes into the memory on the host's first rank, before the others map it.
+        prepare: writes into the memory on the host's first rank, before the others map it. All other bytes are 0.
 
     Raises:
         UnsharedError: on every rank, if one of them cannot map the memory.
@@ -58,7 +58,7 @@ def map_on_host(
                 made = _map(descriptor, nbytes)
                 prepare(made)
                 memory = made
-            except Exception as error:  # of any type, since the other ranks wait for the exchange
+            except Exception as error:  # any exception: this rank must still call exchange, for which the others wait
                 problem = f"cannot allocate {nbytes} bytes of shared memory: {_reason(error)}"
         mine = [os.getpid(), descriptor, nonce, int(memory is not None)]
         pid, number, nonce, there = exchange(mine)[leader]

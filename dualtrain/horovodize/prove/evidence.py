@@ -17,8 +17,8 @@ class Evidence:
     Attributes:
         horovod: the records of the runs on Horovod, or the record given by --against. The first one has all steps.
         dualtrain: the records of the runs with dualtrain, without Horovod's defects; the first one is the longest.
-        compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if the
-            script met none, or if they do not change its weights.
+        compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if this run failed or
+            reproduced no defect, or if a full run without defects had the same weights as Horovod's.
         recorded: whether Horovod's record was given by --against.
         failure: the script's error, if it failed with dualtrain but not on Horovod; else empty.
     """
@@ -31,7 +31,7 @@ class Evidence:
 
     @property
     def full(self) -> RunRecord:
-        """The run with dualtrain that was to take all steps: if there are two, the run without Horovod's defects."""
+        """The run with dualtrain that should take all steps; if there are two, the one without Horovod's defects."""
         plain = self.dualtrain[0]
         return plain if self.compat is None or plain.planned >= self.horovod[0].planned else self.compat
 
@@ -47,7 +47,7 @@ class Evidence:
 
     @property
     def other_hardware(self) -> list[str]:
-        """Facts that affect bits and differ between --against's machine and this one, such as "torch 1.13, here 2.15"."""
+        """Differences that affect bits between the machine of --against and this one, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
         there, here = self.horovod[0].platform, self.dualtrain[0].platform

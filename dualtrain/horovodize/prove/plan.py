@@ -1,8 +1,8 @@
 """Number of steps that each run of ``--prove`` takes: pure functions of what is known after the first runs.
 
-The first run of each side takes all steps. All runs together take less than three times the steps of one run, or less
-than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the last tenth of the
-steps; or dualtrain reproduced defects of Horovod that do not change the weights, as a run without them shows.
+The first run of each side takes all steps. With up to 3 rounds, all runs together take less than three times the steps of
+one run, or less than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the
+last tenth of the steps; or dualtrain reproduced defects of Horovod, and must also run in full without these defects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TIMES = 3
 LEAST_BUDGET = 150  # with fewer steps, the start of the processes takes longer than the steps
 SPEED_PART = 6  # a run that only measures the speed takes 1/6 of the steps
 SHORTEST = 5  # smallest number of steps of a run, because the first step is not timed
-PLANNED_ROUNDS = 3  # the budget is for these rounds; the user may request more
+PLANNED_ROUNDS = 3  # the budget is for this number of rounds; the user may request more
 
 
 def steps_left(steps: int, spent: int) -> int:
@@ -26,7 +26,7 @@ def steps_left(steps: int, spent: int) -> int:
 
 
 def marks(run: RunRecord) -> list[int]:
-    """Return the steps, above 0, after each of which a run of full length makes a summary of its weights."""
+    """Return the steps after which a run of full length summarizes its weights, without step 0 (the start)."""
     return sorted({mark for mark in recorder.marks(run.planned) if 0 < mark < run.steps} | {run.steps})
 
 
@@ -47,7 +47,9 @@ def speed_reserve(steps: int, rounds: int, sides: int) -> int:
 
 
 def repeated_steps(at: list[int], needed: int, left: int) -> int:
-    """Return the number of steps of a second run on a side: as many as are left, but at least ``needed``.
+    """Return the number of steps of a second run on a side.
+
+    The run takes at least ``needed`` steps. If more are left, it ends at the last of the steps ``at`` that ``left`` allows.
 
     Args:
         at: the steps after which the first run has summarized its weights.
@@ -65,8 +67,8 @@ def repeat_reserve(at: list[int], left: int) -> int:
 def plain_steps(at: list[int], first_defect: int, left: int) -> int:
     """Return the number of steps of the run without Horovod's defects.
 
-    This run shows how far the defects change the weights. It ends at one of the steps ``at``: if possible, at a later
-    one than ``first_defect``, the first step in which a defect was reproduced.
+    This run shows how far the defects change the weights. It ends at one of the steps ``at``, if possible after
+    ``first_defect``, which is the step after which a reproduced defect was first found.
     """
     after_defect = next((mark for mark in at if mark > first_defect), at[-1])
     return max(after_defect, _last(at, left), next((mark for mark in at if mark >= SHORTEST), at[-1]))

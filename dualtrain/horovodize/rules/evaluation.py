@@ -1,4 +1,4 @@
-"""The rule on evaluation with a sampler that splits the samples over the ranks, and pads."""
+"""The rule on evaluation with a sampler that splits the samples over the ranks, and may repeat some of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 def padded_evaluation(source: Source) -> Iterator[Finding]:
     """A DistributedSampler or ElasticSampler of a validation or test loader.
 
-    If the source shows that nothing combines the ranks' results, the message is about that, else about repeated samples.
+    If the source shows that nothing combines the ranks' results, or that only some ranks evaluate, the message says that
+    each rank evaluates only a part of the samples. Otherwise, it says that samples are repeated.
     """
     for call in source.calls:
         of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
@@ -36,7 +37,7 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
 
 
 _PADDED = (
-    "some samples are evaluated twice (or left out) if len(data) is not a multiple of the number of ranks, "
+    "if len(data) is not a multiple of the number of ranks, some samples are evaluated twice (or left out), "
     "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
     "with op=hvd.Sum"
 )
@@ -71,8 +72,8 @@ def _combines(source: Source, call: ast.Call) -> bool:
         return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
     called = last_name(call.func)
     if called[:1].isupper():
-        # AverageMeter does not combine. A class Metric that no file of the program defines may combine, as the one in
-        # Horovod's examples does.
+        # AverageMeter does not combine results. A class such as Metric in Horovod's examples does. If no file of the
+        # program defines such a class, assume that it combines results.
         return "Metric" in called and all(called != one.name for file in source.program for one in _classes(file))
     return bool(_COMBINATIONS.search(called))
 
@@ -82,7 +83,7 @@ def _classes(source: Source) -> Iterator[ast.ClassDef]:
 
 
 def _drops_last(source: Source, sampler: ast.Call) -> bool:
-    """Return whether the loaders with ``sampler`` leave out the last batch, in which the repeated samples are."""
+    """Return whether the loaders with ``sampler`` leave out an incomplete last batch, and with it the repeated samples."""
     names = {target for target, value, _ in source.assignments if value is sampler}
     given = [(call, keyword(call, "sampler")) for call in source.calls]
     loaders = [call for call, value in given if value is sampler or (value is not None and ast.unparse(value) in names)]

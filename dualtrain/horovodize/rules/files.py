@@ -94,7 +94,7 @@ def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[E
 
 
 def _is_read_by_all(source: Source, file: ast.expr) -> bool:
-    """Return whether every rank may read the file later."""
+    """Return whether every rank may read the file."""
     guards = Guards(source)
     loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
     everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
@@ -189,7 +189,7 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 
 def _is_switched(source: Source, node: ast.AST) -> bool:
-    """Return whether a variable of another file, which may be true on one rank only, decides whether to write."""
+    """Return whether the write depends on a variable of another file, which may be true on one rank only."""
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [

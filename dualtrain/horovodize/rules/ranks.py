@@ -1,4 +1,4 @@
-"""The rule on collectives that only some ranks call."""
+"""Rules on calls that only some ranks make: collectives, and steps of learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
         if guards.is_on_some_ranks(call) and not others and not _sends_rate(source):
             message = (
                 "only some ranks step the learning-rate schedule, so that learning rates, and then weights, differ between "
-                "ranks; call it on all ranks, with the same metric if it takes one"
+                "ranks; step it on all ranks, with the same metric if it takes one"
             )
             yield Finding(call.lineno, "trap", message)
 
@@ -148,7 +148,7 @@ class _Collectives:
         return called if stepping and called in ("step", "synchronize") else ""
 
     def _is_state(self, owner: ast.expr) -> bool:
-        """Return whether ``owner`` is an elastic state: a new one, or the argument of an ``elastic.run`` function."""
+        """Return whether ``owner`` was assigned an elastic state, or is the first argument of an elastic.run function."""
         values = [value for value in self.source.values.get(ast.unparse(owner), ()) if isinstance(value, ast.Call)]
         if any(re.fullmatch(r"elastic\.\w*State", self.source.hvd(value.func)) for value in values):
             return True
