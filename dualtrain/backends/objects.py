@@ -1,8 +1,8 @@
 """Serialize Python objects, and deserialize them without running code from the bytes.
 
-The encoding is torch's own file format, read in its weights-only mode. Objects may consist of None, bool, numbers, str,
-bytes, list, tuple, set, dict and tensors, and of the classes listed in this file, which hold values only: numpy's arrays
-and scalars, dates, paths, Decimal, Fraction, and the standard library's containers. The sender refuses anything else.
+The encoding is torch's file format, read in weights-only mode. Objects may consist of None, bool, numbers, str, bytes,
+list, tuple, set, dict and tensors, and of the other classes in ``_PLAIN``: numpy's arrays and scalars, dates, paths and so
+on. The sender refuses other classes, unless the user has passed them to ``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 
 def _numpy_globals() -> list[Any]:
-    """Return the globals in pickled arrays and scalars: numpy's own constructors, and the classes of its dtypes."""
+    """Return what pickled arrays and scalars refer to: numpy's own constructors, and the classes of its dtypes."""
     rebuild_array, rebuild_scalar = numpy.zeros(1).__reduce__()[0], numpy.float32(0).__reduce__()[0]
     kinds = {type(numpy.dtype(code)) for code in (*numpy.typecodes["All"], "V")}
     return [numpy.ndarray, numpy.dtype, rebuild_array, rebuild_scalar, *kinds]
@@ -36,10 +36,10 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler for output that the weights-only reader can read, and that contains no more memory than the object uses.
+    """Pickler whose output can be read in weights-only mode, and contains no unused parts of storages.
 
-    It writes defaultdict and deque as calls of constructors, since the reader cannot add items to them. It copies a tensor
-    that uses only a part of its storage, since torch would write the whole storage.
+    It writes defaultdict and deque as calls of constructors, since weights-only mode cannot add items to them. It copies a
+    tensor that uses only a part of its storage, since torch would write the whole storage.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -112,7 +112,7 @@ def decode(data: torch.Tensor) -> Any:
     if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
         raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())
     with _reading:
-        # Don't pass classes that the user has already allowed: on exit, ``safe_globals`` forbids all that it was given.
+        # Pass no class that the user has allowed: on exit, ``safe_globals`` removes every class that it was given.
         known = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([one for one in _PLAIN if one not in known]):
             return torch.load(io.BytesIO(bytes(data.cpu().numpy())), map_location="cpu", weights_only=True)

@@ -1,7 +1,8 @@
 """Fork a contender's ranks from a process that has imported torch and the contenders' libraries.
 
-A new interpreter needs some CPU seconds to import torch. With many ranks on few cores, this would take most of the time of
-``bench --scale``. So the ranks are forked after the imports. The libraries join their world after the fork.
+A new interpreter needs several seconds of CPU time to import torch. With many ranks on few cores, these imports would take
+most of the time of ``bench --scale``. So the ranks are forked after the imports. The libraries join their world after the
+fork.
 """
 
 from __future__ import annotations

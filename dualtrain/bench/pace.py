@@ -1,4 +1,4 @@
-"""Choice of the number of steps per round, so that the number of rounds that a verdict needs fits into the time limit.
+"""Choose the number of steps per round, so that enough rounds for a verdict fit into the time limit.
 
 Many rounds of few steps are better than few rounds of many steps, because times differ more between processes than between
 steps of one process.

@@ -215,7 +215,7 @@ class OutputSection:
         10.0, "without a terminal: seconds between lines of progress; 0: no such lines", between(0, 1e9)
     )
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
-    verbose: bool = setting(False, "print all settings and, with torchinfo, the model's layers at the start")
+    verbose: bool = setting(False, "print all settings at the start and, if torchinfo is installed, the model's layers")
 
     @property
     def resume_file(self) -> Path | None:

@@ -16,8 +16,9 @@ _WORDS |= {".nan": math.nan, ".inf": math.inf, "+.inf": math.inf, "-.inf": -math
 def option_value(text: str) -> Any:
     """Return the value that ``text`` represents.
 
-    The first of these formats that fits is used: JSON; true, false and none as Python and YAML write them; a Python
-    integer or float; numbers joined by colons, as a tuple (``0.9:0.999``); text in single quotes. Other text stays text.
+    The first of these formats that fits is used: JSON; true, false, none, infinity and NaN as Python and YAML write them;
+    a Python integer or float; numbers joined by colons, as a tuple (``0.9:0.999``); text in single quotes. Other text
+    stays text.
     """
     text = text.strip()
     readers: tuple[Callable[[str], Any], ...] = (json.loads, _word, _integer, float, _numbers, _quoted)

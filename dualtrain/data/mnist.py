@@ -49,7 +49,7 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[T
 def _read_part(images: Path, labels: Path) -> Tensors:
     pixels, classes = _read_idx(images, (28, 28)), _read_idx(labels, ())
     if len(pixels) != len(classes):
-        raise ValueError(f"{images.name} has {len(pixels)} images and {labels.name} {len(classes)} labels")
+        raise ValueError(f"{images.name} has {len(pixels)} images and {labels.name} has {len(classes)} labels")
     if not len(classes) or classes.max() >= CLASSES:
         raise ValueError(f"{labels.name} has no labels, or labels that are not from 0 to {CLASSES - 1}")
     return pixels[:, None], classes.to(torch.int64)
@@ -89,6 +89,6 @@ def _download(name: str, kind: Any, folder: str) -> None:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else type(error).__name__
         raise UserError(
-            f"{name} could not be downloaded ({reason}): put its four idx files into {folder}/{kind.__name__}/raw of every "
-            f"host, from {kind.mirrors[0]}"
+            f"{name} could not be downloaded ({reason}): download its four idx files from {kind.mirrors[0]}, and put them "
+            f"into {folder}/{kind.__name__}/raw on every host"
         ) from error

@@ -1,8 +1,7 @@
 """Ranks as child processes: start them, send them a function, and wait until all have ended.
 
 Each child process is a new interpreter and not a fork, because torch's threads do not survive a fork. It does not import
-the caller's main program. So the caller may be a notebook, and a script needs no
-``if __name__ == "__main__":``.
+the caller's main program. So the caller may be a notebook, and a script needs no ``if __name__ == "__main__":``.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from dualtrain.functions.payload import loads
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 600.0  # for a new Python interpreter to start, import dualtrain and torch, and read its function
-#: Longest wait, after a rank reports a failed collective operation, for the error of the rank that caused the failure.
-#: That error says more than its peers' errors.
+START_SECONDS = 600.0  # longest wait until a new Python interpreter reads the function that it must call
+#: When a rank reports that a collective operation has failed, a different rank may be the cause. Wait this long at most for
+#: the error of that rank, because it shows the cause.
 GRACE_SECONDS = 6.0
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to the end of the wait
 EXIT_SECONDS = 60.0  # for the exit handlers of all ranks, after all functions have returned
@@ -173,7 +172,14 @@ def run_children(
 
 
 def _collect(children: Sequence[Child]) -> list[bytes]:
-    """Wait until all ranks have ended, and return their results; if a rank fails, raise its failure."""
+    """Return the results of all ranks. Blocks until all ranks have ended.
+
+    If all functions have returned, blocks for ``EXIT_SECONDS`` more at most.
+
+    Raises:
+        RankFailedError: a rank failed. If several failed, an error that is not ``by_peer`` is preferred.
+        UserError: a rank did not start in time.
+    """
     end: float | None = None
     with selectors.DefaultSelector() as selector:
         for child in children:

@@ -1,4 +1,4 @@
-"""Map of a script's variables to the imported names that they refer to, by Python's scopes."""
+"""Find the imports that the names in a script refer to, by Python's scopes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ _SCOPE = ast.Module | _FUNCTION
 #: Yields (name in the script, full name) for each name that an import statement binds.
 _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
 
-#: Modules that scripts pass to functions. If a parameter has the name by which the script imports such a module, it most
-#: likely is this module.
+#: Modules that scripts pass to functions. If a parameter has the name by which the script imports such a module, its
+#: value most likely is this module.
 _PASSED = ("horovod.torch", "dualtrain.hvd")
 
 
 class Bindings:
     """Imports and other bindings of names, by scope.
 
-    A parameter or a local variable hides an import of the same name in an outer scope. There are two exceptions:
-    ``hvd = None``, as scripts write after a failed import, and a parameter that most likely is a module of ``_PASSED``.
-    An import in a function binds the name in this function only, unless the function declares the name as global.
+    A parameter or an assignment hides an import of the same name in the same scope and in outer scopes. Two kinds of
+    bindings do not hide an import: fallbacks (``hvd = None``, which scripts execute if the import fails), and parameters
+    whose value most likely is a module in ``_PASSED``.
+
+    An import in a function binds the name in this function only, unless the function declares the name as global or
+    nonlocal.
 
     Args:
         nodes: all nodes of the script in source order.

@@ -27,8 +27,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: ``params`` is neither a mapping nor an iterable, contains a container of tensors, contains values
-            but no tensor, or has a name twice.
+        ValueError: ``params`` is a single tensor, or neither a mapping nor an iterable; a value in it is a container of
+            tensors; it has values, but none is a tensor; or a name occurs twice.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):

@@ -1,7 +1,8 @@
 """An authenticated TCP connection between two processes of a job, for JSON messages, one per line.
 
-Each end proves by HMAC that it knows the job's secret before the other end reads anything else from it; the secret itself
-is not sent over the connection. The control channel consists of such connections, one between rank 0 and each other rank.
+In the handshake, each end proves by HMAC that it knows the job's secret, without sending the secret over the connection.
+Other messages follow only after both proofs. The control channel consists of such connections, one between rank 0 and each
+other rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NETWORK = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDO
 
 
 class UnauthenticatedError(ValueError):
-    """The peer does not know this job's secret."""
+    """The peer did not prove that it knows this job's secret, or ``admit`` refused it."""
 
 
 class Connection:
@@ -102,14 +103,14 @@ class Connection:
             address: host and port of a process that calls :meth:`accept`.
             rank: this process's rank.
             secret: known to all processes of the job.
-            timeout: seconds to connect, and for each message of the handshake.
+            timeout: the longest wait, in seconds, of the connection attempt, and of each send and receive in the handshake.
             about: further fields of the first message, for the other end's ``admit``.
 
         Raises:
             UserError: the other end refuses this process; the message is the reason.
             UnauthenticatedError: the other end does not know the secret.
             OSError: the connection failed, ended or timed out.
-            ValueError, TypeError or LookupError: the other end does not use this protocol.
+            ValueError, TypeError, LookupError: the other end uses a different protocol.
         """
         connected = socket.create_connection(address, timeout)
         try:
@@ -179,7 +180,8 @@ class Connection:
 def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: str, port: int) -> str:
     """Return an HMAC that only a holder of the secret can compute, and that is valid for one handshake only.
 
-    It includes the port, so that a process that listens at another port cannot pass one end's proof on to the other end.
+    The HMAC includes the port of the accepting end. So a process at another port cannot forward the proof of one end to the
+    other end.
     """
     facts = f"{end} {rank} {server_nonce} {client_nonce} {port}"
     return hmac.new(secret.encode(errors="surrogateescape"), facts.encode(), "sha256").hexdigest()

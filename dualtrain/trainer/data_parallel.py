@@ -1,8 +1,8 @@
 """One process on several GPUs: torch's ``nn.DataParallel``, optionally with the loss computed on each GPU.
 
 ``nn.DataParallel`` copies a model to every GPU, gives each GPU a part of the batch, and gathers the outputs on one GPU.
-A loss outside the model is computed on this GPU alone, from all outputs. With the loss inside the model
-(``WithLoss``), only four sums of each GPU are gathered.
+A loss outside the model is computed on that GPU alone, from all outputs. With the loss inside the model (``WithLoss``),
+only four sums of each GPU are gathered.
 """
 
 from __future__ import annotations

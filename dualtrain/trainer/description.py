@@ -1,12 +1,15 @@
 """Describe the settings that objects and functions hold. Ranks with equal settings get equal texts.
 
-The text does not depend on addresses, the order of sets, or device numbers. Attributes are read from ``__dict__``, so that
-no property and no ``__getattr__`` of an object runs. A function is described by its name, its code and the parts of
-closure variables that it uses; global variables are left out. An object is described by its class and its public
-attributes that are plain values, tensors, functions or modules.
+A text contains no memory addresses and no device numbers, and does not depend on the order of sets.
 
-Attributes that may differ between ranks are left out: those whose names begin with an underscore, or contain the word rank,
-gpu or device.
+- A function is described by its name, its code, its default arguments, and the parts of its closure variables that it uses.
+  Global variables are left out.
+- An object is described by its class and by its public attributes that are plain values, short lists of them, tensors,
+  arrays, functions or modules. Attributes are read from ``__dict__``, so no property and no ``__getattr__`` runs.
+- A scheduler is described by its class and all of its attributes, except the optimizer.
+
+Attributes of objects and closure variables are left out if their names begin with an underscore, or contain the word rank,
+gpu or device. Their values may differ between ranks.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a closure variable that a function uses; ``words`` are the names and strings in its code.
 
-    For example, if the variable holds the options of a command line, only the options that the function reads.
+    For example, if the variable holds the options of a command line, yield only the options that the function reads.
     """
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:

@@ -1,6 +1,6 @@
 """The training loop of the command line: order of batches, evaluations, checkpoints, the end of a run.
 
-Only this module takes the whole ``Config``; the functions that it calls get the sections that they need.
+Functions of other modules get sections of the ``Config``, or a dict of all settings, but not the ``Config`` itself.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
 def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
     """Make the model and the run, and open the run's folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
-        # A checkpoint has all weights, and the file of a restarted run's initial weights may be gone.
+        # A resumed run gets all weights from the checkpoint. The file of its initial weights may not exist any more.
         section = config.model if start.saved is None else replace(config.model, weights=None)
         model = make_model(section, task, config.step.seed, backend)
         wait.phase("reading and computing one sample")
@@ -140,7 +140,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
 
 
 class Run:
-    """One run, from its start or its last checkpoint to its summary. The constructor is collective, and writes no file."""
+    """One run, from step 0 or a checkpoint to its summary. The constructor is collective, and writes no file."""
 
     def __init__(self, name: str, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
@@ -258,7 +258,10 @@ class Run:
             return Cursor.of(saved["cursor"])
 
     def _data(self) -> dict[str, int]:
-        """Return sizes of the data, which must equal those in a checkpoint; earlier versions compare exactly these."""
+        """Return the sizes of the data, which must be equal in a resumed run.
+
+        Don't add an entry: earlier versions would refuse the checkpoint.
+        """
         return {"samples": len(self.task.train), "classes": self.task.classes}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -328,7 +331,7 @@ class Run:
         return flags
 
     def _saves_at_end(self, batch: int, step: int) -> bool:
-        """Return whether the epoch or the run ends after ``batch`` batches and ``step`` steps, and therefore saves."""
+        """Return whether an epoch or the run ends after ``batch`` batches and ``step`` steps, with a save at that end."""
         saves = (self.cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         return step == self.total_steps or (batch == self.sampler.batches and saves)
 
@@ -470,7 +473,7 @@ class Run:
         return summary
 
     def _print_opening(self) -> None:
-        """Print what is trained, where, and with which settings. On rank 0."""
+        """Print what is trained, where, and with which settings. On rank 0 alone."""
         if self.backend.rank:
             return
         settings, model, threads = self.config.plain(), self.trainer.model, self.config.run.threads

@@ -840,7 +840,7 @@ def test_equal_calls_of_different_threads_are_not_matched(processes):
     processes(call_of_a_thread_on_rank_0)
 
 
-def test_a_new_thread_with_a_reused_id_is_not_the_first_thread():
+def test_a_thread_that_reuses_the_id_of_the_first_thread_counts_as_a_second_thread():
     made, found = [], []
     first = threading.Thread(target=lambda: made.append(connect("local")))
     first.start()
@@ -1073,7 +1073,7 @@ def other_calls(backend):
     for number, one in enumerate(names):
         for other in names[number + 1 :][: 1 if backend.name == "horovod" else None]:
             if {one, other} == {"allgather_object", "allgather_object of an unknown class"}:
-                continue  # the same call: only one rank's object is refused
+                continue  # all ranks make the same call, although some objects are refused
             with pytest.raises(BackendError, match="the ranks do not agree on a collective call"):
                 calls[other if backend.rank else one]()
     reducer.close()
@@ -1085,7 +1085,10 @@ def test_every_pair_of_different_calls_is_an_error_on_every_rank(many):
 
 
 def after_other_sums(backend):
-    """Simulate NCCL on the device "meta": sums of gradients and calls share one group. Rank r has started r sums."""
+    """Make a call after rank r has started r sums of gradients. The device "meta" stands for a GPU.
+
+    On a GPU, NCCL runs calls and sums of gradients in one group, so all ranks must start them in the same order.
+    """
     backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
     with pytest.raises(BackendError) as caught:
         backend.allreduce(torch.ones(2, device="meta"), "sum")
@@ -1128,9 +1131,9 @@ def test_local_and_cross_ranks_on_one_host(spmd):
     assert spmd(describe) == [(name, rank, rank, spmd.size, 0, 1) for rank in range(spmd.size)]
 
 
-# -- mistakes of one rank -----------------------------------------------------------------------------------------
+# -- invalid calls on some ranks ----------------------------------------------------------------------------------
 
-MISTAKES = {
+INVALID_CALLS = {
     "no average of bool": lambda b: b.allreduce(torch.ones(2, dtype=torch.bool if b.rank else torch.float32)),
     "complex has no order": lambda b: b.allreduce(torch.ones(2, dtype=torch.cfloat if b.rank else torch.float32), "max"),
     "no such root": lambda b: b.broadcast(torch.ones(2), 0 if b.rank == 0 else b.size),
@@ -1139,19 +1142,19 @@ MISTAKES = {
 }
 
 
-def mistake_of_one_rank(backend, which):
+def invalid_call_on_some_ranks(backend, which):
     with pytest.raises(BackendError, match="refused since") as caught:
-        MISTAKES[which](backend)
+        INVALID_CALLS[which](backend)
     assert "rank 0: " in str(caught.value)
     assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
 
 
-def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many):
-    many.each(mistake_of_one_rank, [(which,) for which in MISTAKES])
+def test_a_call_that_is_invalid_on_some_ranks_is_an_error_on_all_ranks(many):
+    many.each(invalid_call_on_some_ranks, [(which,) for which in INVALID_CALLS])
 
 
 def checks_behind_pending_calls(backend):
-    # The last rank is late. Without a common order, its broadcasts would be matched with all-reduces of the other ranks.
+    # The last rank broadcasts late. If calls ran in a different order on each rank, broadcasts would meet all-reduces.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
         time.sleep(0.2)

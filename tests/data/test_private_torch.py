@@ -1,4 +1,7 @@
-"""Private attributes of torch's DataLoader that dualtrain uses to stop its workers; the test names a missing attribute."""
+"""Private attributes of torch's DataLoader, with which dualtrain stops the loader's workers.
+
+The message of a failed test names the missing attribute.
+"""
 
 from __future__ import annotations
 

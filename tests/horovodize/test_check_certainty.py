@@ -1,4 +1,4 @@
-"""Scripts in which a rule of ``--check`` cannot know whether there is a mistake, next to scripts in which it can."""
+"""Pairs of scripts for the rules of ``--check``: in one, a rule finds a mistake; in the other, it cannot be certain."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASES = [
         "Base().fit()\nOwn().fit()",
     ),
     (
-        "saved_by_all_ranks",  # no finding if the name of a condition mentions saving: it may be true on one rank only
+        "saved_by_all_ranks",  # no finding if the condition has a name like save_logs: it may be true on one rank only
         f"{INIT}if args.epochs:\n    torch.save(x, 'x')",
         f"{INIT}if args.save_logs:\n    torch.save(x, 'x')",
     ),
@@ -146,7 +146,7 @@ CASES = [
         f"{TRAIN}for x in loaders['train']:\n    model(x)",
     ),
     (
-        "padded_evaluation",  # an entry of a dict
+        "padded_evaluation",  # a loader that is assigned to an entry of a dict
         f"test_sampler = {SAMPLER}\nd = {{}}\nd['test'] = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\n"
         f"{TRAIN}for name in ['train', 'test']:\n    run(d[name])",
         f"test_sampler = {SAMPLER}\nd = {{}}\nd['test'] = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\n"
@@ -158,7 +158,7 @@ CASES = [
         "use_adasum = 0\nif use_adasum and hvd.nccl_built():\n    rate = 1",
     ),
     (
-        "scaler_before_synchronize",  # no finding in code for runs with one rank, if a function of the script shows this
+        "scaler_before_synchronize",  # no finding if a function of the script shows that the code runs with one rank only
         f"{WRAP}scaler = GradScaler()\ndef parallel():\n    return hvd.rank() == 0\nif not parallel():\n"
         "    scaler.scale(loss).backward()\n    scaler.step(optimizer)",
         f"{WRAP}scaler = GradScaler()\ndef parallel():\n    return hvd.is_initialized() and hvd.size() > 1\n"
@@ -178,7 +178,7 @@ CASES = [
         "place = setup()\nrank = place['number']\nfirst = rank == 0\nif first:\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # the new value of a flag contains the flag itself
+        "collective_on_some_ranks",  # no finding if the script does not show that the flag depends on the rank
         "first = hvd.rank() == 0\nif first:\n    hvd.barrier()",
         "first = first and args.log\nif first:\n    hvd.barrier()",
     ),
@@ -271,7 +271,7 @@ def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
     assert not any(each.message.startswith(split) for each in findings(together[str(one)][1]))
 
 
-def test_findings_with_the_same_message_are_one_line(tmp_path, capsys):
+def test_findings_with_the_same_message_are_printed_in_one_line(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(
         "import horovod.torch as hvd\nhvd.init()\nhvd.broadcast(x, 0)\nhvd.broadcast(y, 0)\nhvd.broadcast(z, 0)\n"

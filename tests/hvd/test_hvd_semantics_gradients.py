@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#gradients-of-collectives, on Horovod itself and on ``dualtrain.hvd``."""
+"""Statements of dualtrain/hvd/README.md#gradients-of-collectives, on Horovod itself and on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def table(backend):
             if found != pytest.approx(expected):
                 wrong[title] = found, expected
         assert not wrong
-        # On Horovod, the gradient of this alltoall lacks the rows that were not sent, and the calls after it fail.
+        # Not on Horovod. Its gradient of this alltoall lacks the rows that were not sent, so torch raises an error. Horovod
+        # cannot gather a scalar either, and has no Compression.bf16.
         if backend.name != "horovod":
             kept = gradient(lambda x: hvd.alltoall(x, [1] * size)[0], torch.ones(size + 2), me + 1.0)
             assert kept == [*rows, 0, 0]

@@ -1,4 +1,4 @@
-"""The loop: the files of a run, metrics that are exact over ranks, and exact resume."""
+"""The training loop: the files of a run, exact metrics over all ranks, and exact resume."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
-def test_a_step_for_checkpoint_every_is_saved_although_checkpoint_epochs_skips_its_epoch(tmp_path):
+def test_checkpoint_every_saves_at_the_end_of_an_epoch_that_checkpoint_epochs_skips(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9
@@ -245,7 +245,7 @@ def linear():
         ("wide_in_training", UserError, r"a sample of shape \(4,\) raises RuntimeError: .*cannot be multiplied"),
     ],
 )
-def test_a_sample_that_cannot_be_trained_on_is_named(tmp_path, data, error, part):
+def test_the_error_describes_a_sample_that_cannot_be_used(tmp_path, data, error, part):
     own = ["--model", f"{__name__}:linear", "--dataset", f"{__name__}:{data}", "--classes", "2", "--workers", "0"]
     with pytest.raises(error, match=part):
         train_alone(*own, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         train_alone("--run-dir", str(tmp_path / "file" / "run"))
 
 
-def test_runs_without_a_run_dir_get_a_folder_each(tmp_path, monkeypatch):
+def test_each_run_without_run_dir_gets_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         train_alone("--max-steps", "1")
@@ -292,7 +292,7 @@ def diverge(backend, folder: str) -> str:
     return "trained"
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(processes, tmp_path):
+def test_a_loss_that_is_not_finite_stops_all_ranks_in_the_same_step(processes, tmp_path):
     messages = processes(diverge, str(tmp_path))
     # After the last semicolon, messages differ: only the last rank finds a bad sample in its data.
     assert len({message.rpartition("; ")[0] for message in messages}) == 1
@@ -301,7 +301,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(processes, tmp_path):
     assert "no checkpoint yet" in messages[0]
 
 
-def test_the_last_good_checkpoint_is_named(tmp_path):
+def test_the_error_names_the_last_good_checkpoint(tmp_path):
     with pytest.raises(DivergedError) as stop:
         train_alone("--lr", "20", "--momentum", "0.99", "--checkpoint-every", "1", "--run-dir", str(tmp_path))
     newest = max((tmp_path / "checkpoints").iterdir())
