@@ -111,7 +111,7 @@ class ThreadsBackend(Backend):
     def __init__(self, room: Room, world: World, timeout: float = TIMEOUT) -> None:
         super().__init__(world, torch.device("cpu"), timeout)
         self.room = room
-        #: The number of calls of each kind so far. The n-th call of a kind on one rank meets the n-th on all others.
+        #: The number of calls of each kind so far. The n-th call of a kind is the same call on all ranks.
         self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
         self._kind = "data"
 
@@ -163,11 +163,9 @@ class ThreadsBackend(Backend):
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         assert vector.dtype is torch.int64
-        rows: list[torch.Tensor] = []
-        # Each rank reads the vectors of all ranks from the meeting.
-        work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), kind="control")
+        work = self._start("exchange", (vector.shape,), vector, lambda _: None, kind="control")
         work.wait()
-        arrived = work._meeting.arrived
+        arrived = work._meeting.arrived  # the vectors of all ranks
         return torch.stack([arrived[rank] for rank in range(self.size)])
 
     @property

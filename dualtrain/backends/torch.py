@@ -1,9 +1,9 @@
 """torch.distributed as a backend: Gloo for tensors on the CPU, NCCL for tensors on NVIDIA GPUs.
 
-Apart from the bench, only this module imports torch.distributed. The process groups are dualtrain's own, and
-torch.distributed's default group stays as it is, so that libraries which check ``is_initialized()`` behave as they
-would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on. The ranks compare their
-calls on separate connections (``call_channel.py``).
+Apart from the bench, only this module imports torch.distributed. The process groups are dualtrain's own. This module makes
+torch.distributed's default group only on request (``default_group``). Without this request, libraries that check
+``is_initialized()`` behave as they would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU
+tensor on. The ranks compare their calls on separate connections (``call_channel.py``).
 
 Operations of a group are matched by their order. While backward runs, buckets of gradients are sent in the same order on
 all ranks, but one rank may send a bucket before some other call, and another rank after this call. So one Gloo group is for
@@ -202,7 +202,7 @@ class TorchBackend(Backend):
     Construction is collective and blocks.
 
     Args:
-        world: this process's place.
+        world: this process's rank, and the number of ranks.
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         store: the job's store, without keys of earlier worlds.
@@ -229,7 +229,11 @@ class TorchBackend(Backend):
         self._open_groups(store)
 
     def _open_groups(self, store: dist.Store) -> None:
-        """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
+        """Make the Gloo groups and the control channel, with ``store`` for the rendezvous. Collective; blocks.
+
+        Raises:
+            UserError: the processes cannot connect to each other.
+        """
         self._store = store
         self._buffers: CallBuffers | None = None
         self._most = longest(self.size, self._one_host)
@@ -465,7 +469,10 @@ def default_group_place() -> tuple[int, int] | None:
 
 
 def _limit(timeout: float) -> timedelta:
-    """Return a process group's timeout, which is longer than the backend's: the backend's error names the operation."""
+    """Return the timeout of process groups.
+
+    It is longer than the backend's timeout, so that the backend raises first: its error names the operation.
+    """
     return timedelta(seconds=timeout + 10)
 
 

@@ -42,7 +42,10 @@ class TimedSteps:
         self._run(self._warmup - 1)
 
     def turn(self, steps: int, discarded: int = 0) -> None:
-        """Run ``steps`` steps, or fewer if fewer are left. The times of the first ``discarded`` ones do not count."""
+        """Run ``steps`` steps, or the rest if fewer are left. Discard the times of the first ``discarded`` steps.
+
+        The time of the last step always counts.
+        """
         steps = min(steps, self.left)
         first = min(discarded, steps - 1)
         self._run(first)
@@ -80,9 +83,10 @@ class TimedSteps:
 
 
 def run_steps(all_steps: Sequence[TimedSteps]) -> None:
-    """Run all steps: of a single contender in one go, of several contenders in turns, in the order A B, B A, A B, …
+    """Run all steps of all contenders. Several contenders run in turns, in the order A B, B A, A B, …
 
-    The first step of a turn does not count, because the caches hold the data of the previous contender.
+    With several contenders, the time of a turn's first step is discarded, because the caches still hold the data of the
+    previous contender.
     """
     for one in all_steps:
         one.warm_up()

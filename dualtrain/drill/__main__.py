@@ -2,8 +2,8 @@
 
 Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
-results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks. horovodrun, the
-launcher with --backend horovod, does not: it fails. The drill starts a failed launcher again. The exit status is 0 if the
+results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks. With --backend horovod,
+the launcher is horovodrun, which fails after a fault. The drill starts a failed launcher again. The exit status is 0 if the
 results are bit for bit the same. It is 1 if they differ, or if the run with faults has another problem. It is 2 if an
 argument is wrong, or if the job fails without faults.
 """

@@ -2,7 +2,7 @@
 
 Buckets are filled in reverse registration order, since backward finishes the last layers first. Each bucket has one dtype,
 one device and about 25 MB; the first bucket is smaller, so that sending starts early. Two backends can give the same bits
-only if their buckets are equal and are sent in the same order.
+only if their buckets are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Transfer:
         after: factor on the sum; ``None`` for 1/size, which gives the average. With other factors, zero the gradients
             after each exchange: otherwise the next exchange sums the previous result over the ranks once more.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
-            For an average, each gradient is divided by the number of ranks before it is converted. With float16, a rank's
-            part above 65504, or a sum above it, becomes infinite: choose a loss that is a mean, or bfloat16.
+            For an average, each gradient is divided by the number of ranks before it is converted. In float16, values
+            above 65504 become infinite, before and after the sum: choose a loss that is a mean, or bfloat16.
         bucket_bytes: largest size of a bucket with several gradients (at most 1 MB for the first bucket); ``None`` for
             25 MB, 0 for one bucket per gradient.
         groups: sets of parameters; parameters of the same set, dtype and device share a bucket, whatever its size.

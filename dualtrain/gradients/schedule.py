@@ -62,7 +62,7 @@ class Schedule:
 
     def start_round(self) -> None:
         """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
-        # In this order: if Ctrl-C stops this method between the two lines, ``next`` still says that all buckets were sent,
-        # so that none is sent before the caller calls this method again.
+        # Keep this order: if Ctrl-C stops this method between the two lines, ``next`` still means that all buckets were
+        # sent. So no bucket is sent before the caller calls this method again.
         self.round += 1
         self.next = 0

@@ -2,9 +2,9 @@
 
 If Horovod's own launcher or MPI started the process and Horovod is installed, this module is the real
 ``horovod.torch``. Otherwise the same API runs on torch.distributed. DUALTRAIN_BACKEND=torch or =horovod overrides this
-choice. On torch.distributed, rank 0 matches calls by name (``engine.py``, ``coordinator.py``); an optimizer's gradients
-need no matching (``optimizer.py``). The modules have the same names as Horovod's, such as ``mpi_ops``, so that programs can
-import from them too.
+choice. On torch.distributed, rank 0 matches the ranks' calls by name (``engine.py``, ``coordinator.py``). An optimizer's
+gradients are usually sent without this matching (``optimizer.py``). Modules such as ``mpi_ops`` have the names of Horovod's
+modules, so that programs can also import from them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Collective operations except ``allreduce``, with Horovod's names and arguments; ``mpi_ops`` exports them.
 
-Calls without a ``name`` match by order. All functions raise ValueError for a wrong argument, before they send anything,
-and HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down.
+Calls without a ``name`` are matched by their order, for each kind of call and each process set. All functions raise
+ValueError for a wrong argument, before they send anything, and HorovodInternalError if the ranks' calls do not match, a
+rank failed, or Horovod was shut down.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def reducescatter(
     """Return this rank's rows of the reduction over ranks. Collective, matched by name; blocks; differentiable.
 
     If there are d rows, the first ``d % size`` ranks get ``d // size + 1`` rows, and the other ranks ``d // size``. ``op``
-    is Average or Sum; any other value raises HorovodInternalError. The gradient is the concatenation of the ranks'
-    gradients, multiplied by the number of ranks if ``op`` is Sum.
+    is Average or Sum; any other value raises HorovodInternalError. Backward gathers the gradients of all ranks' rows,
+    and multiplies them by both factors, and by the number of ranks if ``op`` is Sum.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return differentiable(REDUCESCATTER, [tensor], options, compression=compression)[0]

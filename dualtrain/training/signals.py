@@ -15,9 +15,9 @@ from dualtrain.launchers import detect_world
 
 #: The signals, in the order of a step's control flags. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: Index of the flag that ends the run. Rank 0 also sets this flag when another process uses the run's folder.
+#: Index of SIGTERM's flag. Rank 0 also sets this flag if another process uses the run's folder.
 STOP = SIGNALS.index(signal.SIGTERM)
-#: Index of the flag that only saves. Rank 0 also sets this flag when a checkpoint is due by time.
+#: Index of SIGUSR1's flag. Rank 0 also sets this flag if a checkpoint is due by time.
 SAVE = SIGNALS.index(signal.SIGUSR1)
 _REPEAT_SECONDS = 2.0  # a launcher may repeat the SIGINT of one Ctrl-C within this time; a second Ctrl-C comes later
 
@@ -27,9 +27,10 @@ _early: list[bool] = []
 
 
 def end_on_early_interrupt() -> None:
-    """Make a SIGINT that comes outside of the run (during imports, for example) end this process with one line.
+    """Install a handler of SIGINT for use outside of the run, for example during imports.
 
-    Raising an exception is not enough: modules written in C turn a KeyboardInterrupt during their import into other errors.
+    The handler prints one line and ends this process. Raising an exception is not enough: modules written in C turn a
+    KeyboardInterrupt during their import into other errors.
     """
     signal.signal(signal.SIGINT, _end_early)
 
@@ -44,7 +45,8 @@ def _end_early(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-#: Set by a SIGINT outside of the training loop, whose handlers are :class:`Signals`.
+#: Set by :func:`interrupt`, the handler of SIGINT before and after the training loop. In the loop, :class:`Signals`
+#: installs its own handler.
 interrupted = threading.Event()
 _times: list[float] = []  # the time of the SIGINT that has set ``interrupted``
 
@@ -61,16 +63,16 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         return
     _times[:] = [now]
     interrupted.set()
-    if not isinstance(sys.exc_info()[1], StoppedError):  # otherwise the run is saved, and is about to end
+    if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and will end soon
         raise KeyboardInterrupt
 
 
 def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
-    If the signal comes before the first step, the state after that step is saved. Call this only in a process whose sole
-    task is training. While Python itself starts, only the parent process can keep the signal from ending this process, by
-    blocking or ignoring the signal (``trap '' USR1``).
+    If the signal comes before the first step, the state after the first step is saved. Call this only in a process whose
+    sole task is training. While Python itself starts, only the parent process can keep the signal from ending this process,
+    by blocking or ignoring the signal (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
 
@@ -88,14 +90,14 @@ def ignore_late_requests() -> None:
 
 
 class Signals:
-    """Handlers that record ``SIGNALS`` inside a ``with`` block; outside of the main thread, nothing is recorded."""
+    """Context manager whose handlers record ``SIGNALS``. Outside of the main thread, it installs no handlers."""
 
     def __init__(self) -> None:
         self._noted: dict[int, float] = {}
         self._earlier: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if interrupted.is_set():  # but the exception was lost
+        if interrupted.is_set():  # other code, such as an import, has caught the KeyboardInterrupt
             interrupted.clear()
             self._noted[signal.SIGINT] = time.monotonic()
         if threading.current_thread() is threading.main_thread():
@@ -117,7 +119,7 @@ class Signals:
     def take(self) -> list[float]:
         """Return 1 for each of ``SIGNALS`` that was received, else 0.
 
-        A SIGUSR1 is returned by one call only, the other signals by every later call.
+        A SIGUSR1 is returned once. SIGTERM and SIGINT are returned by every later call too.
         """
         requested = self._noted.pop(signal.SIGUSR1, None) is not None  # in one step: a signal may come at any time
         return [float(requested if number == signal.SIGUSR1 else number in self._noted) for number in SIGNALS]

@@ -72,7 +72,8 @@ def aborts(backend, victim):
         backend.barrier()
         backend.abort("ValueError: boom")
         os._exit(1)
-    return call_until_failure(backend, backend.barrier)  # the barrier that the victim has passed may be the one that fails
+    # The victim's barrier may not have ended on this rank when the victim exits. Then it fails on this rank.
+    return call_until_failure(backend, backend.barrier)
 
 
 KILLED = [("torch", 0), ("torch", 1), ("horovod", 1)]
@@ -178,7 +179,7 @@ def raises_with_several_lines(backend, which):
     ],
     ids=["load", "chained", "long", "syntax"],
 )
-def test_the_first_line_of_a_report_has_the_type_and_the_cause(which, line):
+def test_the_first_line_of_a_report_has_the_type_and_the_message_of_the_exception(which, line):
     said = run_threads(2, raises_with_several_lines, which)[0]
     assert said.startswith(f"rank 1 stopped: {line}")
     assert said.splitlines()[1] == "Traceback (most recent call last):"
@@ -264,7 +265,7 @@ def test_a_rank_that_leaves_breaks_only_groups_to_which_it_belongs():
 
 
 @pytest.mark.parametrize("name", ["torch", "shm"])
-def test_a_group_without_a_rank_that_left_still_works(pool, name):
+def test_a_group_still_works_after_a_rank_outside_of_it_has_left(pool, name):
     pool.connect(name, 3)
     assert pool.run(outsider_leaves) == [1, 1, None]
     pool.disconnect()

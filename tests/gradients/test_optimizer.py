@@ -632,7 +632,7 @@ class WithoutOptions(torch.optim.SGD):
         super().zero_grad()
 
 
-def test_assignments_and_hooks_reach_a_wrapped_optimizer_without_options():
+def test_zero_grad_assignments_and_hooks_are_forwarded_to_the_wrapped_optimizer():
     p = nn.Parameter(torch.ones(2))
     inner = WithoutOptions([p], 1.0, momentum=0.9)
     inner.scale = 1.0

@@ -22,7 +22,10 @@ def _untraced() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Return a run's folder. After the test, fail if a process with this folder in its command line still runs."""
+    """Yield a path for a run's folder. After the test, fail if a process of the test does not end within 10 seconds.
+
+    Processes of the test are those whose command line contains ``tmp_path``.
+    """
     yield tmp_path / "run"
     deadline = time.monotonic() + 10
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:

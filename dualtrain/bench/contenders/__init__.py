@@ -27,7 +27,10 @@ class Contender:
     device: torch.device
 
     def side_by_side(self) -> Mapping[str, Contender]:
-        """Return the contenders to measure alternately, by their names in the plan; by default, this one without a name."""
+        """Return the contenders that are measured in turns, by their names in the plan.
+
+        By default, return only this contender, with an empty name.
+        """
         return {"": self}
 
     def train(self, task: Task) -> Steps:

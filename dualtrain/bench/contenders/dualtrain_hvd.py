@@ -1,4 +1,4 @@
-"""The Horovod script of ``horovod_script.py`` on ``dualtrain.hvd``, as ``horovodize`` runs such a script."""
+"""The training script in ``horovod_script.py``, with ``dualtrain.hvd`` in place of ``horovod.torch``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dualtrain.bench.horovod_script import HorovodScript
 def start(option: str, device: torch.device) -> Contender:
     """Join the world and return the contender; see ``contenders``.
 
-    On the CPU, call ``keep_freed_memory`` as ``horovodize`` does.
+    On the CPU, also call ``keep_freed_memory``, because ``dualtrain horovodize`` does so before it runs a script.
     """
     if device.type == "cpu":
         keep_freed_memory()

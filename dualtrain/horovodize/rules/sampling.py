@@ -19,7 +19,7 @@ _SHARDED = re.compile(
     r"rank|size\(|shard|petastorm|make_batch_reader|make_reader|partition|world|(?<!co)mpi|chunk|scatter|\bcomm\b",
     re.IGNORECASE,
 )
-#: Calls by which each process makes samples of its own.
+#: Words for data that each process generates itself, such as a replay buffer.
 _MADE_BY_RANK = re.compile(
     r"rollout|collect(?!ions)|replay|(?<!from)buffer|(?<!in)memory|episode|trajector|simulat|self_?play|\benv\b",
     re.IGNORECASE,
@@ -57,12 +57,12 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
 
 
 _STARTS_GROUP = re.compile(r"(init|setup|start|launch|prepare)_?\w*(process_group|dist|ddp)|(dist|ddp)\w*_(init|setup)")
-#: Words of conditions that may hold only with torch.distributed.
+#: Words in conditions on other launchers. Such a condition may be true only in runs without Horovod.
 _OTHER_LAUNCHER = re.compile(r"dist|ddp|parallel|multi|launch|world|gpu|nccl|\bdp\b|backend|strateg", re.IGNORECASE)
 
 
 def is_for_other_launcher(source: Source, node: ast.AST) -> bool:
-    """Return whether a condition around ``node`` may hold only in runs without Horovod."""
+    """Return whether ``node`` perhaps runs only without Horovod, because of a condition around it."""
     guards = Guards(source)
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp)]
     unknown = [test for test in tests if not guards.is_with_horovod(test)]
@@ -202,7 +202,11 @@ def _shuffles_training(source: Source, call: ast.Call) -> bool:
 
 
 def _is_alternative(source: Source, call: ast.Call) -> bool:
-    """Return whether a different branch makes a loader with a sampler, or nothing calls the function around ``call``."""
+    """Return whether runs with Horovod may use a different loader in place of ``call``.
+
+    That is so if a different branch makes a sampler, or a loader with a sampler. It is also so if the script makes a
+    DistributedSampler, and nothing calls the function around ``call``.
+    """
     for other in source.calls:
         samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
         if (samples or last_name(other.func) == "DistributedSampler") and source.exclusive(call, other):
@@ -246,7 +250,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
 
 
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
-    """Return whether the loader's name says training, and its dataset is map-style and not split by rank."""
+    """Return whether the loader has a name for training, and a map-style dataset that is not split by rank."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
     data = call.args[0] if call.args else keyword(call, "dataset")
     made = [data, *source.values.get(ast.unparse(data), ())] if data is not None else []
@@ -329,9 +333,9 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 
 
 def _counts_epochs_by_size(source: Source) -> bool:
-    """Return whether the script divides anything by the number of ranks: most likely the number of epochs or steps.
+    """Return whether the script divides a value, probably the number of epochs or steps, by the number of ranks.
 
-    ``1 / hvd.size()`` does not count: it is the factor with which a warm-up begins, or turns a sum into an average.
+    ``1 / hvd.size()`` does not count: scripts use it as the first factor of a warm-up, or to turn a sum into an average.
     """
     return any(
         isinstance(node, ast.BinOp)
