@@ -1,8 +1,8 @@
 """Number of cores that this process may use, by its CPU affinity and the CPU quotas of its cgroups.
 
-A quota (``docker run --cpus``, a pod's CPU limit, systemd's CPUQuota) leaves all cores visible, but stops a process that
-has used its time. If such a process has more threads than its quota has cores, the threads wait for one another most of the
-time.
+A quota (``docker run --cpus``, a pod's CPU limit, systemd's CPUQuota) leaves all cores visible, but limits the CPU time in
+each period. When the processes of a cgroup have used this time, the kernel stops them until the next period. If a
+process has more threads than its quota has cores, the threads wait for one another most of the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-RANKS_PER_CORE = 16  # most ranks that a command starts on this host, for each core
+RANKS_PER_CORE = 16  # largest number of ranks per usable core that dualtrain starts on this host
 
 
 def usable_cores(root: Path = Path("/")) -> int:

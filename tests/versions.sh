@@ -73,8 +73,8 @@ check_versions() {
   done
 }
 
-# open_folders: allows one run at a time in a folder. Commands start without the lock's descriptor, so that those that outlive
-# a killed script do not hold the lock.
+# open_folders: makes the folder, locks it against other runs of this script, and makes the temporary folder. `bounded`
+# closes the lock's descriptor in its command: if this script is killed, a command that still runs must not hold the lock.
 open_folders() {
   local reason
   reason=$({ mkdir -p "$into" && : >>"$into/lock"; } 2>&1) ||
@@ -99,8 +99,8 @@ clean_up() {
   if [ -n "$work" ]; then rm -rf "$work"; fi
 }
 
-# bounded MINUTES LOG COMMAND…: runs the command with its output in the log; returns its exit status, or after a timeout
-# 124 (137 if only SIGKILL ended the command).
+# bounded MINUTES LOG COMMAND…: runs the command, and appends its output to the log. Returns the command's exit status;
+# after a timeout, 124, or 137 if the command ended only after SIGKILL.
 bounded() {
   local status=0
   timeout --kill-after=20 "$1m" "${@:3}" >>"$2" 2>&1 </dev/null {lock}>&- &
@@ -135,7 +135,7 @@ check_index() {
     [[ ",$known," == *",$version,"* ]] && continue
     if [ -z "$known$broken" ]; then broken=$(grep -iE 'error|warning' "$work/index.log" | grep -v experimental | tail -n 1 | cut -c 1-200) || true; fi
     if [ -z "$known" ] || [ -n "$broken" ]; then
-      refuse "the package index does not answer (${broken:-no reason given}); a proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
+      refuse "the package index does not answer (${broken:-no reason given}); to use a proxy, set HTTPS_PROXY; to use another index, run pip config set global.index-url URL"
     fi
     refuse "the package index has no torch $version for $found; it has ${known//,/ }"
   done
@@ -208,7 +208,7 @@ in_environment() {
   bounded "$2" "$3" env -u CI -u PYTHONHOME -C "$work/tree" VIRTUAL_ENV="$1" PATH="$1/bin:$PATH" PYTHONPATH="$work/tree" "${@:4}"
 }
 
-# try_version VERSION: runs the tests and the job. tests/versions.py reads their files in the temporary folder.
+# try_version VERSION: runs the tests and the job. tests/versions.py reads their results in the temporary folder.
 try_version() {
   local folder log targets status=0 began=$SECONDS
   folder=$(environment "$1")

@@ -1,12 +1,15 @@
 """Backend contract: the primitives that a communication library must implement to become a backend.
 
-``collectives.py`` builds all operations that users call from these primitives, once for all backends. ``torch.py`` and
-``horovod.py`` implement the primitives over one library each, and ``local.py`` implements them for a single process.
+``collectives.py`` contains the operations that users call. They use only these primitives, so they are the same for all
+backends. ``torch.py`` and ``horovod.py`` implement the primitives over one library each, and ``local.py`` implements them
+for a single process.
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
-do not check this. The operations of ``collectives.py`` compare the ranks' calls first (``agreement.py``). The gradient path
-(the code that sums gradients) compares the ranks' layouts of the gradients once. Except with NCCL, its sums are matched
-separately from all other operations, since buckets are sent while backward makes other calls.
+do not check this; their callers do. The operations of ``collectives.py`` first compare the ranks' calls (``agreement.py``).
+The code that sums gradients (the gradient path) compares the ranks' layouts of the gradients whenever it makes a layout.
+
+Buckets of gradients are sent while backward may make other collective calls. So, except with NCCL, libraries match the sums
+of gradients separately from all other operations.
 """
 
 from __future__ import annotations
@@ -341,8 +344,8 @@ class Primitives(ABC):
             raise BackendError(reason)
         acquired: list[bool] = []
         try:
-            # A signal handler cannot run between acquiring the lock and recording this, since both happen in one call. So
-            # ``finally`` releases the lock in any case.
+            # This is one call, so no signal handler can run after the lock is acquired and before ``acquired`` shows it.
+            # So ``finally`` releases the lock in any case.
             acquired.extend(map(self._turn.acquire, (False,)))
             if True not in acquired:
                 raise BackendError(f"two threads call this backend at once on rank {self.rank}: {_ONE_THREAD}")
@@ -350,7 +353,7 @@ class Primitives(ABC):
         except Exception:
             raise
         except BaseException as error:
-            self.interrupted = error.__class__  # not type(error): that is a call, before which Ctrl-C may raise again
+            self.interrupted = error.__class__  # not type(error): a second Ctrl-C may raise at this call
             raise
         finally:
             if True in acquired:

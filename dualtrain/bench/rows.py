@@ -1,7 +1,8 @@
 """Rows of the result table: throughput ratios and costs, each with its interval, target and verdict.
 
-A target is met if the whole interval reaches it, and not met if no part of the interval does; otherwise the verdict is
-"not shown". Rows with fewer rounds than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
+The verdict is "met" if the whole interval reaches the target, "not met" if no part of the interval reaches it, and "not
+shown" in all other cases. It is also "not met" if the final weights of the two contenders differ. Rows with fewer rounds
+than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
-#: Raw scripts. If a row compares no raw script, the weights of the first raw script that ran are compared too.
+#: Raw scripts. If a row compares none of them, ``_weights`` also compares the weights of the first raw script that ran.
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
 WITHOUT_REDUCTION = {"alone", "one-number"}  # contenders whose ranks end with different weights
 UNITS = {"ms": 1e3, "µs": 1e6}
@@ -107,8 +108,8 @@ def _weights(job: str, comparison: Comparison, results: Results) -> str:
     """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
     If neither is a raw script, the weights of one raw script are compared too, unless both contenders run in the same
-    processes. The weights of a second raw script may differ with 3 or more ranks, because the libraries sum in different
-    orders.
+    processes. A second raw script is not compared: with 3 or more ranks its weights may differ, because the libraries sum
+    in different orders. Contenders in ``WITHOUT_REDUCTION`` are left out.
     """
     pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []
@@ -124,13 +125,13 @@ def _weights(job: str, comparison: Comparison, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int, together: str = "") -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round. Rounds differ in steps, and thus in weights."""
+    """Return the hashes of the contenders' final weights in one round. Rounds may run different numbers of steps."""
     columns = {name: results.column(name, together)[number : number + 1] for name in names}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return the largest distance from 1 in the interval of two equal contenders.
+    """Return the largest distance from 1 within the interval for two equal contenders, whose ratio should be 1.
 
     A job with another layout (``resnet18-cl``) has the noise floor of its model (``resnet18``).
     """

@@ -1,4 +1,4 @@
-"""Random inputs and classes for benchmarks without data, generated on request."""
+"""Random inputs and classes for benchmarks without a data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dualtrain.data.options import Options
 from dualtrain.data.sources import Batch, Source, Task, Tensors
 
 WINDOWS = 1 << 16  # number of windows in the vector of random numbers
-STRIDE = 40503  # from sample i's window to that of i + 1; odd, so that WINDOWS consecutive samples all differ
+#: Distance between the windows of samples i and i + 1, modulo WINDOWS. It is odd, so that WINDOWS consecutive samples get
+#: different windows.
+STRIDE = 40503
 SHAPE = (3, 224, 224)
 CLASSES = 1000
 VAL_SHARE = 5
@@ -21,7 +23,8 @@ VAL_SHARE = 5
 class SyntheticSource(Source):
     """``samples`` inputs of ``shape``, float32, uniform with mean 0 and variance 1, with random classes.
 
-    Each input is a window of one long vector of random numbers. Generating new numbers would take most of a short step.
+    Each input is a window of one long vector of random numbers. Generating new numbers would take
+    most of the time of a short step.
     """
 
     def __init__(self, samples: int, shape: tuple[int, ...], classes: int, seed: int) -> None:

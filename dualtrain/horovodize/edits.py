@@ -89,7 +89,10 @@ class Layout:
         return [] if _is_compound(statement) else [Edit(start, start, f"{code}; ")]
 
     def insert_after(self, statement: ast.stmt, code: str) -> list[Edit]:
-        """Insert a line ``code`` after ``statement``; return no edits if other code is on its lines."""
+        """Insert ``code`` on a new line after ``statement``.
+
+        Return no edits if the lines of ``statement`` contain other code, or the last of them has no line end.
+        """
         _, prefix = self._line_of(self.start(statement))
         last, _ = self._line_of(self.end(statement))
         if not self._has_own_lines(statement) or not self.lines[last].endswith(("\r", "\n")):
@@ -97,7 +100,10 @@ class Layout:
         return [Edit(self._starts[last + 1], self._starts[last + 1], f"{prefix}{code}{self._line_end}")]
 
     def wrap(self, statement: ast.stmt, header: str) -> list[Edit]:
-        """Put ``statement`` into a block under ``header``; return no edits if other code is on its lines."""
+        """Put ``statement`` into a block under ``header``.
+
+        Return no edits if the lines of ``statement`` contain other code.
+        """
         first, prefix = self._line_of(self.start(statement))
         last, _ = self._line_of(self.end(statement))
         if not self._has_own_lines(statement):

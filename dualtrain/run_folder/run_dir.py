@@ -101,7 +101,7 @@ def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: Fo
         new: the beginning of a new folder's path, if ``output`` names none.
         content: the content of ``config.json``.
         lock: the folder's lock; taken here, unless it is held already.
-        timeout: twice the longest wait, in seconds.
+        timeout: the run's timeout in seconds. A wait for the lock takes at most half of it.
 
     Raises:
         UserError: the folder cannot be written, holds another run, or is used by another process.
@@ -181,7 +181,7 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int, lock:
 
 
 def step_of(path: Path) -> int | None:
-    """Read the step of a file of :func:`write_weights`; ``None`` if there is no such file, or no step in it."""
+    """Read the step from a file that :func:`write_weights` has written; ``None`` if the file or its step is missing."""
     try:
         with readable_path(path) as file, safetensors.safe_open(file, framework="pt") as content:
             return int((content.metadata() or {})["step"])

@@ -1,4 +1,4 @@
-"""``HorovodRunner``, as Databricks Runtime ML had it up to version 15."""
+"""``HorovodRunner`` with the interface that it had in Databricks Runtime ML up to version 15."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class HorovodRunner:
     Args:
         np: number of ranks. Positive: tasks of a Spark job, which start together. Negative: ``abs(np)`` processes on
             the driver's host. 0 is refused: Databricks deprecated it.
-        driver_log_verbosity: ignored: the ranks' output is in the logs of Spark's executors.
+        driver_log_verbosity: ``"all"`` or ``"log_callback_only"``; has no effect. The output of Spark's tasks is in the
+            logs of Spark's executors.
     """
 
     def __init__(self, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
@@ -33,7 +34,7 @@ class HorovodRunner:
         """Call ``main(**kwargs)`` on each rank; return rank 0's result. Blocks until all ranks have ended.
 
         Raises:
-            RankFailedError: the function failed on a rank, or a rank's process ended.
+            RankFailedError: the function failed on a rank, or a rank's process ended unexpectedly.
             UserError: the ranks cannot be started.
         """
         if self.num_processor < 0:

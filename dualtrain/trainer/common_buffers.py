@@ -57,7 +57,7 @@ class _Place:
 
 
 class CommonBuffers:
-    """The buffers of ``model``: their values at the start of a step, and how each of ``shards`` shards changes them.
+    """The buffers of ``model``: their values at the start of a step, and the changes that each shard makes.
 
     The caller sums the results of :meth:`numbers` over all shards, in float32 at least (in float64 if all parameters
     are float64).
@@ -156,7 +156,8 @@ class CommonBuffers:
         The last number is 1 if this rank refuses the step, and 0 otherwise.
 
         Raises:
-            ValueError: a constant buffer changed, an averaged buffer changed its shape, or a counter changed too much.
+            ValueError: a buffer that must stay constant has changed, the shape of an averaged buffer has changed, or a
+                counter has changed by more than is allowed.
         """
         now = self._read()
         vector = self._flat(now)
@@ -234,7 +235,7 @@ class CommonBuffers:
             if each * each != square * shards_with_passes:  # by Cauchy-Schwarz, equal only if all changes are equal
                 raise ValueError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
-                    "ranks have no common value for it; train without them"
+                    "ranks have no common value for it; train without virtual ranks"
                 )
         now = self._read()
         if not self._are_writable(now):

@@ -16,7 +16,7 @@ _HOW = ("capturable", "foreach", "fused")
 def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Check that the loaded options and state of ``optimizer`` have the same kinds and shapes as in a new optimizer.
 
-    Of an optimizer that is not torch's, only the names of the options are checked.
+    If the optimizer is not from ``torch.optim``, check only that no option is missing.
 
     Raises:
         ValueError: an entry is missing, or has a different kind or shape. A step would then fail, or torch would
@@ -30,8 +30,8 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
             if name not in known:
                 continue
             if name not in group or (of_torch and not _alike(group[name], default)):
-                found = type(group[name]).__name__ if name in group else "none"
-                raise ValueError(f"the optimizer's group {number} has no usable {name}: it is {found}")
+                found = f"a value of type {type(group[name]).__name__}" if name in group else "no value"
+                raise ValueError(f"the optimizer's parameter group {number} has no usable value of {name}: found {found}")
         for parameter in group["params"]:
             if of_torch and inner.state.get(parameter):
                 _check_state_of(parameter, inner.state[parameter], _first_state(inner, group, parameter))
@@ -40,7 +40,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         if value is not None and (name not in state or not _alike(state[name], value)):
-            raise ValueError(f"the optimizer's {name} is missing, or of another kind")
+            raise ValueError(f"the optimizer's {name} is missing, or has the wrong type")
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and name not in _FACTORED and (value.dim() or name in expected):
             wanted = expected[name].shape if isinstance(expected.get(name), torch.Tensor) else parameter.shape

@@ -1,7 +1,7 @@
 """Check that training keeps the weights equal on all ranks.
 
-Averaging the gradients is enough to keep them equal. But the user's code may change weights on each rank in its own way: a
-forward pass that writes into parameters, a hook, an optimizer that draws random numbers, a learning rate that only some
+Averaged gradients keep the weights equal. But the user's code may change weights differently on each rank: in a forward
+pass that writes into parameters, in a hook, by an optimizer that draws random numbers, or by a learning rate that only some
 ranks set.
 """
 
@@ -55,7 +55,9 @@ def compare_weights(
     unlike = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
     different = [one for one in found if one.name in parameters]
     if given:
-        raise RanksDifferError(f"the ranks do not take the same step: {in_words(given)}; give every rank the same")
+        raise RanksDifferError(
+            f"the ranks have different values for the same step: {in_words(given)}; use the same values on every rank"
+        )
     if not different:
         return
     text = in_words(different)
@@ -67,11 +69,11 @@ def compare_weights(
                 reason = in_words(unlike) if unlike else "GPUs may add numbers in any order"
                 _warn_once(f"the weights of the ranks differ slightly, because {reason}")
             return
-        text += f"; {far}, which is more than rounding"
+        text += f"; {far}; rounding would cause a smaller difference"
     raise RanksDifferError(
         f"the ranks do not have the same weights after a step: {text}; change weights, gradients and options of the "
-        "optimizer on every rank in the same way, and not in a forward pass, where the ranks have different samples (as "
-        "nn.Embedding(max_norm=…) does); leave weights that may differ out of the optimizer"
+        "optimizer in the same way on every rank; do not change weights in a forward pass (as nn.Embedding(max_norm=…) "
+        "does), because the ranks have different samples; leave weights that may differ out of the optimizer"
     )
 
 
@@ -88,7 +90,7 @@ def _named(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, nn.P
 
 @torch.no_grad()
 def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Describe a parameter that agrees with rank 0's in less than half of its digits, if there is one. Collective."""
+    """Describe a parameter that agrees with rank 0's in less than half of its digits; ``None`` if all agree. Collective."""
     mine: list[str] = []
     for name, p in parameters.items():
         first = backend.broadcast(p.detach(), name=f"weights for {name}")
@@ -102,14 +104,14 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
         if not difference <= math.sqrt(digits) * norm:  # also if a value is not a number
             parameter = name.removeprefix("the checksum of ")
             mine.append(
-                f"{parameter} of rank {backend.rank} is {difference:.2g} away from rank 0's, whose norm is {norm:.2g}"
+                f"{parameter} on rank {backend.rank} differs from rank 0's by {difference:.2g} (norm on rank 0: {norm:.2g})"
             )
     return next((found[0] for found in backend.allgather_object(mine, name="distant weights") if found), None)
 
 
 @torch.no_grad()
 def checksums(tensors: Mapping[T, torch.Tensor]) -> dict[T, int]:
-    """Return a number for each tensor, which depends on all of its bits."""
+    """Return a checksum of all bits of each tensor."""
     sums: dict[torch.device, dict[T, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         sums.setdefault(tensor.device, {})[name] = _checksum(tensor)
@@ -119,7 +121,7 @@ def checksums(tensors: Mapping[T, torch.Tensor]) -> dict[T, int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Read the bytes of ``tensor`` as 64-bit integers, and return their sum as a tensor without dimensions."""
+    """Return the sum of the bytes of ``tensor``, read as 64-bit integers, as a tensor without dimensions."""
     data = as_bytes(tensor)
     whole = data[: data.numel() // 8 * 8]
     whole = whole.clone() if whole.storage_offset() % 8 else whole

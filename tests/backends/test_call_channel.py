@@ -1,4 +1,4 @@
-"""Connections on which ranks compare calls: messages of any length; errors, not outdated answers, after a failure."""
+"""Connections on which ranks compare calls: messages of any length; no outdated answers after a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dualtrain.backends.short_calls import CallBuffers, longest, travels
 
 @pytest.fixture
 def channels():
-    """Return a function that connects ranks in this process, and returns their ends. They are closed after the test."""
+    """Return a function that connects ranks in this process, and returns their channels. They are closed after the test."""
     made: list[CallChannel] = []
 
     def make(size):
@@ -29,7 +29,8 @@ def channels():
             for rank in range(1, size):
                 theirs = socket.create_connection(server.getsockname())
                 ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
-                for end in (theirs, ours[-1].socket):  # 100 ms; connections of a job have 9 s
+                for end in (theirs, ours[-1].socket):
+                    # CallChannel must turn this timeout off. Here it is 100 ms; connections of a job begin with 9 s.
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
                 made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
         made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))

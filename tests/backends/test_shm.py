@@ -75,12 +75,12 @@ def check_reductions(backend, hosts, op, dtype, sizes=SIZES):
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
-def test_reductions_are_in_rank_order(hosts, op):
+def test_reductions_are_in_rank_order_on_each_host_then_in_host_order(hosts, op):
     run_threads(len(hosts), check_reductions, hosts, op, torch.float32)
 
 
 def test_every_operation_on_every_dtype(shared):
-    """Reduce one chunk, and several chunks. (The test above covers float32 and the lengths around the boundaries.)"""
+    """Use tensors of one chunk and of several chunks. (The test above covers float32 and all lengths in ``SIZES``.)"""
     dtypes = torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16
     hosts = (0,) * shared.size
     shared.each(check_reductions, [(hosts, op, dtype, (1, 65, 1000, 300001)) for op in FOLD for dtype in dtypes])
@@ -122,7 +122,7 @@ def interleaved(backend):
             work.wait()
             want = sum(rank + n + step for rank in range(backend.size))
             assert bool((tensors[n] == want).all())
-    rows = backend.exchange_short([backend.rank] * 1000)  # more than the slots hold: the library exchanges them
+    rows = backend.exchange_short([backend.rank] * 1000)  # too many numbers for the slots: the library exchanges them
     assert rows == [[rank] * 1000 for rank in range(backend.size)]
 
 
@@ -155,7 +155,7 @@ def frees_memory(backend):
     del buffers, buffer
     assert len(backend.memory._regions) == regions - 3
     assert held("maps") == before[0]
-    # Leave out the folder of `horovodize --prove` for Open MPI: its tests may run in another process of pytest-xdist.
+    # Ignore folders of `horovodize --prove` for Open MPI: a test in another process of pytest-xdist may use one now.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 
@@ -186,12 +186,12 @@ def threads_late(backend):
     late(backend)
 
 
-def test_a_rank_that_does_not_start_the_sum_is_named_after_the_timeout():
+def test_when_a_sum_times_out_the_error_names_the_rank_that_did_not_start_it():
     run_threads(2, threads_late)
 
 
 def interrupted(backend, count):
-    """Interrupt rank 0 as Ctrl-C does: first while it waits, which does no harm, then in the middle of a sum."""
+    """Interrupt rank 0 as Ctrl-C does: first during a wait, after which the sum still succeeds, then within a sum."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     tensor, interrupt = torch.ones(count), mock.Mock(side_effect=KeyboardInterrupt)
     if backend.rank == 0:
@@ -209,7 +209,7 @@ def interrupted(backend, count):
         message = "sum of 'second' was interrupted by KeyboardInterrupt and cannot continue"
     else:
         work = backend.start_sum(tensor, "second")
-        with suppress(BackendError):  # a short sum may succeed, since rank 0 has sent its values
+        with suppress(BackendError):  # a short sum may succeed, because rank 0 has already written its values
             work.wait()
         message = "rank 0 was interrupted in an operation and cannot complete it"
     for _ in range(2):
@@ -218,7 +218,7 @@ def interrupted(backend, count):
 
 
 @pytest.mark.parametrize("count", [3, 300001])
-def test_a_sum_that_was_interrupted_is_an_error_on_every_rank(count):
+def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(count):
     run_threads(2, interrupted, count)
 
 
@@ -232,7 +232,7 @@ def late_for_rows(backend):
             backend.exchange_short([1])
 
 
-def test_a_rank_that_does_not_compare_its_call_is_named_after_the_timeout():
+def test_when_a_comparison_of_calls_times_out_the_error_names_the_missing_rank():
     run_threads(2, late_for_rows)
 
 
@@ -400,12 +400,12 @@ FAULTS = {
         OSError(28, "No space left on device"),
         "bytes of shared memory: No space left",
     ),
-    "refused to a peer": ("_open", PermissionError(13, "Permission denied"), ": Permission denied"),
-    "of another process": ("os.pread", b"\1" * 8, "its PID belongs to another process in this container"),
+    "a peer has no permission": ("_open", PermissionError(13, "Permission denied"), ": Permission denied"),
+    "wrong process": ("os.pread", b"\1" * 8, "its PID belongs to another process in this container"),
 }
 
 
-def falls_back(backend, fault):
+def falls_back(backend):
     assert factory._share_memory(backend, "shm") is backend
     tensor = torch.full((3,), float(backend.rank))
     backend.start_sum(tensor, "t").wait()
@@ -423,7 +423,7 @@ def test_a_shared_memory_fault_falls_back_to_the_library_with_one_warning(monkey
         return result
 
     monkeypatch.setattr(f"{segment.__name__}.{name}", fails)
-    assert run_threads(2, falls_back, fault) == ["memory"] * 2
+    assert run_threads(2, falls_back) == ["memory"] * 2
     lines = [message for message in caplog.messages if "shared memory cannot be used" in message]
     assert len(lines) == 1
     assert said in lines[0]

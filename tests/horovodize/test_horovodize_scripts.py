@@ -1,4 +1,4 @@
-"""Complete training scripts, similar to Horovod's examples. They run under horovodize, with torchrun's variables set."""
+"""Complete training scripts, similar to Horovod's examples, which run under horovodize on one or two ranks."""
 
 from __future__ import annotations
 

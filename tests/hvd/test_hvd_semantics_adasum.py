@@ -64,7 +64,7 @@ def test_adasum_equals_another_implementation(real):
 
 
 def steps_of_deltas(backend, optimizer_class, options):
-    """Step on each rank's own gradient, and combine the changes of the weights. Return the weights."""
+    """Compare steps of an Adasum optimizer with a reference that combines the ranks' weight changes. Return the weights."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 6))

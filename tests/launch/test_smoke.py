@@ -1,6 +1,7 @@
-"""Every launcher (two ranks) and plain python (one rank): the ranks train on one backend, then on the other.
+"""Start two ranks with each launcher, and one rank with plain python. Each job trains on torch, then on Horovod.
 
-The default test command runs only these launches. tests/launch/test_modes.py has other modes of these launchers.
+Of tests/launch/, the default test command runs only this file. tests/launch/test_modes.py tests other modes of these
+launchers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 
 from tests.launch.jobs import by, check_results, run, train_on_both
 
-pytestmark = pytest.mark.xdist_group("smoke")  # so that these launches and test_modes.py's never overlap
+pytestmark = pytest.mark.xdist_group("smoke")  # test_modes.py is in this group too, so its launches never overlap these
 
 
 def srun(script, folder):
@@ -19,7 +20,7 @@ def srun(script, folder):
         pytest.skip("needs Slurm: apt install slurm-wlm munge")
     end = run(["bash", "tests/launch/slurm.sh", "srun", "--ntasks=2", "--nodes=1", "python", str(script), str(folder)])
     if "slurm.sh: error" in end.stderr:
-        pytest.skip(f"needs {end.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"needs Slurm: {end.stderr.strip().splitlines()[-1].removeprefix('slurm.sh: error: ')}")
     return end
 
 

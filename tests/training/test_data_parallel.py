@@ -53,7 +53,7 @@ def test_tokens_are_counted_like_samples():
     assert sums(logits, targets)[1:].tolist() == [3, 1, 2]
 
 
-def test_a_batch_of_ignored_targets_gives_zeros_and_no_gradient():
+def test_a_batch_of_ignored_targets_gives_zero_sums_and_zero_gradients():
     logits = torch.randn(3, 4, requires_grad=True)
     result = sums(logits, torch.full((3,), -100), 0.1)
     result[0].backward()

@@ -410,12 +410,12 @@ def test_loading_the_state_of_every_optimizer_leaves_the_random_state_unchanged(
     ("forge", "part"),
     [
         (lambda state, group: state.pop("exp_avg"), "exp_avg is missing"),
-        (lambda state, group: state.update(exp_avg=1), "exp_avg is missing, or of another kind"),
+        (lambda state, group: state.update(exp_avg=1), "exp_avg is missing, or has the wrong type"),
         (lambda state, group: state.update(exp_avg=torch.ones(())), r"exp_avg has the shape \(\) for a parameter of shape"),
         (lambda state, group: state.update(step=torch.ones(2)), r"step has the shape \(2,\)"),
-        (lambda state, group: group.pop("betas"), "group 0 has no usable betas: it is none"),
-        (lambda state, group: group.update(betas=[0.9]), "no usable betas: it is list"),
-        (lambda state, group: group.update(eps="x"), "no usable eps: it is str"),
+        (lambda state, group: group.pop("betas"), "parameter group 0 has no usable value of betas: found no value"),
+        (lambda state, group: group.update(betas=[0.9]), "no usable value of betas: found a value of type list"),
+        (lambda state, group: group.update(eps="x"), "no usable value of eps: found a value of type str"),
     ],
 )
 def test_a_damaged_optimizer_state_is_refused_when_it_is_loaded(forge, part):

@@ -18,7 +18,7 @@ from dualtrain.predict import predict
 from dualtrain.report.runs import read_runs
 from dualtrain.run_folder import checkpoint
 
-#: Folder of a run that trained mnist-net on the digits for 12 steps. Of its checkpoints, it has only that of step 6.
+#: Folder of a run that trained mnist-net on the digits for 12 steps. It contains one checkpoint, that of step 6.
 OLD = Path(__file__).parent / "run_of_0_1_0"
 FLAGS = ["--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net"]
 
@@ -58,7 +58,7 @@ def test_the_old_run_is_resumed_and_ends_as_before(tmp_path):
     assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()
 
 
-def test_the_commands_compare_report_and_predict_accept_the_old_run(tmp_path, capsys):
+def test_the_old_run_is_accepted_by_compare_report_and_predict(tmp_path, capsys):
     assert compare.main([str(OLD), str(OLD)]) == 0
     assert "0.2444" in capsys.readouterr().out
     (run,) = read_runs([str(OLD)])

@@ -113,7 +113,7 @@ def test_expected_weights_that_differ_between_ranks_are_refused():
         trained(backend).step([data(backend)], 8.0 + backend.rank)
 
     refused(
-        3, body, r"do not take the same step: expected is 8\.0 on rank 0, 9\.0 on rank 1 and 10\.0 on rank 2; give every"
+        3, body, r"different values for the same step: expected is 8\.0 on rank 0, 9\.0 on rank 1 and 10\.0 on rank 2; use"
     )
 
 
@@ -124,9 +124,7 @@ def test_learning_rates_that_differ_between_ranks_are_refused():
         trainer.optimizer.param_groups[0]["lr"] = 0.5 + backend.rank
         trainer.step([data(backend)], 16.0)
 
-    refused(
-        2, body, r"do not take the same step: lr is \[0\.5\] on rank 0 and \[1\.5\] on rank 1; give every rank the same"
-    )
+    refused(2, body, r"different values for the same step: lr is \[0\.5\] on rank 0 and \[1\.5\] on rank 1; use the same")
 
 
 def test_frozen_weights_that_each_rank_changes_are_refused():
@@ -203,7 +201,7 @@ def test_different_processors_make_rounding_a_warning(different_processors, capl
 
 @pytest.mark.parametrize("value", [1.01, float("nan")])
 def test_different_processors_do_not_excuse_more_than_rounding(different_processors, value):
-    words = r"'weight' of rank 1 is \S+ away from rank 0's, whose norm is [\d.]+, which is more than rounding; change"
+    words = r"'weight' on rank 1 differs from rank 0's by \S+ \(norm on rank 0: [\d.]+\); rounding would cause a smaller"
     refused(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(value)), words)
 
 

@@ -23,8 +23,8 @@ from dualtrain.run_folder import checkpoint
 from dualtrain.training import start
 from tests.hvd.worlds import worlds
 
-#: With this batch size an epoch has two steps; each epoch ends with an evaluation. The tests compare the
-#: printed lines, so there are no progress lines, which depend on the time that a step takes.
+#: With this batch size, an epoch has two steps. Each epoch ends with an evaluation. ``--log-seconds 0`` switches progress
+#: lines off: the tests compare the printed lines, and the time that a step takes would determine which lines are printed.
 FLAGS = (
     *("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0"),
     *("--log-every", "1", "--log-seconds", "0"),
@@ -86,7 +86,7 @@ def test_resume_auto_begins_a_run_or_resumes_it_or_reports_its_end(tmp_path, cap
     assert ended["weights_sha256"][:16] in done
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys, caplog):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, caplog):
     whole = alone(tmp_path, 2)
     newest = checkpoint.path_of(tmp_path / "checkpoints", 4)
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -116,7 +116,7 @@ def test_checkpoints_in_a_folder_that_cannot_be_read_are_not_ignored(tmp_path, m
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
-def test_a_checkpoint_whose_name_has_another_step_is_passed_over(tmp_path, capsys, caplog):
+def test_a_checkpoint_whose_name_has_another_step_is_skipped(tmp_path, capsys, caplog):
     whole = alone(tmp_path, 2)
     older, renamed = (checkpoint.path_of(tmp_path / "checkpoints", step) for step in (2, 99))
     older.rename(renamed)
@@ -163,7 +163,7 @@ def test_a_folder_with_files_of_another_program_is_refused(tmp_path, file, flags
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
 
 
-def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_skipped(tmp_path, monkeypatch):
     alone(tmp_path, 1)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
 
@@ -242,7 +242,7 @@ def test_resume_takes_a_path_that_ends_in_auto_as_a_path(tmp_path, monkeypatch):
         alone(tmp_path / "run", 1, "--resume", "./auto")
 
 
-def test_the_newer_generations_checkpoint_of_a_step_is_used(monkeypatch):
+def test_of_two_checkpoints_of_a_step_the_one_of_the_newer_generation_is_used(monkeypatch):
     """Generation 1 wrote rank 0's checkpoint. Generation 2, a later process on rank 1's host, wrote rank 1's."""
     owners: list[int] = []
 
@@ -308,7 +308,7 @@ def test_a_rank_whose_folder_holds_another_run_is_named(processes, tmp_path):
         assert "it holds a run with --seed 5, and this run has --seed 0" in text
 
 
-def test_a_checkpoint_of_a_trainer_in_a_runs_folder_is_refused_in_one_line(tmp_path):
+def test_a_checkpoint_that_a_trainer_saved_in_a_runs_folder_is_refused(tmp_path):
     alone(tmp_path, 1)
     with connect("local") as backend:
         model = nn.Linear(2, 2)

@@ -179,8 +179,8 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "loaded", "words"),
     [
-        (torch.optim.SGD, torch.optim.Adam, "has no usable betas"),
-        (torch.optim.Adam, torch.optim.SGD, "has no usable momentum"),
+        (torch.optim.SGD, torch.optim.Adam, "has no usable value of betas"),
+        (torch.optim.Adam, torch.optim.SGD, "has no usable value of momentum"),
         (torch.optim.Adam, torch.optim.Adamax, "exp_inf is missing"),
     ],
 )

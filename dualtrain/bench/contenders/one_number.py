@@ -1,4 +1,4 @@
-"""Training without communication of gradients, but with one sum of one number per step, as a reference.
+"""Reference for other contenders: the ranks do not communicate gradients, but sum one number in each step.
 
 In synchronous training, every rank waits for the slowest rank in each step. This loop shows the cost of this wait alone.
 """
