@@ -55,7 +55,7 @@ def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
     """Refuse to continue if ``values``, one per rank in rank order, are not all the same.
 
     Raises:
-        UserError: the values differ. The message names each rank's value and the ``cure``.
+        UserError: the values differ. The message shows up to six values, the ranks with each of them, and the ``cure``.
     """
     if len(set(values)) > 1:
         raise UserError(f"the ranks do not have the same {what} ({by_value(values)}): {cure}")
@@ -75,7 +75,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """Return the values; if they are long, the parts at which they begin to differ from the others."""
+    """Return the values as text. If any value is long, return only the part of each value around the first difference."""
     texts = [value for value in values if value is not None]
     if len(texts) < 2 or max(map(len, texts)) <= _WIDTH:
         return ["missing" if value is None else value for value in values]

@@ -19,7 +19,7 @@ from inspect import GEN_CLOSED, getgeneratorstate
 
 from dualtrain.rendezvous.connection import Connection
 
-HEADER = 8  # bytes at the beginning of a frame, which hold its length
+HEADER = 8  # size in bytes of a frame's header, which has the number of bytes after the header
 _SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to check for failed ranks
 
 
@@ -34,8 +34,8 @@ class CallChannel:
         rank: this rank.
         size: the number of ranks.
         connections: on rank 0, one to every other rank; on other ranks, one to rank 0.
-        await_all: function that calls ``next`` on the steps of an exchange until they end. A step blocks for about a
-            quarter of a second at most, and may raise OSError or ValueError.
+        await_all: function that runs an exchange: it calls ``next`` on the given iterator until the iterator ends. Each
+            call of ``next`` blocks for about a quarter of a second at most, and may raise OSError or ValueError.
     """
 
     def __init__(

@@ -74,4 +74,4 @@ def _download(folder: str) -> None:
         utils.download_and_extract_archive(URL, folder, md5=MD5)
     except (URLError, OSError, RuntimeError) as error:
         reason = str(getattr(error, "reason", error)).partition("\n")[0]
-        raise UserError(f"cifar10 could not be downloaded ({reason}): unpack {URL} into {folder} of every host") from error
+        raise UserError(f"cifar10 could not be downloaded ({reason}): unpack {URL} into {folder} on every host") from error

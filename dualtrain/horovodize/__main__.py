@@ -7,13 +7,15 @@ usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
        dualtrain horovodize --prove [OPTION…] SCRIPT [ARGUMENT…]
        dualtrain horovodize --recorder
 
-Instead of torchrun you can use mpirun, srun or plain python. --check does not run the scripts: it prints one line for each
-finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit
-status is 0 if all findings are "differs", 1 if there are others, 2 if a named file cannot be read. In a folder, it reads
-all Python files that import horovod, and prints the number of files that it skips.
+Instead of torchrun you can use mpirun, srun or plain python.
 
---fix makes the safe repairs, changes no other byte, and lists the remaining findings, which determine the exit status as
-with --check. --diff prints the changes as a diff for patch, and writes nothing.
+--check reads the scripts, but does not run them. It prints the findings. A finding is "differs" (the code works, but not as
+on Horovod), "trap" (the code is probably wrong, on Horovod too) or "unsupported" (the code does not work). The exit status
+is 0 if all findings are "differs", 1 if there are others, and 2 if a named file cannot be read. In a folder, --check reads
+all Python files that import horovod, and prints the number of skipped files.
+
+--fix makes the safe repairs, changes no other byte, and lists the remaining findings. The exit status depends on the
+remaining findings, as with --check. --diff prints the changes as a diff for patch, and writes nothing.
 
 --prove runs the script on Horovod and on torch.distributed, and compares weights and speed (see --prove --help).
 --recorder prints a program for machines that have Horovod but not dualtrain. There, the program records a script's run.

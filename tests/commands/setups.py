@@ -126,7 +126,10 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit, complete or with nvcc alone. If the test writes a file "nvcc", nvcc prints it and fails."""
+        """Make a CUDA toolkit, complete or with nvcc alone.
+
+        If the test writes a file "nvcc", nvcc prints the content of this file when it compiles, and fails.
+        """
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:

@@ -99,7 +99,7 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
 @pytest.mark.parametrize(
     ("count", "rank", "level"), [(1, 1, 0.0), (2, 1, 0.5), (6, 1, 0.96875), (10, 1, 0.998), (11, 2, 0.988), (15, 3, 0.993)]
 )
-def test_the_interval_is_the_narrowest_with_a_confidence_level_of_98_percent(count, rank, level):
+def test_the_interval_is_the_narrowest_with_98_percent_confidence_or_the_whole_range(count, rank, level):
     found = estimate([float(n) for n in range(count, 0, -1)])
     assert (found.low, found.high) == (rank, count + 1 - rank)
     assert found.level == pytest.approx(level, abs=5e-4)
@@ -108,7 +108,7 @@ def test_the_interval_is_the_narrowest_with_a_confidence_level_of_98_percent(cou
         assert level_of(count, rank + 1) < 0.98
 
 
-def test_the_interval_covers_the_true_median_about_as_often_as_its_level():
+def test_at_least_94_of_100_intervals_contain_the_true_median():
     drawn = random.Random(1)
     samples = [[drawn.gauss(1.0, 0.05) for _ in range(ROUNDS)] for _ in range(100)]
     covered = sum(one.low <= 1.0 <= one.high for one in map(estimate, samples))
@@ -130,7 +130,10 @@ def text_of(found: Results) -> str:
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
-    """Return seven rounds of contenders that take ``seconds``; in round ``n``, all take ``1 + 0.1 * n`` times that."""
+    """Return the results of seven rounds. ``seconds`` has each contender's time for a step of resnet18 in round 0.
+
+    A step of ``small`` takes a tenth of this time. In round ``n``, all steps take ``1 + 0.1 * n`` times as long.
+    """
     found = Results(missing=missing or {}, step_fractions=[1.0] * ROUNDS)
     for name, value in seconds.items():
         name = name.replace("_", "-")
@@ -224,7 +227,7 @@ def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypat
     ("program", "reason"),
     [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
 )
-def test_an_import_that_prints_or_hangs_raises_a_launch_error(program, reason, monkeypatch):
+def test_an_import_that_prints_no_time_or_hangs_raises_a_launch_error(program, reason, monkeypatch):
     monkeypatch.setattr(measure, "_IMPORT", program)
     with pytest.raises(LaunchError, match=reason):
         measure._import_seconds(20.0 if "print" in program else 0.4)
@@ -235,7 +238,7 @@ def test_a_number_that_an_import_prints_is_not_read_as_the_measured_time(monkeyp
     assert measure._import_seconds(20.0) == 0.25
 
 
-def test_the_conclusion_gives_the_exit_status(tmp_path, monkeypatch):
+def test_main_returns_1_if_requested_targets_are_missed(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *_: results(shm=0.1, alone=0.08))
     flags = ["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]
     assert [main([*flags, *more]) for more in ([], ["--targets"])] == [0, 1]
@@ -260,7 +263,7 @@ def test_different_weights_of_horovod_mpi_do_not_affect_the_comparison_with_ddp(
     assert row(rows, "shm", "hvd-mpi").weights == "other numerics"
 
 
-def test_fewer_than_seven_rounds_give_no_conclusion():
+def test_fewer_than_seven_rounds_give_no_verdict_on_targets():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     found.samples["shm"][0] = None
     for sample in found.samples["shm"][1:]:
@@ -276,7 +279,7 @@ def test_fewer_than_seven_rounds_give_no_conclusion():
     assert said.endswith("This is based on only 6 rounds: a verdict needs 7.")
 
 
-def test_seven_rounds_give_a_conclusion_without_a_note_on_their_number():
+def test_after_seven_rounds_no_remark_says_that_rounds_are_missing():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     said = text_of(found)
     assert "not judged" not in said
@@ -387,7 +390,7 @@ def test_the_page_has_the_answer_the_chart_the_workloads_the_machine_and_the_tab
     assert set(sweep_of(found)) == {"dualtrain torch, shared memory", "dualtrain torch, shared memory, its buffers"}
 
 
-def test_the_chart_compares_all_contenders_with_one_reference():
+def test_the_chart_has_one_reference_and_only_contenders_that_are_comparable_with_it():
     found = results(shm=0.1, alone=0.09, ddp_tuned=0.15, ddp_tuned_again=0.15, hvd_mpi=0.3, plain_3=0.1)
     reference, groups = chart_groups(found)
     assert reference == "raw Horovod MPI"
@@ -486,16 +489,16 @@ def test_a_fallback_contender_has_the_comparisons_and_jobs_of_the_original():
         assert {"small", "convnet"} <= set(jobs_of(ENTRIES[fallback], QUICK))
 
 
-def test_ranks_without_communication_synchronize_before_the_first_batch(monkeypatch):
+def test_the_contender_without_communication_has_a_barrier_before_the_first_batch(monkeypatch):
     happened = []
-    monkeypatch.setattr(alone, "dist", SimpleNamespace(barrier=lambda: happened.append("met")))
+    monkeypatch.setattr(alone, "dist", SimpleNamespace(barrier=lambda: happened.append("barrier")))
     task = Task("tiny", CPU, 0.5)
     batches = task.batches(0)
     monkeypatch.setattr(task, "batches", lambda _: (happened.append("batch") or batch for batch in batches))
     contender = object.__new__(alone.Alone)
     contender.rank = 0
     list(contender.train(task))
-    assert happened == ["met", *["batch"] * (task.warmup + task.steps)]
+    assert happened == ["barrier", *["batch"] * (task.warmup + task.steps)]
 
 
 def test_resnet18_has_the_weights_and_outputs_of_torchvisions_model():
@@ -583,7 +586,7 @@ def test_contenders_side_by_side_run_in_turns_of_four_steps_after_their_warm_up(
     assert [steps.seconds() for steps in both] == pytest.approx([1e-3, 1e-3])
 
 
-def test_a_single_contender_runs_all_steps_in_one_go_and_its_first_step_does_not_count(clock):
+def test_a_single_contender_runs_all_steps_in_one_turn_and_the_first_step_is_not_timed(clock):
     happened = []
     steps = TimedSteps(Recorded("A", happened, clock), Task("tiny", CPU, 1.0))
     run_steps([steps])
@@ -615,7 +618,7 @@ def test_times_of_contenders_side_by_side_are_compared_with_each_other_and_not_w
 
 
 @pytest.mark.parametrize("module", [ours, dualtrain_hvd])
-def test_the_scale_benchmark_times_calls_and_steps_on_each_rank(module):
+def test_the_scale_benchmark_measures_the_time_of_calls_and_steps(module):
     contender = module.start("local/native", CPU)
     found = worker._scale(contender, "scale", SimpleNamespace(start=2.0))
     list(contender.train(Task("tiny", CPU, 0.5)))
@@ -726,7 +729,7 @@ def test_ranks_are_forked_and_their_results_are_collected(tmp_path):
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_the_scale_benchmark_writes_its_results_and_exits_with_1_without_results(monkeypatch, tmp_path, capsys):
+def test_an_interrupted_scale_benchmark_writes_its_results_and_one_without_results_returns_1(monkeypatch, tmp_path, capsys):
     calls = []
 
     def measure_growth(growth, names, rounds, spec, log):
@@ -745,7 +748,7 @@ def test_the_scale_benchmark_writes_its_results_and_exits_with_1_without_results
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
 
 
-def test_an_entry_of_the_flag_ranks_is_a_number_of_ranks_or_nodes_times_ranks():
+def test_the_flag_ranks_accepts_numbers_of_ranks_and_nodes_x_ranks():
     assert layouts_of("4x2,8, 2,2x4,8") == (Layout(1, 2), Layout(1, 8), Layout(2, 4), Layout(4, 2))
     assert [str(layout) for layout in LAYOUTS] == ["2", "4", "8", "16", "32", "2x4", "4x4"]
     assert [layout.ranks for layout in LAYOUTS] == [2, 4, 8, 16, 32, 8, 16]
@@ -774,7 +777,7 @@ def test_virtual_nodes_that_cannot_be_made_are_reported_and_the_rest_is_measured
 
 
 @pytest.mark.parametrize("name", ["native", "horovod"])
-def test_ranks_on_virtual_nodes_take_each_other_for_ranks_on_different_hosts(name, tmp_path):
+def test_ranks_on_two_virtual_nodes_connect_and_the_nodes_end_afterwards(name, tmp_path):
     require_hosts()
     if name == "horovod":
         require_horovod()
@@ -818,7 +821,7 @@ def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
 
 
 @pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.8", "HYDRA build details"])
-def test_open_mpis_mpirun_starts_the_ranks_over_mpi_and_without_it_horovodrun_does(version, tmp_path, monkeypatch):
+def test_ranks_over_mpi_are_started_by_open_mpis_mpirun_or_else_by_horovodrun(version, tmp_path, monkeypatch):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
     mpirun.chmod(0o755)
@@ -1152,11 +1155,11 @@ def test_the_bench_refuses_to_run_as_a_rank(monkeypatch, capsys):
     assert "run it once, without a launcher" in capsys.readouterr().err
 
 
-def test_contenders_wait_for_a_gpu(monkeypatch):
+def test_wait_for_gpu_synchronizes_only_on_cuda(monkeypatch):
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronized"))
     contender = Contender()
     for device in ("cpu", "cuda"):
         contender.device = torch.device(device)
         contender.wait_for_gpu()
-    assert calls == ["waited"]
+    assert calls == ["synchronized"]

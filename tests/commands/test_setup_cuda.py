@@ -1,6 +1,6 @@
 """launch/setup.sh: which torch it installs, and whether Horovod with NCCL is built with a CUDA toolkit or NVIDIA's wheels.
 
-The CUDA versions are invented (13.77), so that no toolkit of this machine has one of them.
+The CUDA versions of torch in these tests, such as 13.77, do not exist, so no toolkit on this machine matches them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients in memory of the program's own, gradients with an autograd graph, and changes of gradients by the program."""
+"""Gradients in the program's own memory, gradients with an autograd graph, and gradients that the program changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.slots import may_be_kept
 from tests.models_for_tests import gradients, mean_gradients, perceptron, seeded, sgd, vector_loss
 
-#: Numbers of inputs of the model, for a small and a large gradient. A large gradient is copied to its bucket at once.
+#: Numbers of inputs of the model: one for small gradients only, and one for a large gradient. A large gradient may be
+#: copied to its bucket as soon as it is ready.
 INPUTS = 4, 20000
 
 
@@ -84,7 +85,7 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
 
 
 def shares_memory(backend):
-    """Make one gradient a part of another one; only the last rank does so."""
+    """On the last rank only, make one gradient a part of another one."""
     p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
     reducer = GradientReducer([("p", p), ("q", q)], backend)
     last = backend.size - 1
@@ -122,21 +123,22 @@ def penalizes(backend, retain):
         for p, expected in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p.grad.detach(), expected.grad.detach(), rtol=1e-5, atol=1e-6)
     for each in (optimizer, alone):
-        each.zero_grad()  # break the cycles of parameters and gradients
+        each.zero_grad()  # break the reference cycles between parameters and gradients
     optimizer.close()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
-def test_averages_keep_the_graph_of_create_graph(typical):
+def test_averaged_gradients_keep_their_autograd_graph(typical):
     typical.each(penalizes, [(True,), (False,)])
 
 
 @pytest.mark.skipif(
     torch.__version__.startswith(("2.5.", "2.6.")),
-    reason="needs a newer torch: here, autograd still refers to a new gradient in its hook, so that it counts as kept",
+    reason="needs torch 2.7 or newer: in older versions, autograd still refers to the gradient when its hook runs",
 )
 def test_fresh_gradients_are_recognized():
-    # ``may_be_kept`` counts references. A version of Python or torch that holds more of them would make each result a copy.
+    # ``may_be_kept`` counts references. If a version of Python or torch holds more references to a gradient than expected,
+    # dualtrain copies each averaged gradient, which takes time.
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     params, found = list(model.parameters()), []
     for p in params:
@@ -153,7 +155,7 @@ def test_fresh_gradients_are_recognized():
 
 
 def changes_what_was_sent(backend, change, in_place):
-    """Change a gradient of the last layer, after it was sent, in a hook of the layer before."""
+    """In a hook of the second layer, change a gradient of the last layer that was already sent."""
     model = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 500), nn.Linear(500, 600)))
     optimizer = sgd(model, backend, momentum=0.0)
     bias = model[2].bias
@@ -167,7 +169,7 @@ def changes_what_was_sent(backend, change, in_place):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
     optimizer.zero_grad()
-    with optimizer.no_sync():  # as the message says
+    with optimizer.no_sync():  # as the error message advises
         (model(torch.ones(1, 2)).sum() * backend.rank).backward()
     own = bias.grad.clone()
     optimizer.step()
@@ -213,12 +215,12 @@ def assigns_the_heads_gradient(backend):
 
 
 def replaces_an_average_of_other_ranks(backend):
-    """Replace averages of parameters that only rank 0 uses, as clipping out of place does."""
+    """Replace averaged gradients of parameters that only rank 0 uses, as out-of-place clipping does."""
     model = perceptron()
     optimizer = sgd(model, backend, momentum=0.0)
     before = [p.detach().clone() for p in model.parameters()]
     inputs = list(model.parameters())[: None if backend.rank == 0 else 2]
-    for _ in range(2):  # with and without a layout from an earlier step
+    for _ in range(2):  # first without a layout from an earlier pass, then with one
         optimizer.zero_grad()
         vector_loss(model, backend.rank).backward(inputs=inputs)
     expected = gradients(model)

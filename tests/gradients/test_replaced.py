@@ -1,4 +1,7 @@
-"""Gradients or parameters that the user replaces: gradients are averaged, or every rank's error names the parameter."""
+"""Replacement of gradients or parameters by the user.
+
+Either the gradients are averaged correctly, or every rank raises an error that names the parameter.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ def verify(backend, train, interface, replace, wanted):
 
 
 @worlds(("torch", 2), ("horovod", 2), ("shm", 2))
-def test_gradients_are_averaged_in_the_step_after_their_tensors_were_replaced(real):
+def test_gradients_are_averaged_after_their_tensors_were_replaced_in_an_earlier_step(real):
     real(replaces)
 
 
@@ -336,7 +339,7 @@ def test_a_backward_after_a_failed_exchange_raises_the_reason_of_the_failure():
 
 
 def sparse_and_cast(backend):
-    """Cast a parameter on rank 1. All gradients are sparse, so rank 1's flag is sent in a bucket without gradients."""
+    """Cast a parameter on rank 1. All gradients are sparse, so rank 1 sends its refusal in a bucket without gradients."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -442,7 +445,10 @@ def dropped(params, step, backward, zero_grad):
 
 
 def refused_and_repeated(backend):
-    """Make a change on rank 1 that is refused, then undo it. One gradient is large: it is copied to its bucket early."""
+    """Make a change on rank 1 that is refused, then undo it.
+
+    The first run has a large gradient, which is copied to its bucket as soon as it is ready. The second run has none.
+    """
     for large in (40000, 3):
         params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(large))]
         named = [(f"{large}.{number}", p) for number, p in enumerate(params)]
@@ -561,14 +567,14 @@ def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real)
 def swap(model):
     """Swap parameters as ``load_state_dict`` does after ``set_swap_module_params_on_conversion(True)``.
 
-    The tests do not call the latter, because it would affect the whole process.
+    The tests do not set this option, because it would affect the whole process.
     """
     for p in model.parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
 
 
 def swapped(backend):
-    """Swap parameters, which drops their hooks. ``zero_grad`` restores them; without it, every rank refuses the step."""
+    """Swap parameters, which drops their hooks. Every rank refuses the step unless ``zero_grad`` restores the hooks."""
     model = perceptron()
     optimizer = sgd(model, backend)
     for step in range(4):

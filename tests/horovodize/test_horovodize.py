@@ -93,7 +93,7 @@ def test_every_public_name_exists():
 
 
 @pytest.mark.usefixtures("hook")
-def test_helper_functions_that_programs_import_work():
+def test_programs_can_use_horovods_helper_functions():
     seen: list[int] = []
     once = importlib.import_module("horovod.common.util")._cache(seen.append)
     in_thread = importlib.import_module("horovod.runner.util.threads").in_thread
@@ -220,7 +220,7 @@ def test_scripts_run_on_the_torch_backend(monkeypatch, tmp_path, value):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_other_ranks_wait_before_they_print_the_error(monkeypatch, capsys):
+def test_ranks_other_than_0_wait_before_they_print_the_error(monkeypatch, capsys):
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
     monkeypatch.setenv("RANK", "1")

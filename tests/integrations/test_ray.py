@@ -63,7 +63,7 @@ executor.shutdown()
     assert again == ["ray", "ray"]
 
 
-def test_errors_of_ray_workers_name_the_rank_and_release_reserved_resources(program):
+def test_a_failed_ray_call_names_the_rank_and_frees_the_reserved_resources(program):
     lines = program(
         HEAD
         + """
@@ -127,7 +127,7 @@ def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
         ({"num_workers": 2, "gpus_per_worker": 2}, "without use_gpu=True"),
     ],
 )
-def test_contradictory_arguments_are_refused(given, said):
+def test_ray_executor_refuses_bad_arguments(given, said):
     from dualtrain.ray import RayExecutor
 
     with pytest.raises(UserError, match=said):

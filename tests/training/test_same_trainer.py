@@ -49,7 +49,7 @@ class Loss:
 
 
 class Penalty(nn.Module):
-    """A loss that refers to the model and has one parameter more, ``own``.
+    """A loss that refers to the model and has a parameter of its own, ``own``.
 
     ``own`` must be equal on all ranks; the model's weights may differ.
     """

@@ -125,9 +125,9 @@ class Reduction(Work[None]):
 
 @lru_cache(maxsize=4096)
 def _description(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> tuple[str, bytes]:
-    """Return a description of an operation, and its tag: a hash and the beginning of a longer description.
+    """Return a description of an operation, and its tag.
 
-    The tag is equal on every rank.
+    The tag is a hash, followed by the beginning of a longer description. Ranks in the same operation compute the same tag.
     """
     what = f"{op.value} of {name!r}"
     text = f"{what} ({str(dtype).removeprefix('torch.')}, {numel})"

@@ -15,8 +15,8 @@ _NO_RATE = re.compile(r"adj|factor|scale|mult|decay|warm|sched|step|epoch", re.I
 _CYCLIC = ("torch.optim.lr_scheduler.CyclicLR", "torch.optim.lr_scheduler.OneCycleLR")
 _KEPT = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
 _MESSAGE = (
-    "the learning rate grows with the number of ranks, on Horovod too; this suits averaged gradients with a "
-    "warm-up, but makes the training depend on the number of ranks"
+    "the learning rate grows with the number of ranks, on Horovod too; this is usual for averaged gradients with a "
+    "warm-up, but the trained model then depends on the number of ranks"
 )
 #: Messages for factors that are not the number of all ranks.
 _OF_HOSTS = {
@@ -58,7 +58,7 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
 def _warms_up(source: Source) -> bool:
     """Return whether the name of a called function, an argument or a variable says that the rate warms up.
 
-    A warm-up of no steps does not count, nor options that are only declared, nor torch's CosineAnnealingWarmRestarts.
+    These do not count: a warm-up of zero steps, options that are only declared, and torch's CosineAnnealingWarmRestarts.
     """
     for node in source.nodes:
         if isinstance(node, ast.Call):
@@ -91,12 +91,12 @@ _WARM_UP = re.compile(r"warm_?up|(^|_)wu(_|$)|gradual", re.IGNORECASE)
 
 
 def _is_of_measurement(source: Source, node: ast.AST) -> bool:
-    """Return whether the warm-up is that of a time measurement: its iterations, batches or steps run before the timer."""
+    """Return whether the warm-up belongs to a time measurement: its iterations run before the timer starts."""
     return re.search(r"bench|timeit|num_warmup_(batches|iters)", ast.unparse(source.statement(node))) is not None
 
 
 def _message(source: Source, value: ast.expr) -> str:
-    """Choose the message about the rate ``value`` by the sizes that ``value`` contains."""
+    """Return the message about the rate ``value``. It depends on which of ``_SIZES`` the rate grows with."""
     kinds = [size for size in _SIZES if _Powers(source, (size,)).of(value) > 0]
     return _OF_HOSTS.get(kinds[0], _MESSAGE) if len(kinds) == 1 else _MESSAGE
 
@@ -124,7 +124,7 @@ def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
 
 
 def _is_reported(source: Source, values: ast.Dict) -> bool:
-    """Return whether ``values`` is only printed or logged."""
+    """Return whether ``values`` is in a call that reports or records values, such as ``print``, ``log`` or ``append``."""
     calls = (above for above in source.above(values) if isinstance(above, ast.Call))
     return any(_REPORTS.search(last_name(call.func)) for call in calls)
 
@@ -162,7 +162,8 @@ class _Powers:
         }
         declared = [node for node in source.nodes if isinstance(node, ast.Global)]
         self._globals = {(source.scope(node), name) for node in declared for name in node.names}
-        #: For each assignment: the variable, the value, the statement, and the variable's text if the value contains it.
+        #: For each assignment: the variable, the value, the statement, and the variable's text. The text is empty if the
+        #: value does not use the variable.
         self._assignments = [
             (self._key(text, statement), value, statement, text if _contains(value, text) else "")
             for text, value, statement in source.assignments

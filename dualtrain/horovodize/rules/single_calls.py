@@ -38,14 +38,14 @@ def discarded_result(source: Source) -> Iterator[Finding]:
 
 
 def _has_state(call: ast.Call) -> bool:
-    """Return whether the name of the sent object says that it has a ``state_dict``, as a learning-rate schedule has."""
+    """Return whether the name of the sent object is typical of objects with a ``state_dict``, such as ``scheduler``."""
     value = call.args[0] if call.args else keyword(call, "obj")
     named = re.search(r"(^|_)(scheduler|optimizer|scaler|model)(_?(wu|re|lr|\d))?$", last_name(value)) if value else None
     return named is not None
 
 
 def _expects_error(source: Source, call: ast.Call) -> bool:
-    """Return whether the call tests for an error: in ``with raises(…)``, or in a short ``try`` of its own."""
+    """Return whether the call is a test for an error: in ``with raises(…)``, or in a ``try`` of one or two statements."""
     statement = source.statement(call)
     above = source.parents[statement]
     if isinstance(above, ast.With):
@@ -70,7 +70,7 @@ def _is_unused(source: Source, call: ast.Call) -> bool:
     return len(names) == len(parent.targets) and not other and names.isdisjoint(read)
 
 
-#: Names of variables that nothing shall read.
+#: Names of variables that are unused on purpose.
 _UNUSED = re.compile(r"_|dummy|ignore|unused|temp$|tmp$")
 
 
@@ -87,7 +87,7 @@ def _discarded_from_functions(source: Source) -> Iterator[Finding]:
 
 
 def _returned_collective(source: Source, function: Function) -> str:
-    """Return the name of the collective whose result ``function`` returns; "" if ``function`` may do anything else."""
+    """Return the name of the collective whose result ``function`` returns; "" if ``function`` may do more than that."""
     body = [part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
     simple = all(
         isinstance(part, ast.Return) or (isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name))
@@ -117,7 +117,11 @@ def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
 
 
 def _is_barrier(source: Source, call: ast.Call) -> bool:
-    """Return whether the call may serve only as a barrier: a name says so, or its input is a constant or a new tensor."""
+    """Return whether the call may be only a barrier.
+
+    Such a call, or the function around it, has a name such as "barrier", or the input is a constant or a new tensor. The
+    call is no barrier if its input copies a variable and is read after the call.
+    """
     value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
     if _is_measured(source, call, value):
@@ -196,7 +200,7 @@ def _import_line(source: Source, node: ast.AST) -> int | None:
 
 
 def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether ``node`` runs only if ``hasattr(hvd, name)``, or is in a ``try`` that catches AttributeError."""
+    """Return whether a condition around ``node`` calls ``hasattr(…, name)``, or a ``try`` catches AttributeError there."""
     for above in source.above(node):
         test = above.test if isinstance(above, ast.If | ast.IfExp) else above if isinstance(above, ast.BoolOp) else None
         for call in ast.walk(test) if test is not None else ():
@@ -212,14 +216,14 @@ def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def uncalled(source: Source) -> Iterator[Finding]:
-    """A comparison of the function ``hvd.rank`` itself with a number."""
+    """A comparison with the function ``hvd.rank`` in place of its result ``hvd.rank()``."""
     for node in source.nodes:
         parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         for part in parts:
             name = source.hvd(part)
             if name in RANK_NAMES and not any(isinstance(other, ast.Constant) and other.value is None for other in parts):
                 written = ast.unparse(part)
-                message = f"{written} is a function, which equals no number; call it: {written}()"
+                message = f"{written} is a function, but is compared with a value; call it: {written}()"
                 yield Finding(part.lineno, "trap", message)
 
 
@@ -239,8 +243,8 @@ def join_with_other_operations(source: Source) -> Iterator[Finding]:
     operations = {source.hvd(node) for node in source.nodes} & {"Min", "Max", "Product"}
     for call in source.hvd_calls("join") if operations else ():
         message = (
-            f"a joined rank does not change the result of hvd.{sorted(operations)[0]}; on Horovod it wrongly contributes "
-            "zeros; nothing to do"
+            f"with dualtrain, joined ranks do not change the result of hvd.{sorted(operations)[0]}; on Horovod, they "
+            "contribute zeros, so the result may be wrong; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
 
@@ -303,8 +307,8 @@ def half_precision(source: Source) -> Iterator[Finding]:
 def is_switched_off(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is certainly not evaluated, because a variable that guards it is always false.
 
-    A variable is always false if only false constants are assigned to it. Options of a command line may have other values,
-    and an assignment under a condition may not run.
+    A variable is regarded as always false if only false constants are assigned to it, and no assignment is in an ``if``.
+    Parsed command-line options are never regarded as always false, because the user may set them.
     """
     tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
     for above in (node, *source.above(node)):
@@ -337,7 +341,7 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
 
 
 def _may_average(source: Source, op: ast.expr | None) -> bool:
-    """Return false if ``op`` or a value that is assigned to it names Adasum or Sum, and none of them names Average."""
+    """Return whether ``op`` may be Average: false if ``op`` and its assigned values name Adasum or Sum, but not Average."""
     values = [] if op is None else [op, *source.values.get(ast.unparse(op), ())]
     names = {source.hvd(node) for value in values for node in ast.walk(value)}
     return "Average" in names or not names & {"Adasum", "Sum"}
