@@ -82,11 +82,11 @@ class Bucket:
         self._parts_of: dict[int, list[torch.Tensor]] = {}  # the results of ``_split``, by the buffer's address
         # The slots' attributes as lists, so that loops over all gradients run in C.
         self._slot_views = _views(self.values, layout)
-        front = self.values.data
+        whole = self.values.data
         #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. The one at
         #: the key ``None`` belongs to all slots, except for slots of which the program has kept a gradient.
-        self.fronts: dict[Slot | None, torch.Tensor] = {None: front}
-        for slot, view, front in zip(self.slots, self._slot_views, _views(front, layout), strict=True):
+        self.fronts: dict[Slot | None, torch.Tensor] = {None: whole}
+        for slot, view, front in zip(self.slots, self._slot_views, _views(whole, layout), strict=True):
             slot.place(self, view, front)
         self._params = [slot.param for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
