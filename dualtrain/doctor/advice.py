@@ -18,7 +18,7 @@ _CURES = {
 
 def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     """Return the problems that prevent a run on the backend ``chosen``, and notes on everything else."""
-    problems, notes = _mixed(rows), _other_versions(rows)
+    problems, notes = _mixed(rows, chosen), _other_versions(rows, chosen)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
         (problems if name == chosen else notes).extend(failures)
@@ -56,12 +56,8 @@ def _versions_of(rows: Sequence[Row], name: str) -> str | None:
     return ", ".join(f"{version or 'none'} ({_ranks(ranks)})" for version, ranks in found.items())
 
 
-def _mixed(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        f"the ranks have different versions of {name}: {_versions_of(rows, name)}; {cure}"
-        for name, cure in _CURES.items()
-        if _versions_of(rows, name)
-    ]
+def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:
+    lines = [_of_versions(rows, name) for name in _needed(chosen) if _versions_of(rows, name)]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
         found = ", ".join(f"{name} with {size} ({_ranks(ranks)})" for (name, size), ranks in launchers.items())
@@ -72,11 +68,19 @@ def _mixed(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _other_versions(rows: Sequence[Row]) -> list[str]:
-    names = [name for name in rows[0]["versions"] if name not in _CURES and _versions_of(rows, name)]
-    return [
-        f"the ranks have different versions of {name}: {_versions_of(rows, name)}; make them the same" for name in names
-    ]
+def _other_versions(rows: Sequence[Row], chosen: str) -> list[str]:
+    needed = _needed(chosen)
+    return [_of_versions(rows, name) for name in rows[0]["versions"] if name not in needed and _versions_of(rows, name)]
+
+
+def _needed(chosen: str) -> list[str]:
+    """Return the packages that must have the same version on all ranks for a run on the backend ``chosen``."""
+    return [name for name in _CURES if name in (chosen, "dualtrain", "torch")]
+
+
+def _of_versions(rows: Sequence[Row], name: str) -> str:
+    cure = _CURES.get(name, "make them the same")
+    return f"the ranks have different versions of {name}: {_versions_of(rows, name)}; {cure}"
 
 
 def _built_for_another(rows: Sequence[Row]) -> str | None:

@@ -144,6 +144,14 @@ def test_ranks_that_differ_are_named():
     assert notes == ["the ranks have different versions of Python: 3.11 (ranks 0, 2), 3.12 (rank 1); make them the same"]
 
 
+def test_different_versions_of_horovod_are_a_problem_if_it_is_the_chosen_backend():
+    rows = [row(0), row(1, versions={**row()["versions"], "horovod": None})]
+    (line,), notes = advise(rows, "horovod")
+    assert line.startswith("the ranks have different versions of horovod: ")
+    assert notes == []
+    assert advise(rows, "torch") == ([], [line])
+
+
 def test_a_backend_that_fails_is_a_problem_if_it_is_the_chosen_one():
     failed = {"torch": {"error": None}, "horovod": {"error": "no"}}
     rows = [row(0), row(1, probes=failed)]
