@@ -87,7 +87,8 @@ class Connection:
             connection.send({"refused": _WRONG_SECRET})
             raise UnauthenticatedError("not of this job")
         refusal = admit(connection.rank, hello)
-        connection.send({"proof": _proof(secret, "server", *facts)} if refusal is None else {"refused": refusal})
+        answer = {"proof": _proof(secret, "server", *facts)}
+        connection.send(answer if refusal is None else {**answer, "refused": refusal})
         if refusal is not None:
             raise UnauthenticatedError(refusal)
         connection._max_bytes = MESSAGE_BYTES
@@ -121,10 +122,10 @@ class Connection:
             connected.settimeout(timeout)
             connection.send(hello)
             answer = dict(connection.receive_one(time.monotonic() + timeout))
-            if answer.get("refused") not in (None, _WRONG_SECRET):
-                raise UserError(str(answer["refused"]))
             if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", *facts)):
                 raise UnauthenticatedError("not of this job")
+            if "refused" in answer:
+                raise UserError(str(answer["refused"]))
         except BaseException:
             connected.close()
             raise

@@ -165,8 +165,8 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
     try:
         return ended.result(timeout)
     except TimeoutError:
-        if ended.done():
-            raise  # raised by the call
+        if ended.done():  # the call has raised this error, or has just ended
+            return ended.result()
         raise UserError(
             f"{what} within {timeout:g} s: check that all processes were started, and give the same --backend to all"
         ) from None

@@ -146,6 +146,25 @@ def test_the_secret_is_not_sent(job, join):
         assert json.loads(lines.readline()) == {"refused": "secret"}
 
 
+@pytest.mark.parametrize("answer", [b'{"refused": "buy new hosts"}', b"[]", b'"no"'])
+def test_a_refusal_without_proof_is_not_of_this_job(join, answer):
+    with socket.create_server((LOCAL, 0)) as false:
+
+        def listener():
+            connection, _ = false.accept()
+            with connection:
+                connection.sendall(b'{"nonce": "00"}\n')
+                connection.recv(4096)
+                connection.sendall(answer + b"\n")
+
+        thread = threading.Thread(target=listener)
+        thread.start()
+        with pytest.raises(UserError, match="could not meet the others") as refusal:
+            join([false.getsockname()[1]], 1, timeout=1.0)
+        thread.join()
+    assert "new hosts" not in str(refusal.value)
+
+
 def test_unauthenticated_peers_do_not_delay_ranks(job, join):
     _, port = job
     silent = [socket.create_connection((LOCAL, port)) for _ in range(20)]
