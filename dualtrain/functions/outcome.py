@@ -53,12 +53,10 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(result=dumps(result))
     except Exception as error:
-        reason = " ".join(f"its result cannot be pickled ({type(error).__name__}: {error})".split())
-        return Outcome(reason=f"{reason}: return numbers, text or tensors")
+        return Outcome(reason=f"its result cannot be pickled ({_in_one_line(error)}): return numbers, text or tensors")
 
 
 def _failed(error: BaseException) -> Outcome:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
     trace = "".join(traceback.format_exception(_without_own_frames(error)))
     try:
         pickled = dumps(error) if isinstance(error, Exception) else None
@@ -66,7 +64,15 @@ def _failed(error: BaseException) -> Outcome:
             pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Outcome(reason=reason, trace=trace, error=pickled, by_peer=_is_by_peer(error))
+    return Outcome(reason=_in_one_line(error), trace=trace, error=pickled, by_peer=_is_by_peer(error))
+
+
+def _in_one_line(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as problem:
+        text = f"its __str__ raised {type(problem).__name__}"
+    return " ".join(f"{type(error).__name__}: {text}".split())
 
 
 def _without_own_frames(error: BaseException) -> BaseException:

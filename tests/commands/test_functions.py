@@ -116,6 +116,18 @@ def test_an_exception_comes_back_with_rank_traceback_and_cause():
     assert isinstance(seen.value, RuntimeError)  # horovod.run raises RuntimeError too
 
 
+def test_an_exception_without_text_is_named_by_its_class():
+    class Silent(Exception):
+        def __str__(self):
+            raise KeyError("text")
+
+    def fail():
+        raise Silent
+
+    with pytest.raises(RankFailedError, match="rank 0 of 1 failed: Silent: its __str__ raised KeyError"):
+        run(fail, nproc=1)
+
+
 def test_a_rank_failed_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(RankFailedError("rank 1 of 2 failed: x", 1, "Traceback\n", by_peer=True)))
     assert (str(error), error.rank, error.trace, error.by_peer) == (
