@@ -40,11 +40,11 @@ class Bindings:
         everything = list(nodes)
         module = next((node for node in everything if isinstance(node, ast.Module)), ast.Module([], []))
         declared = [node for node in everything if isinstance(node, ast.Global | ast.Nonlocal)]
-        shared = {(self._scope(node), name) for node in declared for name in node.names}
+        shared = {(self._scope(node), name): self._declared_in(node, module) for node in declared for name in node.names}
         for node in everything:
             for name, full in imports_of(node):
                 self.imported[name] = full
-                scope = module if (self._scope(node), name) in shared else self._scope(node)
+                scope = shared.get((self._scope(node), name), self._scope(node))
                 self._imports.setdefault(scope, {})[name] = full
         for node in everything:
             for name in self._bound_by(node) if self.imported else ():
@@ -89,6 +89,13 @@ class Bindings:
                 return False
             below = above
         return False
+
+    def _declared_in(self, declaration: ast.Global | ast.Nonlocal, module: ast.AST) -> ast.AST:
+        """Return the module or the enclosing function, whose names ``declaration`` makes its function use."""
+        if isinstance(declaration, ast.Global):
+            return module
+        above = self._above(self._scope(declaration))
+        return next((scope for scope in above if isinstance(scope, _FUNCTION)), module)
 
     def _scope(self, node: ast.AST) -> ast.AST:
         return next((above for above in self._above(node) if isinstance(above, _SCOPE)), node)

@@ -1238,6 +1238,9 @@ def test_an_import_in_a_function_binds_its_name_in_this_function_only():
     both = "    import horovod.torch as hvd\n    hvd.allreduce(x)\ndef g():\n    hvd.allreduce(x)\n"
     assert [found.line for found in discarded_result(Source(f"def f():\n{both}"))] == [3]
     assert [found.line for found in discarded_result(Source(f"def f():\n    global hvd\n{both}"))] == [4, 6]
+    inner = f"  def f():\n    nonlocal hvd\n{both.partition('def g')[0]}"
+    outer = f"def outer():\n  hvd = None\n{inner}  hvd.allreduce(x)\nhvd.allreduce(x)\n"
+    assert [found.line for found in discarded_result(Source(outer))] == [6, 7]
     passed = both.replace("g()", "g(hvd)")
     assert [found.line for found in discarded_result(Source(f"def f():\n{passed}"))] == [3, 5]
 
