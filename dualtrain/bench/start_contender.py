@@ -173,6 +173,8 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: 
                 if time.monotonic() > deadline:
                     raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
                 time.sleep(0.02)
+            # Before ``_end`` kills the other processes, which then have an exit status too.
+            failed = [each.returncode for each in processes if each.poll()]
         except OSError as error:
             raise LaunchError(f"{commands[0][0][0]} cannot be started ({error.strerror or error})") from error
         finally:
@@ -180,7 +182,6 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: 
                 _end(process)
         log.seek(0)
         text = log.read()
-    failed = [process.returncode for process in processes if process.returncode]
     if failed:
         raise LaunchError(reason_in(text) or f"it ended with status {failed[0]}")
     return text

@@ -414,17 +414,18 @@ class Run:
     ) -> NoReturn:
         """End the run on all ranks. If one of the samples with the indices ``numbers`` is the cause, name that sample."""
         self.writer.wait()
-        saved: list[Path] = []
-        with suppress(OSError):  # the folder cannot be read now
-            saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
-        last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+        last = ""
+        if self.backend.rank == 0:  # the folder may be on rank 0's host only
+            with suppress(OSError):  # the folder cannot be read now
+                saved = checkpoint.found(self.folder / "checkpoints")
+                last = f"the last good checkpoint is {saved[0]}; " if saved else "there is no checkpoint yet; "
         what, _, where = what.rpartition(" on ")
         bad = None if source is None or numbers is None else not_finite(source, numbers.tolist())
         lr = self.config.schedule.lr
         cure = f"try a lower --lr (now {lr:g})"
         if bad is not None:
             cure = f"{split} sample {bad} has inputs that are infinite or not a number: correct or remove it"
-        raise DivergedError(f"{what} in step {step} on {where}; {last}; {cure}")
+        raise DivergedError(f"{what} in step {step} on {where}; {last}{cure}")
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def processes(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and mark in (entry / "cmdline").read_text():
+            if entry.name.isdigit() and mark in (entry / "cmdline").read_text(errors="replace"):
                 found.append(int(entry.name))
         except OSError:
             pass  # the process has ended
@@ -63,7 +63,7 @@ def processes(mark: str) -> list[int]:
 def rank_of(pid: int) -> int | None:
     """Return the rank of a training process, None for a launcher."""
     try:
-        pairs = (Path("/proc") / str(pid) / "environ").read_text().split("\0")
+        pairs = (Path("/proc") / str(pid) / "environ").read_text(errors="replace").split("\0")
         if "python" not in (Path("/proc") / str(pid) / "exe").resolve().name:
             return None
     except OSError:
