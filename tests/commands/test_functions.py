@@ -117,14 +117,14 @@ def test_an_exception_comes_back_with_rank_traceback_and_cause():
 
 
 def test_an_exception_without_text_is_named_by_its_class():
-    class Silent(Exception):
+    class SilentError(Exception):
         def __str__(self):
             raise KeyError("text")
 
     def fail():
-        raise Silent
+        raise SilentError
 
-    with pytest.raises(RankFailedError, match="rank 0 of 1 failed: Silent: its __str__ raised KeyError"):
+    with pytest.raises(RankFailedError, match="rank 0 of 1 failed: SilentError: its __str__ raised KeyError"):
         run(fail, nproc=1)
 
 
