@@ -55,7 +55,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Use one intra-op thread again after a test that has changed the number: a test of bits may run next."""
+    """Use one intra-op thread again after a test that has changed the number: the next test may compare bits."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 

@@ -1,9 +1,9 @@
 """Detect that a rank has failed, which rank it is, and why it failed.
 
 When a rank exits in a collective, the connections of some ranks are reset, and other ranks wait without an error; no
-message names the rank that exited. So every rank has one connection to rank 0 in addition to the backend's own. A rank that
-raised sends its reason and traceback before it exits; the connection of a rank that was killed breaks. In both cases,
-rank 0 informs all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
+message names the rank that exited. So every rank has one connection to rank 0 in addition to the backend's own. A rank
+with an uncaught exception sends the reason and the traceback before it exits. If a rank is killed, its connection breaks.
+In both cases, rank 0 informs all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def peer_failed(self) -> bool:
-        """Return whether a failure is known that is not quiet."""
+        """Return whether ``failure`` is known and is not quiet."""
         return self.failure is not None and not self.failure.quiet
 
     def report_at_exit(self) -> None:
@@ -78,7 +78,7 @@ class Watch:
 
         Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them, the other ranks would
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
-        hook is called as well. In a forked child, the hook and the handler report nothing, since the rank itself goes on.
+        hook is called as well. In a forked child, the hook and the handler report nothing: the rank itself still runs.
         """
         earlier = sys.excepthook
 
@@ -153,7 +153,7 @@ class Watch:
 
     def _receive_all(self) -> None:
         """Receive until every connection has ended; rank 0 forwards what it receives."""
-        left: set[int] = set()  # ranks that have reported that they stop or leave
+        left: set[int] = set()  # ranks whose failure was reported, quiet or not
         with selectors.DefaultSelector() as selector:
             for connection in self._connections:
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
@@ -225,7 +225,7 @@ def _headline(reason: str) -> str:
     """Return ``reason`` in one line; for a formatted traceback, only the type and the message of the exception."""
     lines = reason.strip().splitlines()
     if lines and lines[0].startswith("Traceback ("):
-        # The exception follows the last frame, whose lines are indented. Its message may have several lines.
+        # The exception follows the indented lines of the last frame. The exception's message may have several lines.
         last = max(number for number, line in enumerate(lines) if line.startswith(("  File ", "Traceback (")))
         after = range(last + 1, len(lines))
         first = next((number for number in after if not lines[number].startswith(" ")), len(lines) - 1)

@@ -39,7 +39,7 @@ UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 def _are_steps(text: str) -> bool:
-    """Return whether a text has whole numbers of at most ten digits, with commas between them."""
+    """Return whether a text is a list of whole numbers above 0, of at most ten digits each, separated by commas."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     return bool(parts) and all(part.isascii() and part.isdecimal() and len(part) <= 10 and int(part) for part in parts)
 
@@ -48,7 +48,7 @@ STEPS = Bounds("steps above 0 as in 1000,2000", _are_steps)
 
 
 def steps_in(text: str | None) -> list[int]:
-    """Return the steps in a value that ``STEPS`` accepts; none without a value."""
+    """Return the steps in a value that ``STEPS`` accepts; an empty list for ``None``."""
     return [int(part) for part in (text or "").split(",") if part.strip()]
 
 
@@ -61,7 +61,7 @@ def setting(
     fixed: bool = False,
     resumed: bool = False,
 ) -> Any:
-    """Declare a field of a section, a dataclass of ``sections.py``. Each field is also a flag.
+    """Declare a field of a section. A section is a dataclass in ``sections.py``; each of its fields is also a flag.
 
     Args:
         default: the value if neither a flag nor the recipe sets one.

@@ -1,4 +1,4 @@
-"""Reduction of an ``hvd.DistributedOptimizer``'s gradients by one grouped allreduce, where buckets are not supported."""
+"""Reduction of an ``hvd.DistributedOptimizer``'s gradients by one grouped allreduce in place of buckets."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CallReducer(HorovodReducer):
         handle, contexts = self._submit()
         try:
             results = synchronize(handle) or ()
-        except Exception:  # after an interrupt such as Ctrl-C, the next call of ``reduce`` continues to wait
+        except Exception:  # not KeyboardInterrupt: after Ctrl-C, the next ``reduce`` waits for the same call
             self._call = None
             raise
         self._call = None

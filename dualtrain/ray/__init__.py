@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray: ``horovod.ray.RayExecutor``."""
+"""``RayExecutor``, which runs ranks as Ray actors and replaces ``horovod.ray.RayExecutor``."""
 
 try:
     from dualtrain.ray.executor import RayExecutor

@@ -34,7 +34,7 @@ class Writer:
         folder: the run's folder.
         kept: how many checkpoints are kept, not counting the best.
         report: called from the writing thread, with the message of a write that failed.
-        timeout: seconds that one write may take.
+        timeout: seconds that :meth:`wait` waits for a write before it raises.
         lock: the folder's lock; after another process has taken the folder, nothing is written there.
     """
 

@@ -1,4 +1,7 @@
-"""The structure of a checkpoint as JSON, which refers to the tensors by name, and the values that it can hold."""
+"""Convert a checkpoint's tree to JSON that refers to tensors by name, and back.
+
+Values that a checkpoint cannot hold are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def check(tree: dict[str, Any]) -> None:
 
 
 class NoTensors(dict[str, Any]):
-    """A mapping of any name to ``None``, in place of tensors."""
+    """A mapping that has ``None`` for every name. With it, :func:`rebuild` needs no tensors."""
 
     def __missing__(self, name: str) -> None:
         return None

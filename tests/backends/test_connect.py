@@ -366,6 +366,11 @@ def unlike_transports(backend, port):
         connect("torch", world=world, transport=("native", "shm")[backend.rank])
 
 
+def test_connect_names_the_different_transports_of_the_ranks(pool):
+    pool.connect("torch", 2)
+    pool.run(unlike_transports, free_port())
+
+
 def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
     for name in ("local", "torch"):
         for _ in range(2):
@@ -508,7 +513,6 @@ def test_an_interface_that_the_host_lacks_is_refused(monkeypatch):
 def test_a_program_may_make_its_default_process_group_before_or_after_connect(pool):
     pool.connect("torch", 2)
     pool.run(free_of_the_default_group, free_port())
-    pool.run(unlike_transports, free_port())
 
 
 def threads_of(backend):
@@ -566,7 +570,7 @@ def own_place(backend):
     return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
 
 
-def test_the_world_keeps_the_launchers_name_and_variables(real):
+def test_a_world_has_the_given_launcher_and_uses_gloo_on_the_cpu(real):
     assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size
 
 

@@ -24,7 +24,7 @@ def numbers(shards, numel):
 
 
 def tree(rows):
-    """Add ``rows`` with NumPy. The left subtree has k rows, the largest power of two below ``len(rows)`` (RFC 6962)."""
+    """Add ``rows`` with NumPy. The left subtree has k rows: the largest power of two k below ``len(rows)`` (RFC 6962)."""
     if len(rows) == 1:
         return rows[0]
     half = 1
@@ -38,7 +38,7 @@ def halves(buffer):
 
 
 def sums(backend, cases):
-    """Return the sum of each case, a pair ``(shards, numel)``. All elements of a sum but the last two are scaled."""
+    """Return one sum per case ``(shards, numel)``. All elements of a sum except the last two are scaled."""
     results = []
     for shards, numel in cases:
         order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
@@ -104,14 +104,14 @@ def rank_order(backend, cases):
 
 
 def test_a_sum_in_rank_order_has_different_bits():
-    """Show that ``assert_equal`` detects a wrong order: added in rank order, ``numbers`` have a sum with different bits."""
+    """Show that ``assert_equal`` detects a wrong order: the bits of a sum in rank order differ."""
     cases = [(4, 1000)]
     with pytest.raises(AssertionError):
         assert_equal(run_threads(4, rank_order, cases), cases)
 
 
 @pytest.mark.parametrize("shards", COUNTS)
-def test_a_rank_exchanges_few_partial_sums(shards):
+def test_shards_are_split_evenly_and_a_rank_sends_few_partial_sums(shards):
     for size in range(1, shards + 3):
         order = SumOrder(shards, size)
         lengths = [len(owned) for owned in order.ranges]
@@ -128,7 +128,7 @@ def test_a_sum_order_without_shards_is_refused():
         SumOrder(0, 2)
 
 
-def too_many_shards(backend):
+def wrong_number_of_shards(backend):
     partial = ShardSums(backend, torch.zeros(3), sum_order(4, backend.size), halves)
     with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given 1"):
         partial.start("sum", 1.0, 0)
@@ -138,4 +138,4 @@ def too_many_shards(backend):
 
 
 def test_a_rank_must_add_each_of_its_shards_once():
-    run_threads(2, too_many_shards)
+    run_threads(2, wrong_number_of_shards)

@@ -287,7 +287,7 @@ def test_a_drill_that_cannot_mount_leaves_out_the_full_disk_fault(tmp_path, monk
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_a_run_that_a_full_disk_cannot_hold_is_reported_as_a_single_problem(tmp_path):
+def test_a_run_folder_that_does_not_fit_on_the_disk_is_reported_as_one_problem(tmp_path):
     class Full:
         def close(self) -> None:
             raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'"), ("c", "d", "no space")])

@@ -75,7 +75,7 @@ def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
             assert slot.view.stride() == slot.param.stride()
 
 
-def test_the_default_buckets_have_1_and_25_megabytes():
+def test_the_default_buckets_are_filled_to_their_size_limits():
     first, later = layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES
     params = [nn.Parameter(torch.empty(1 << 18, device="meta")) for _ in range(60)]
     found = make_buckets([Slot(str(i), p) for i, p in enumerate(params)], 0, alone())

@@ -16,7 +16,7 @@ from tests.models_for_tests import same_on_all
 
 
 class Own(torch.optim.SGD):
-    """An optimizer with a method that steps. Its ``step`` calls the one of its base class, which has hooks too."""
+    """An optimizer with a method ``go`` that steps. ``step`` calls ``SGD.step``; torch may run the step hooks in both."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -69,7 +69,7 @@ def own_steps(backend):
     assert p.tolist() == [-5 * mean] * 2
     p.data.fill_(-2 * mean)
     (p.sum() * 0).backward()
-    p.grad.mul_(2)  # a change in place, as by clipping, of a gradient of zeros
+    p.grad.mul_(2)  # an in-place change, as by clipping; the gradient is zero
     optimizer.go()
     optimizer.zero_grad()
     with optimizer.no_sync():

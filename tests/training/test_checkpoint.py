@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
     assert same(checkpoint.load(old), TREE)
 
 
-def test_subclasses_of_dict_list_and_tuple_are_saved_as_plain_ones_and_keys_may_be_tuples(tmp_path):
+def test_sizes_named_tuples_counters_and_tuple_keys_are_loaded_as_equal_values(tmp_path):
     pair = namedtuple("pair", "a b")
     tree = {"size": torch.ones(2, 3).shape, "pair": pair(1, (2,)), "keys": {(1, (2, "x")): torch.ones(1), 3: None}}
     loaded = checkpoint.load(save(tmp_path, 1, tree | {"counts": Counter({(1, 2): 3})}))
@@ -102,7 +102,7 @@ def test_subclasses_of_dict_list_and_tuple_are_saved_as_plain_ones_and_keys_may_
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")  # SequentialLR of torch 2.5
-def test_a_schedule_with_milestones_goes_on_after_its_state_was_saved(tmp_path):
+def test_a_schedule_with_milestones_continues_from_its_saved_state(tmp_path):
     def made():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)

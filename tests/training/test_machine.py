@@ -99,7 +99,7 @@ def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_de
     assert recorded(folder, "threads") == [number, number]
 
 
-def test_virtual_ranks_use_one_thread_and_their_number_is_kept_in_a_resume(tmp_path, monkeypatch):
+def test_virtual_ranks_use_one_thread_and_a_resumed_run_keeps_the_number_of_virtual_ranks(tmp_path, monkeypatch):
     def of_a_machine(backend) -> int:
         raise AssertionError("the result must not depend on the cores of a machine")
 
