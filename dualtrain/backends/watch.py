@@ -230,6 +230,10 @@ def _headline(reason: str) -> str:
         after = range(last + 1, len(lines))
         first = next((number for number in after if not lines[number].startswith(" ")), len(lines) - 1)
         lines = lines[first:]
+    elif lines and lines[0].startswith("+ Exception Group Traceback ("):
+        # Each line begins with "| ". The frames' lines have further spaces, and lines with "+" separate the exceptions.
+        inner = [line.strip().removeprefix("| ") for line in lines]
+        lines = [line for line in inner if not line.startswith((" ", "+"))][:1]
     text = " ".join(" ".join(lines).split())
     if not text:
         return "no reason was given"

@@ -60,7 +60,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, short: bool = F
     """
 
     def line(cells: Sequence[str], tag: str) -> str:
-        if len(cells) == 1:
+        if len(cells) == 1 < len(head):
             return f'<tr><td class="group" colspan="{len(head)}"><span>{cells[0]}</span></td></tr>'
         return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
 

@@ -154,6 +154,10 @@ class _Multiline:
     def syntax():
         compile("a =", "script.py", "exec")
 
+    @staticmethod
+    def group():
+        raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
+
 
 def reported(backend):
     """Wait until another rank has failed, and return the report."""
@@ -176,13 +180,14 @@ def raises_with_several_lines(backend, which):
         ("chained", "ValueError: second third fourth\n"),
         ("long", f"RuntimeError: {'x' * 386}…\n"),
         ("syntax", "SyntaxError: invalid syntax\n"),
+        ("group", "ExceptionGroup: several (2 sub-exceptions)\n"),
     ],
-    ids=["load", "chained", "long", "syntax"],
+    ids=["load", "chained", "long", "syntax", "group"],
 )
 def test_the_first_line_of_a_report_has_the_type_and_the_message_of_the_exception(which, line):
     said = run_threads(2, raises_with_several_lines, which)[0]
     assert said.startswith(f"rank 1 stopped: {line}")
-    assert said.splitlines()[1] == "Traceback (most recent call last):"
+    assert said.splitlines()[1].endswith("Traceback (most recent call last):")
 
 
 def aborts_with(backend, reason):

@@ -116,7 +116,7 @@ def test_the_verdict_and_the_exit_status_follow_from_the_problems(problems, monk
     assert lines[-1].startswith("same result: no, weights differ" if problems else "same result: yes, 1 fault,")
     assert command.main(["--json", "--out", str(tmp_path / "b")]) == bool(problems)
     found = json.loads(capsys.readouterr().out)
-    assert found["holds"] is not problems
+    assert found["holds"] is (not problems)
     assert found["rows"][0]["repeated"] == 2
 
 

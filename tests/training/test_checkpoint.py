@@ -97,6 +97,7 @@ def test_sizes_named_tuples_counters_and_tuple_keys_are_loaded_as_equal_values(t
     loaded = checkpoint.load(save(tmp_path, 1, tree | {"counts": Counter({(1, 2): 3})}))
     assert loaded.pop("counts") == Counter({(1, 2): 3})
     assert loaded == tree
+    assert type(loaded["size"]) is type(loaded["pair"]) is tuple
     old = json.dumps(["dict", [["size", ["Size", [["value", 2], ["value", 3]]]]]])
     assert structure.rebuild(json.loads(old), {}) == {"size": (2, 3)}
 
