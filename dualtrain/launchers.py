@@ -202,7 +202,7 @@ def _pmi(v: _Variables) -> World:
     return v.world(v.number("PMI_RANK"), size, v.number("MPI_LOCALRANKID", 0), v.number("MPI_LOCALNRANKS", size))
 
 
-# Slurm gives this step number and greater ones to batch scripts and to shells of salloc, which are not ranks.
+# Slurm reserves this step number and greater ones, for example for batch scripts and shells of salloc: they are not ranks.
 _SLURM_RESERVED_STEPS = 0xFFFF_FFF0
 
 
@@ -309,9 +309,11 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not re.fullmatch(every, name)}
 
 
-# The innermost launcher wins: torchrun inside an srun step counts as torchrun; a batch script inside Slurm has no
-# launcher. horovodrun over MPI calls mpirun and counts as mpirun. "spawn" comes after the launchers that a spawned rank
-# may call: it is chosen only if none of their variables is set.
+# The first launcher that is recognised is used. In this order, that is usually the innermost one: torchrun inside an
+# srun step counts as torchrun. A batch script inside Slurm has no launcher. horovodrun over MPI calls mpirun and counts as
+# mpirun.
+#
+# A spawned rank may start a launcher whose ranks inherit SPAWNED, so "spawn" comes after such launchers.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
     # HOROVOD_RANK alone is not enough: dualtrain.hvd sets it for scripts that read it.
@@ -360,7 +362,7 @@ _VARIABLES = {
     "mpirun": r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)",
     "mpiexec": r"PMI_(RANK|SIZE)|MPI_LOCAL(RANKID|NRANKS)",
     "spark": rf"{_ENVIRONMENT}|{SPAWNED}",
-    "ray": rf"{_ENVIRONMENT}|{SPAWNED}",  # not RAY_RAYLET_PID: every process of Ray's has it
+    "ray": rf"{_ENVIRONMENT}|{SPAWNED}",  # not RAY_RAYLET_PID: every process that Ray starts has it
     "spawn": rf"{_ENVIRONMENT}|{SPAWNED}",
     "srun": r"SLURM_(PROCID|LOCALID|NTASKS|STEP_ID)",
     "environment": _ENVIRONMENT,

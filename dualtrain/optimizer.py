@@ -30,19 +30,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Wrapper of ``optimizer``; gradients are averaged over ``backend`` during backward.
 
     After ``loss.backward()`` every rank's ``param.grad`` is the average: clip, unscale or log it as in one process.
-    All attributes and methods that the wrapper does not have itself, such as ``param_groups`` and ``state``, are those of
-    the wrapped optimizer, also in assignments. Hooks of ``state_dict()`` and ``load_state_dict()`` are the wrapped
-    optimizer's too, and get it as their argument. Pickling or deep-copying gives the wrapped optimizer alone. If each
-    rank's loss is a mean over its samples, and all ranks have the same number of samples, the average is the gradient of
-    the mean over all samples.
+    If each rank's loss is a mean over its samples, and all ranks have the same number of samples, the average is the
+    gradient of the mean over all samples.
+
+    Attributes and methods that the wrapper does not have itself, such as ``param_groups`` and ``state``, are those of the
+    wrapped optimizer. Assignments to them change the wrapped optimizer. Hooks of ``state_dict()`` and
+    ``load_state_dict()`` are registered with the wrapped optimizer, and get it as their argument. Pickling or
+    deep-copying gives the wrapped optimizer alone.
 
     A step that the wrapped optimizer takes itself, for example in a method of its class that calls ``self.step()``,
     raises RuntimeError if gradients are not averaged: after ``no_sync`` or between ``backward_passes_per_step`` passes.
 
     Changes of ``param.grad`` before the end of backward, by hooks, are averaged; a change of a gradient that was sent
     already raises BackendError. Changes after backward are local, and ``step()`` uses them: make the same ones on every
-    rank, or run backward in :meth:`no_sync`; :meth:`synchronize` or ``step()`` then averages them. If no rank had a
-    gradient for a parameter, assigning one raises BackendError, since most likely each rank has assigned its own.
+    rank, or run backward in :meth:`no_sync`; :meth:`synchronize` or ``step()`` then averages them. If backward
+    averaged zeros for a parameter, because no rank had a gradient for it, and the program then assigns a gradient,
+    ``step()`` raises BackendError: most likely, each rank has assigned its own.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
@@ -95,10 +98,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self.reducer.follow(optimizer)
         check_own_steps(optimizer, self)
-        self._wrapped = optimizer  # at last: from now on, __setattr__ passes new attributes on
+        self._wrapped = optimizer  # set last, because __setattr__ then passes new attributes on to it
 
-    # All that the wrapper does not have itself is the wrapped optimizer's, such as param_groups, state, the methods train()
-    # and eval() of schedule-free optimizers, and found_inf, which GradScaler sets for a fused step and deletes after it.
+    # Attributes that the wrapper does not have itself are the wrapped optimizer's: for example param_groups, state, and the
+    # methods train() and eval() of schedule-free optimizers. GradScaler sets found_inf for a fused step, then deletes it.
 
     def __getattr__(self, name: str) -> Any:
         # During construction and unpickling there is no wrapped optimizer yet.
@@ -125,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> Any:
-        """The wrapped optimizer; if it has an attribute of this name itself, as Lookahead has, that attribute."""
+        """The wrapped optimizer, or its own attribute ``optimizer`` if it has one, as Lookahead does."""
         return getattr(self._wrapped, "optimizer", self._wrapped)
 
     @optimizer.setter

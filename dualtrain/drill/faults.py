@@ -107,7 +107,7 @@ FAULTS = (
     Fault("SIGKILL of the launcher", _launcher),
     Fault("SIGTERM of a rank", _one_rank(signal.SIGTERM)),
     Fault("SIGTERM of all ranks", _all_ranks(signal.SIGTERM)),
-    Fault("kill in a checkpoint", _in_checkpoint),
+    Fault("SIGKILL of rank 0 during a save", _in_checkpoint),
     Fault("newest checkpoint damaged", _damaged),
     Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP)),
 )

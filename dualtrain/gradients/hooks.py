@@ -1,4 +1,4 @@
-"""Hooks on parameters that call a reducer when a gradient is ready, or when a module has replaced a parameter.
+"""Hooks on parameters. They call a reducer when a gradient is ready, or when a module has replaced a parameter.
 
 A hook holds a weak reference to its reducer, so that the reducer is freed with the object that uses it. If no reducer of a
 parameter is left, the parameter's hook raises an error: otherwise each rank would silently continue with its own gradients.

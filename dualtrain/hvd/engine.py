@@ -34,7 +34,9 @@ _LOOKS: float = 20  # stop advancing operations in shared memory if none ends in
 
 
 class Engine:
-    """Matches calls by name over the ranks of a backend. From now on, nothing else may use that backend. Collective.
+    """Matches calls by name over the ranks of a backend. While the engine exists, nothing else may use the backend.
+
+    Making an engine is collective.
 
     Args:
         backend: the world.
@@ -89,7 +91,8 @@ class Engine:
             ValueError: this rank has an unfinished call of the same kind and name.
             HorovodInternalError: the world has ended.
         """
-        # A dummy thread is one of autograd's. It makes calls only during a backward pass, for which the main thread waits.
+        # ``threading`` represents autograd's threads as dummy threads. They make calls only during a backward pass, and the
+        # main thread waits for the end of that pass.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
             self._several_threads = True
@@ -239,8 +242,9 @@ class Engine:
         """
         if exchange not in self.exchangers.unused:
             why = (
-                f"rank {self.backend.rank} uses a step that another rank discarded by load_state_dict() after backward: "
-                f"call it on every rank in the same step (optimizer with the parameter {exchange[0].rpartition('-')[0]!r})"
+                f"rank {self.backend.rank} uses gradients that another rank discarded by load_state_dict() after "
+                f"backward: call load_state_dict() on every rank in the same step "
+                f"(optimizer with the parameter {exchange[0].rpartition('-')[0]!r})"
             )
             self.send({"kind": "shutdown", "why": why})  # calls that rank 0 has matched before can still be executed
             raise HorovodInternalError(why)

@@ -83,9 +83,9 @@ class Death:
 
     def describe(self) -> str:
         """Format the death: ``rank 1 died: its process ended without a report, after step 57``."""
-        what = f"the cause is {UNKNOWN}" if self.cause == UNKNOWN else self.cause
+        what = "a failure of unknown cause" if self.cause == UNKNOWN else self.cause
         who = "" if self.rank is None else f"rank {self.rank} "
-        return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while it started'}"
+        return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while the run started'}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _is_event(value: Any) -> bool:
 
 def append_events(folder: Path, lock: FolderLock, *events: Event) -> None:
     """Append events to a folder's file. Raises OSError, SupersededError."""
-    # Replace the file: after an incomplete last line of a killed process, the first new event could not be read.
+    # Replace the file: if a killed process left an incomplete last line, an appended event would be joined to it.
     write_whole(folder / NAME, _lines([*read_events(folder), *events]), lock.check)
 
 

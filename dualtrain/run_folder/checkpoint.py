@@ -1,7 +1,9 @@
 """Checkpoints: plain values and tensors in one safetensors file, which is complete or absent, and verified when read.
 
-The file's header holds a SHA-256 over structure and tensors, and the structure as JSON, which refers to the tensors by
-name. A checkpoint contains no code and nothing that only one backend can use, so a run can resume under either backend.
+The file's header holds the structure as JSON, which refers to the tensors by name. It also holds a SHA-256 hash of the
+structure and the tensors.
+
+A checkpoint contains no code and nothing that only one backend can use, so a run can resume under either backend.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class DamagedError(UserError):
 
 FORMAT = 3  # the format of new checkpoints
 READABLE = (2, 3)  # format 2 has no virtual ranks
-#: Errors of reading after which the file may be intact.
+#: If a read fails with one of these error numbers, the file may be intact.
 _TRANSIENT = {
     *(errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),

@@ -3,8 +3,8 @@
 Each process that uses the folder makes a generation, which is a numbered file (``generation.py``). Only the process of the
 newest generation may write. On its host, a lock on the file shows whether that process still runs. Other hosts may not see
 the lock, so the process also renews the file every few seconds. A process that starts on a different host waits for a
-renewal; if there is none, it makes the next generation. But perhaps the earlier process has not ended: it is suspended, or
-cut off from the disk, and goes on later. So every process checks before each write that its generation is the newest.
+renewal; if there is none, it makes the next generation. But the earlier process may still exist: it may be suspended or
+cut off from the disk, and continue later. So every process checks before each write that its generation is the newest.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Owner:
         machine: its host's identity; two hosts may have the same name.
         since: when it locked the folder, by its host's clock; for messages.
         job: the name of its job; empty if unknown.
-        run: the name of the job that began the run in the folder, perhaps an earlier one; empty if unknown.
+        run: the name of the job that the folder's run belongs to, which may be an earlier job; empty if unknown.
         renewals: the number of renewals so far; each renewal changes the file.
         ended: whether the process has left the folder.
     """

@@ -551,7 +551,7 @@ def look_up_nothing(backend, unused):
         optimizer.step()
 
 
-def test_a_sparse_parameter_that_no_rank_used_has_no_or_an_empty_gradient(typical):
+def test_a_sparse_parameter_that_no_rank_used_gets_no_gradient_or_an_empty_one(typical):
     typical.each(look_up_nothing, [(unused,) for unused in UNUSED])
 
 
@@ -1011,7 +1011,7 @@ def refuses(backend):
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def images_of_two_sizes(backend):
+def batches_of_different_sizes(backend):
     """Use batches of different sizes: the average gives every rank, not every sample, the same weight."""
     model = conv_net()
 
@@ -1027,7 +1027,7 @@ def images_of_two_sizes(backend):
 
 
 def test_ranks_with_batches_of_different_sizes_have_equal_weight(typical):
-    typical(images_of_two_sizes)
+    typical(batches_of_different_sizes)
 
 
 # -- how gradients are sent ---------------------------------------------------------------------------------------
@@ -1070,7 +1070,7 @@ def large_in_float16(backend):
     reducer.close()
 
 
-def test_the_average_of_large_gradients_as_float16_does_not_overflow(typical):
+def test_the_average_of_large_gradients_sent_as_float16_does_not_overflow(typical):
     typical(large_in_float16)
 
 

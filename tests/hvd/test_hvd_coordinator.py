@@ -87,7 +87,7 @@ def test_a_mismatch_fails_on_every_rank_and_the_next_call_succeeds(first, second
     assert harness.answers(0, "do") == [("run",)]
 
 
-def test_numbers_of_rows_may_differ_in_allgather_and_alltoall():
+def test_ranks_may_have_different_numbers_of_rows_in_allgather():
     harness = Harness(2)
     harness.receive(0, "allgather", tensors=[("float32", [2, 3], "cpu")])
     harness.receive(1, "allgather", tensors=[("float32", [0, 3], "cpu")])
@@ -244,6 +244,9 @@ def test_only_variables_without_an_effect_are_logged_as_ignored(caplog):
     gloo = dict.fromkeys(("HOROVOD_GLOO_IFACE", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "x")
     mention_others(gloo | {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_TIMELINE": "x"})
     assert caplog.messages == ["ignored, because they have no effect on torch.distributed: HOROVOD_CYCLE_TIME"]
+
+
+# -- calls that wait for each other -----------------------------------------------------------------------------
 
 
 def block(harness, rank, name, number=0):

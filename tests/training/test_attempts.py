@@ -90,7 +90,7 @@ def test_repeated_steps_are_counted(tmp_path, capsys):
     end_with(tmp_path, KilledError(), 1)  # resumes after step 1, and dies before another step
     summary = auto(tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
-    assert said[0].startswith("recovered: the cause is not known, after step 3; 2 steps repeated, ")
+    assert said[0].startswith("recovered: a failure of unknown cause, after step 3; 2 steps repeated, ")
     assert [(one["step"], one["steps_repeated"]) for one in summary["recoveries"]] == [(3, 2), (1, 0)]
 
 
@@ -217,7 +217,7 @@ def test_the_failure_of_another_rank_is_recorded_as_the_cause(tmp_path, monkeypa
         death = attempts.new_death(tmp_path, attempts.read_events(tmp_path))
         assert death is not None
         assert (death.cause, death.rank, death.trained, death.step) == ("died: without a report", 3, False, 5)
-        assert death.describe() == "rank 3 died: without a report, while it started"
+        assert death.describe() == "rank 3 died: without a report, while the run started"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.source import Source, keyword
 
-#: Methods by which a variable is known to hold a model.
+#: A variable counts as a model if the script calls one of these methods on it.
 _OF_MODELS = {"eval", "load_state_dict", "named_parameters", "parameters", "requires_grad_", "train", "zero_grad"}
 
 
