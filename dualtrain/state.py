@@ -41,8 +41,8 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
     agree_on_list(backend, "parameters", described, "broadcast_parameters")
     if shared:
         raise ValueError(
-            f"{shared[0]!r} cannot be broadcast: elements of this tensor share memory, as expand() makes them; register a "
-            "copy of it (clone())"
+            f"{shared[0]!r} cannot be broadcast: elements of this tensor share memory, as after expand(); register a copy "
+            "of it (clone())"
         )
     for chunk in _chunks([t for _, t in tensors]):
         packed = torch.cat([as_bytes(t) for t in chunk])
@@ -56,7 +56,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
     Creates the state that a rank does not have, and copies the options even if there is no state. Never runs a step.
     Horovod's function of this name differs. It does not copy the options of an optimizer without state. To create missing
-    state, it runs a step with zero gradients: weight decay changes the weights, and Adam then continues with step 2.
+    state, it runs a step with zero gradients. In this step, weight decay changes the weights, and Adam counts the step.
 
     Raises:
         TypeError: on the root, if an option is neither a plain value nor a tensor; the other ranks raise BackendError.
@@ -71,8 +71,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
-    parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler of another optimizer
-    object that shares these groups would then set learning rates in the old dicts, without an effect.
+    parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler may belong to a
+    different optimizer object with the same groups, such as a wrapper. Such a scheduler would then change learning rates in
+    the old dicts only, without an effect.
     """
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)

@@ -94,8 +94,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
             f"and an interval that contains the true median with a probability of {likely}"
         )
     yield (
-        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes glibc's heap; contenders that "
-        "run side by side in these processes have this heap too, and all others have glibc's own settings"
+        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes the settings of glibc's heap; "
+        "contenders that run in the same process as dualtrain use these settings too, and all others use glibc's defaults"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
@@ -103,7 +103,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
         if name not in results.missing:
             yield f"{ENTRIES[name].title}: failed in {len(reasons)} of its starts: {reasons[0]}"
     if any(row.weights == OTHER for row in rows):
-        yield f"{OTHER}: the final weights differ from the raw script's" + "; such a ratio meets no target" * targets
+        meaning = "the final weights of the two contenders differ from each other or from a raw script's"
+        yield f"{OTHER}: {meaning}" + "; such a ratio meets no target" * targets
     if targets:
         yield from _verdicts(rows)
 

@@ -28,7 +28,7 @@ Wanted = tuple[list[int], int]
 _LESS = (
     "raise the limits of open files and processes (ulimit -n, -u), or give fewer --workers (0: the rank reads the samples)"
 )
-#: Messages of exceptions of torch and multiprocessing that arise because a batch needs a file descriptor.
+#: Messages of torch's and multiprocessing's exceptions when a batch cannot be sent for lack of file descriptors.
 _TOO_MANY_FILES = re.compile("too many open files|items of ancdata", re.I)
 
 
@@ -161,7 +161,7 @@ class _Waits:
         self._ended.set()
 
     def bound(self, wait: Callable[[], T]) -> T:
-        """Return ``wait()``. Raises UserError if a worker has failed, or if the wait exceeded the limit."""
+        """Return ``wait()``. Raises UserError if a worker failed, the wait was too long, or too many files are open."""
         self._since = time.monotonic()
         try:
             return wait()

@@ -68,7 +68,7 @@ def images_below(top: str) -> list[str]:
 def _is_dir(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a broken link
+    except OSError:  # for example, a link to itself
         return False
 
 

@@ -21,7 +21,7 @@ BOTH = ("torch", "horovod")
 
 
 class Examination:
-    """Examination of a world. Collective: every process of the job makes one, with the same arguments.
+    """Examination of a world. Collective: every process of the job makes one, with the same ``wanted`` and ``timeout``.
 
     Attributes:
         report: plain values. It covers all ranks if this rank reached the other ranks, otherwise only this rank.
@@ -45,7 +45,7 @@ class Examination:
     def end(self) -> None:
         """Close the backends after rank 0 has printed. Blocks until all reachable ranks have called this too."""
         if self._control is None:
-            # A launcher ends all processes when the first one ends: wait until rank 0 has printed its report.
+            # A launcher ends all processes when the first one ends: give rank 0 time to print its report.
             if self.world.rank:
                 time.sleep(max(0.0, self._deadline - time.monotonic()))
             return
@@ -110,14 +110,14 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str) ->
         "problems": problems,
         "notes": notes,
         "threads": min(row["threads"] for row in rows),
-        # With a single rank, there is nothing to measure.
+        # A single rank sends no data, so its times say nothing about the transport.
         "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"] if rows[0]["size"] > 1},
         "ranks": list(rows),
     }
 
 
 def _measured(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the slowest rank's times; no times if they are missing on any rank."""
+    """Return, for each size, the longest time of any rank; no times if any rank lacks some of them."""
     found = [row["probes"][name] for row in rows]
     complete = all(len(each["seconds"]) == len(SIZES) for each in found)
     slowest = [max(each["seconds"][index] for each in found) for index in range(len(SIZES))] if complete else []

@@ -46,7 +46,8 @@ class Operation:
     Attributes:
         name: the operation's name, such as ``allreduce``.
         start: function (kind, tensors, outputs, options) that checks the options and requests the call.
-        gradient: function (gradients of the results, the call, its options) that returns Horovod's gradients of the inputs.
+        gradient: function (gradients of the results, the call, its options) that returns the gradients of the inputs, as
+            Horovod defines them.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Operation:
     gradient: Callable[[Sequence[torch.Tensor], Pending, Options], Sequence[torch.Tensor | None]]
 
     def kind(self, grouped: bool) -> str:
-        """Return the operation's name in messages between the ranks."""
+        """Return the operation's name, or that of its ``grouped`` form, for messages between the ranks."""
         return f"grouped_{self.name}" if grouped else self.name
 
 
@@ -90,7 +91,7 @@ def synchronize(handle: int) -> Any:
         return None
     pending, finish = _handles[handle]
     pending.wait_for_end()
-    _handles.pop(handle, None)  # not before the call has ended: an interrupt such as Ctrl-C may stop the wait
+    _handles.pop(handle, None)  # only now: if Ctrl-C interrupts the wait, the handle stays valid
     return finish(pending.wait())
 
 

@@ -8,9 +8,9 @@ import torch
 
 
 class _WrappedValue:
-    """Value in the class of a wrapper that is read from the wrapped optimizer and set there.
+    """Descriptor in a wrapper's class. It reads, sets and deletes an attribute of the wrapped optimizer.
 
-    The class of the wrapped optimizer has a value of this name too, and the optimizer itself may have a different one.
+    ``default`` is the attribute's value in the wrapped optimizer's class. The optimizer object may have a different value.
     """
 
     def __init__(self, name: str, default: Any) -> None:
@@ -29,9 +29,9 @@ class _WrappedValue:
 def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
     """Return a ``_WrappedValue`` for each attribute of the class of ``optimizer`` that must be read from ``optimizer``.
 
-    These are values, such as defaults of attributes, and methods that ``optimizer`` has replaced. All other
-    methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's ``step``. Names that
-    ``base`` defines are the wrapper's own.
+    These are plain values, such as defaults of attributes, and methods that the object ``optimizer`` replaces by its own
+    attributes. All other methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's
+    ``step``. Names that ``base`` defines are left out: the wrapper has its own attributes of these names.
     """
     kind, own = type(optimizer), vars(optimizer)
     theirs = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}

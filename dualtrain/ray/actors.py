@@ -119,7 +119,7 @@ def _reserved(wanted: Placement, seconds: float) -> PlacementGroup:
     if not group.wait(seconds):
         remove_placement_group(group)
         raise UserError(
-            f"Ray could not reserve {len(bundles)} times {bundles[0]} within {seconds:g} s; available are "
-            f"{ray.available_resources()}: give fewer workers, or a larger placement_group_timeout_s"
+            f"Ray could not reserve {len(bundles)} times {bundles[0]} within {seconds:g} s; Ray has only "
+            f"{ray.available_resources()} available: give fewer workers, or a larger placement_group_timeout_s"
         )
     return group

@@ -36,7 +36,7 @@ def exchange_after_a_kept_operation(backend):
     return exchange(backend)
 
 
-def test_an_operation_of_an_earlier_world_does_not_give_its_data_to_the_next(pool):
+def test_data_of_an_operation_of_an_earlier_world_is_not_received_in_the_next_world(pool):
     require_horovod()
     pool.connect("horovod", 3)
     assert pool.run(name_of_an_exchange) == [ROWS] * 3

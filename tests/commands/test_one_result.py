@@ -89,7 +89,7 @@ def test_a_relative_path_in_a_removed_folder_is_an_error(tmp_path, monkeypatch, 
         assert capsys.readouterr().err.startswith("dualtrain: error: 'x' holds no ")
 
 
-def test_runs_of_one_name_are_named_by_their_parents_too(tmp_path, capsys):
+def test_runs_with_equal_names_are_shown_with_their_parent_folders(tmp_path, capsys):
     for parent in "ab":
         (tmp_path / parent).mkdir()
     folders = [write(tmp_path / "a" / "run", weights_sha256="cd" * 32), write(tmp_path / "b" / "run")]

@@ -86,7 +86,7 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
     assert setup.run()[0] == 0
 
 
-def test_a_wheel_of_another_build_script_is_not_used(setup, tmp_path):
+def test_a_wheel_that_a_different_build_script_made_is_not_used(setup, tmp_path):
     setup.root = tmp_path / "tree"
     shutil.copytree(ROOT / "launch", setup.root / "launch")
     for name in ("setup.cfg", "pyproject.toml"):
@@ -103,7 +103,7 @@ def test_a_wheel_of_another_build_script_is_not_used(setup, tmp_path):
     assert len(list((setup.cache / "wheels").iterdir())) == 2
 
 
-def test_a_failed_step_ends_the_horovod_build_in_the_background(setup, tmp_path):
+def test_a_failed_step_stops_the_background_build_of_horovod(setup, tmp_path):
     build = 'echo $$ >"$here/pid"; exec sleep 600'
     setup.pip(
         f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'

@@ -99,7 +99,7 @@ def too_slow(backend, gradients):
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["call", "gradients"])
 @OURS_3
-def test_waits_end_the_world_after_the_limit(real, gradients):
+def test_a_wait_longer_than_the_limit_shuts_down_the_world(real, gradients):
     real(too_slow, gradients)
     if gradients:
         real.leave()  # leave the world, because one of its exchanges was interrupted

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#distributedoptimizer: steps that an optimizer takes itself."""
+"""dualtrain/hvd/README.md#distributedoptimizer: steps in methods of the wrapped optimizer, and without the wrapper."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_steps(backend):
 
 
 @PAIR
-def test_a_method_that_steps_combines_gradients(real):
+def test_a_method_that_calls_step_combines_gradients_first(real):
     real(own_steps)
 
 
@@ -84,5 +84,5 @@ def lookaheads(backend):
 
 
 @OURS_2
-def test_an_attribute_named_optimizer_is_that_of_the_wrapped_optimizer(real):
+def test_the_wrapper_returns_the_attribute_optimizer_of_the_wrapped_optimizer(real):
     real(lookaheads)

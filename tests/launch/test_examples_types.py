@@ -1,6 +1,6 @@
 """Type checks of the pages' examples.
 
-mypy takes a minute to read all of torch. So this file is in tests/launch, which only ``--all`` runs.
+mypy takes a minute to read all of torch. So this file is in tests/launch: only ``launch/test.sh --all`` runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.pool import ROOT
 from tests.test_package import built  # noqa: F401 - a fixture
 from tests.test_readme import EXAMPLES
 
-pytestmark = pytest.mark.xdist_group("package")  # test_package.py builds the package too: not at the same time
+pytestmark = pytest.mark.xdist_group("package")  # test_package.py also builds the package: never build twice at once
 
 #: Uses of ``dualtrain.hvd`` that the examples lack.
 HOROVOD_SCRIPT = """

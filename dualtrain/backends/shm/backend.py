@@ -1,4 +1,4 @@
-"""A backend that reduces CPU tensors through shared memory, and uses another backend for everything else."""
+"""A backend that reduces CPU tensors and exchanges integers through shared memory, and otherwise uses another backend."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class SharedMemoryBackend(DelegatingBackend):
     all-reduce their shards of the buffers between the hosts, over ``inner``'s library.
 
     Args:
-        inner: a connected backend with CPU tensors.
+        inner: a connected backend that can send CPU tensors.
         beside: shared memory of other backends; their operations progress while this backend waits.
         reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. If sizes are given, that method does not
             block, and the ranks may call it at different times. If not, it is collective and maps memory at each call.
