@@ -10,7 +10,7 @@ from itertools import groupby
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import ENTRIES, ROUNDS, TUNED
-from dualtrain.bench.rows import NOT_MET, NOT_SHOWN, OTHER, Row, sweep_of
+from dualtrain.bench.rows import NONE, NOT_MET, NOT_SHOWN, OTHER, SAME, Row, sweep_of
 from dualtrain.bench.statistics import rounds_of
 from dualtrain.console import size_in_words
 
@@ -133,12 +133,14 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
             verdicts += found
     if not verdicts:
         return f"{question}Not answered: {_why(results)}"
-    alike = all(row.weights != OTHER for row in verdicts)
-    weights = "and ends with the same weights" if alike else "and ends with weights that differ in rounding"
+    found_weights = {row.weights for row in verdicts}
+    weights = {SAME: ", and ends with the same weights", OTHER: ", and ends with different weights"}.get(
+        OTHER if OTHER in found_weights else NONE if NONE in found_weights else SAME, ""
+    )
     raw = [row for row in rows if row.one == TUNED and row.other.startswith("hvd") and row.job != "empty"]
     others = f"; raw DDP runs {_range(raw)} times as many steps as Horovod" if raw else ""
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
-    said = f"with {ranks} ranks here, {ENTRIES[ours].title} runs {' and '.join(parts)}, {weights}{others}."
+    said = f"with {ranks} ranks here, {ENTRIES[ours].title} runs {' and '.join(parts)}{weights}{others}."
     fewest = min(row.found.pairs for row in verdicts)
     few = "" if fewest >= ROUNDS else f" This is based on only {rounds_of(fewest)}: a verdict needs {ROUNDS}."
     return f"{question}{_word(verdicts)}: {said}{few}"
@@ -168,7 +170,10 @@ def _range(rows: Sequence[Row]) -> str:
 
 
 def _why(results: Results) -> str:
-    for name in ("hvd-gloo", "hvd-mpi"):
+    horovod, ours = ("hvd-gloo", "hvd-mpi"), ("shm", "native")
+    for name in (*horovod, *ours):
         if name in results.missing:
             return f"{ENTRIES[name].title} did not run ({results.missing[name]})."
+    if any(map(results.count, horovod)) and any(map(results.count, ours)):
+        return "Horovod and dualtrain ran in no common round."
     return "Horovod or dualtrain was not among the contenders."

@@ -83,6 +83,9 @@ class LoaderSource(Source):
                 self._waits = _Waits(self._running, self.timeout if self._workers else 0.0)
             loader, waits = self._loader, self._waits
             read = waits.bound(lambda: iter(loader))
+        except UserError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise UserError(

@@ -334,7 +334,7 @@ def test_the_answer_names_the_ratios_and_the_weights():
     assert "the same weights" in said
     assert "raw DDP runs 1.25 (resnet18) times as many steps as Horovod" in said
     found = results({"hvd-gloo": "other"}, shm=0.1, hvd_gloo=0.2, ddp_tuned=0.16)
-    assert "differ in rounding" in answer(found, rows_of(found))
+    assert ", and ends with different weights; " in answer(found, rows_of(found))
 
 
 def test_a_missing_contender_is_reported_with_its_cure():

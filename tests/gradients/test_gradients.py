@@ -486,6 +486,7 @@ def tied(backend):
         optimizer.zero_grad()
         vector_loss(model, backend.rank).backward()
         check(gradients(model), expected)
+    assert len(optimizer.reducer.slots) == len(list(model.parameters())) == 3
     optimizer.step()
     assert model.second.weight is model.first.weight
 
@@ -1129,7 +1130,9 @@ def changes_backend(backend):
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     reducer = GradientReducer(model.named_parameters(), backend)
     vector_loss(model, backend.rank).backward()
-    reducer.forget(backend.group(range(backend.size)))
+    group = backend.group(range(backend.size))
+    reducer.forget(group)
+    assert reducer.backend is group
     model.zero_grad()
     vector_loss(model, backend.rank).backward()
     check(gradients(model), expected)
