@@ -1,7 +1,7 @@
 """One PyTorch training loop over two communication backends: torch.distributed and Horovod.
 
-The names below are the public interface. Each is imported at its first use, so that the command line can reject a bad flag
-without importing torch.
+The names in ``__all__`` are the public interface. Those in ``_MODULES`` are imported at their first use, so that the
+command line can reject a bad flag without importing torch.
 """
 
 from importlib import import_module

@@ -179,7 +179,7 @@ def ranks_of_host(text: str) -> int:
 
 
 def given_path(text: str) -> str:
-    """Return a path, for argparse. An empty one, as from an unset variable, is refused: it means the current folder."""
+    """Return a path, for argparse. Refuse an empty path, as from an unset variable: it would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: name a file or a folder")
     return text

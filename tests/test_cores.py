@@ -64,7 +64,7 @@ CASES = {
     "v2, moved out of namespace and mount": ("0::/../b", V2.format(top="/"), {"sys/fs/b": "200000 100000"}, None),
     "v2, another container's mount": ("0::/docker/ab", V2.format(top="/docker/cd"), {G: "100000 100000"}, None),
     "v2, removed": ("0::/gone (deleted)", V2.format(top="/"), {G: "max 100000"}, None),
-    "v2, a blank in the folder": (
+    "v2, a space in the path of the mount": (
         "0::/job",
         V2.format(top="/").replace("/sys/fs/cgroup", "/sys/c\\040g"),
         {"sys/c g/job": "200000 100000"},
@@ -87,10 +87,10 @@ CASES = {
         3.0,
     ),
     "not a number": ("0::/job", V2.format(top="/"), {f"{G}/job": "soon enough"}, None),
-    "cut off": ("0::/job", V2.format(top="/"), {f"{G}/job": "100000"}, None),
+    "no period": ("0::/job", V2.format(top="/"), {f"{G}/job": "100000"}, None),
     "a period of 0": ("4:cpu,cpuacct:/job", V1.format(top="/"), {f"{C}/job": "100000/0"}, None),
     "no files": ("0::/job", V2.format(top="/"), {}, None),
-    "other lines": ("nothing\n::\n", "nothing\n1 2 3\n4 5 6 - cgroup2", {}, None),
+    "malformed lines": ("nothing\n::\n", "nothing\n1 2 3\n4 5 6 - cgroup2", {}, None),
 }
 
 

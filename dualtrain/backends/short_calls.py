@@ -1,8 +1,8 @@
-"""Messages in which the ranks compare a call and also send its data, if the data is short: no further message is needed.
+"""Messages by which the ranks compare a call. They also contain the call's data if it is short, which saves messages.
 
-Each rank sends two numbers, which describe its call (``agreement.py``), and its data. Rank 0 reduces or gathers the data,
-and replies with all ranks' numbers and with the result. If the calls of the ranks differ, or a rank's data is missing, the
-reply has no result. The messages are frames (``call_channel.py``). Lengths and numbers are int64.
+Each rank sends two numbers that describe its call (``agreement.py``), followed by its data. Rank 0 reduces or gathers the
+data, and replies with all ranks' numbers and with the result. If the calls of the ranks differ, or a rank's data is
+missing, the reply has no result. The messages are frames (``call_channel.py``). Lengths and numbers are int64.
 
 | frame | contents |
 |---|---|
@@ -24,15 +24,15 @@ from dualtrain.backends.ring_order import reduce_in_ring_order
 
 _NUMBERS = 2
 _WORD = 8
-_OWN_BYTES = _WORD * _NUMBERS  # length of the frame of a rank that sends no data
+_OWN_BYTES = _WORD * _NUMBERS  # bytes after the header, in the frame of a rank that sends no data
 _MOST_VIEWS = 64
 
 
 def longest(size: int, one_host: bool) -> int:
-    """Return the largest number of bytes of short data with ``size`` ranks, on one host or on several; a multiple of 8.
+    """Return the largest number of bytes of data in a frame, for ``size`` ranks on one or several hosts: a multiple of 8.
 
-    Rank 0 receives and sends the data of all ranks, so this number decreases with ``size``. It is smaller on several hosts:
-    there, an ordinary ring all-reduce has the advantage that it uses the network links of all hosts.
+    Rank 0 receives and sends the data of all ranks, so this limit decreases with ``size``, down to 4096. It is lower on
+    several hosts, because a ring all-reduce uses the network links of all hosts, and not only those of rank 0's host.
     """
     return max(1 << 12, (1 << (20 if one_host else 18)) // size // _WORD * _WORD)
 
@@ -67,7 +67,7 @@ class CallBuffers:
     @torch.inference_mode(False)
     def __init__(self, rank: int, size: int, most: int) -> None:
         self._size = size
-        self._stride = 1 + _NUMBERS + most // _WORD  # length of a rank's frame, in int64 numbers
+        self._stride = 1 + _NUMBERS + most // _WORD  # size of the buffer for a rank's frame, in int64 numbers
         self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
         # Each array shares its memory with a tensor: Python reads and writes single numbers faster through an array. On
         # rank 0, ``_own`` holds the frames of all ranks, rank 0's own frame first.

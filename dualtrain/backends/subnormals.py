@@ -15,7 +15,7 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SUBNORMAL = 5e-324  # a processor that flushes subnormal numbers compares it as zero
+_SUBNORMAL = 5e-324  # equal to zero in a thread that replaces subnormal numbers by zero
 
 
 def keep_subnormals(function: Callable[P, T]) -> Callable[P, T]:

@@ -33,7 +33,7 @@ class Row:
         fault: the fault's name.
         target: the processes or the file that the fault was injected into.
         moment: when the fault was injected, in words.
-        detected: seconds until the launcher, or a rank that survived the fault, has ended; ``None`` if none has.
+        detected: seconds until the launcher, or a rank that survived the fault, has ended; ``None`` if neither has.
         recovered: seconds until the first step after the restart, or until the job's end if there is no such step;
             ``None`` if the job ended without a restart.
         repeated: steps that were computed again.

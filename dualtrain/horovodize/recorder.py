@@ -59,7 +59,7 @@ class Record:
     def write(self, kind: str, **facts: Any) -> None:
         """Append one line, without buffering."""
         data = (json.dumps(dict(facts, kind=kind)) + "\n").encode()
-        while data:  # a nearly full disk takes a part, and the next write raises the error
+        while data:  # a nearly full disk may store only a part of the data; the next write then raises the error
             data = data[os.write(self._file, data) :]
 
     def note(self, error: Exception) -> None:

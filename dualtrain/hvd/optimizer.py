@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer``: any optimizer, with Horovod's rules for when gradients are combined.
+"""``hvd.DistributedOptimizer``: wrapper of any optimizer. It combines gradients at the points where Horovod does.
 
 Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 is needed only
 to open the channel, and to request zeros from ranks that have called ``join``. With options that buckets do not support,
@@ -67,7 +67,8 @@ def DistributedOptimizer(  # noqa: N802
 
     Raises:
         ValueError: an option is wrong, a parameter has no name, two parameters have the same name, or the process set was
-            made from a communicator and is not in use. (A set made from ranks may be added before the first backward.)
+            made from a communicator and is not in use. (A set made from ranks may be added after wrapping, before the first
+            backward pass.)
         TypeError: ``optimizer`` is a wrapper already.
     """
     if isinstance(optimizer, NativeOptimizer):
@@ -135,7 +136,7 @@ class _Optimizer(NativeOptimizer):
         if self.reducer is not None:
             self.reducer.follow(optimizer)
         check_own_steps(optimizer, self)
-        self._wrapped = optimizer  # at last: from now on, __setattr__ passes new attributes on
+        self._wrapped = optimizer  # assigned last: from now on, __setattr__ sets new attributes on the wrapped optimizer
 
     def close(self) -> None:
         """Remove the hooks: later backward passes send no gradients. Callers must not call ``step`` afterwards."""
@@ -332,7 +333,7 @@ class _AdasumOptimizer(_Optimizer):
     _closed = False  # this class has no reducer that could be closed
 
     def close(self) -> None:
-        """Let the wrapped optimizer take steps of its own again. Callers must not call ``step`` afterwards."""
+        """Allow steps that the wrapped optimizer takes itself. Callers must not call this wrapper's ``step`` afterwards."""
         self._closed = True
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:

@@ -69,7 +69,7 @@ class ReportServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that disconnect."""
+        """Print nothing about a failed request. In most cases, the client has disconnected."""
 
     @property
     def url(self) -> str:

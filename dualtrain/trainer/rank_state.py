@@ -1,4 +1,4 @@
-"""State that differs between ranks: random number generators, and running statistics."""
+"""State that may differ between ranks: random number generators, buffers (running statistics) and extra state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have both methods ``get_extra_state`` and ``set_extra_state``, by name."""
+    """Return the modules that override both ``get_extra_state`` and ``set_extra_state``, by name."""
     plain = nn.Module.get_extra_state, nn.Module.set_extra_state
     return {
         name: module
@@ -88,7 +88,7 @@ def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], bac
     """Restore this rank's entry of ``ranks``.
 
     If the state is of a different world size, average each floating-point buffer that has the same shape on all of
-    that world's ranks. All other buffers become rank 0's.
+    that world's ranks. Every other buffer gets the value that it had on rank 0.
     """
     same = len(ranks) == backend.size
     # States of versions before 0.3.0 have floating-point buffers only.

@@ -99,6 +99,8 @@ def compare_task(task: Task, backend: Backend) -> None:
 def changed_samples(task: Task, earlier: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
     """Yield, for each split with a changed sample, the sample's name, and whether the split's source has ``stored`` set.
 
+    Splits whose samples differ at each read are left out.
+
     Args:
         task: the data, with their checksums.
         earlier: the checksums of an earlier start of the run.

@@ -49,7 +49,7 @@ class StepScalars:
     """The scalars of one part of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
 
     A part is what a rank computes in the step, or one of its shards with virtual ranks (``parts.py``).
-    Plain numbers: they are added faster than tensors, with the same result.
+    The scalars are Python floats: adding them is faster than adding tensors, and gives the same result.
     """
 
     COUNT = len(NAMES) + 1 + CONTROL_FLAGS
@@ -80,7 +80,7 @@ class StepScalars:
 
 
 class Counted(Generic[T]):
-    """An iterator of which the number of batches is known: see :func:`with_last`."""
+    """Batches from an iterator, and their number. See :func:`with_last`."""
 
     def __init__(self, batches: Iterator[T], count: int) -> None:
         self._batches, self.count = batches, count
@@ -90,9 +90,10 @@ class Counted(Generic[T]):
 
 
 def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each batch, and whether it is known to be the last: a list's last batch is, a generator's is not.
+    """Yield each batch, and whether it is the last.
 
-    No batch is read ahead, because a generator may put each batch into the memory of the batch before.
+    If ``batches`` is neither a sequence nor ``Counted``, the last batch is unknown: yield ``False`` with every batch.
+    No batch is read ahead, because a generator may reuse the memory of the previous batch.
     """
     count = batches.count if isinstance(batches, Counted) else len(batches) if isinstance(batches, Sequence) else 0
     for number, batch in enumerate(batches, 1):

@@ -72,7 +72,7 @@ def _check_sizes(task: Task, name: str) -> Task:
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     """Find out, before the run begins, whether the model fits the data, and whether its state can be saved.
 
-    This runs the model on one sample of each split.
+    This runs the model on one validation sample, and on one training sample unless it may need a transform.
 
     Args:
         task: the data.
@@ -87,13 +87,13 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     what = f"--model {name} and --dataset {dataset} do not fit"
     with evaluation_mode(model):
         _try_sample(model, next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device)), what)
-        for inputs, targets in stored_tensors(task.train, [0]):
+        for inputs, targets in ready_samples(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
     training_mode(model)  # the user's own function may return a model in evaluation mode
     check_state(model, name)
 
 
-def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
+def ready_samples(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
     """Yield the samples with the indices ``numbers``, each as a batch of one sample.
 
     Yield nothing if ``source.stored``: its samples may still need a transform to become the model's inputs.
@@ -116,14 +116,15 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # the run could read these samples before; something has changed them, so the search is of no use
+    except Exception:  # the run has read these samples before without an error: they have changed, so do not search them
         return None
     return None
 
 
 def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
-    """Run the model on a batch of one sample, taken twice; ``what`` begins the message of an error."""
-    # Twice: a model may forget the dimension of the batch, and BatchNorm may need several values per channel.
+    """Check that the model fits ``sample``, a batch of one sample. Error messages begin with ``what``."""
+    # Use the sample twice: then an output without a batch dimension has the wrong shape, and BatchNorm has several values
+    # per channel.
     inputs, targets = (torch.cat([part, part]) for part in sample)
     try:
         outputs = model(inputs)
@@ -147,7 +148,7 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
 
 
 def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
-    """Raise UserError if a target is not a class index below ``classes``; ``what`` begins the message."""
+    """Raise UserError if a target is not a class index below ``classes``. The message begins with ``what``."""
     wrong = targets[wrong_targets(targets, classes)]
     if len(wrong):
         raise UserError(

@@ -138,7 +138,7 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
             raise UserError(f"--run-dir {str(folder)!r} on rank {rank} of {backend.size}: {one['other']}", shared=True)
     rank, summary = next(((rank, one["summary"]) for rank, one in enumerate(seen) if one["summary"] is not None), (0, None))
     if summary is not None:
-        seen_by = f", as rank {rank} of {backend.size} sees" if rank else ""
+        seen_by = f" (rank {rank} of {backend.size} has the summary)" if rank else ""
         _print_start(
             backend, by, f"the run in {folder} has ended after step {summary['steps']}{seen_by}: nothing is left to train"
         )
@@ -189,7 +189,7 @@ def _warn_of_missing_folders(folder: Path, exists: Sequence[bool], rank: int) ->
     if rank == 0 and any(exists) and not all(exists):
         ranks = ", ".join(str(number) for number, there in enumerate(exists) if there)
         log.warning(
-            "--run-dir %r holds the run only for rank %s of %d: the other ranks receive the checkpoint; use a disk that "
+            "--run-dir %r contains the run only on rank %s of %d: the other ranks receive the checkpoint; use a disk that "
             "all hosts share, so that the run survives a failed host",
             str(folder),
             ranks,

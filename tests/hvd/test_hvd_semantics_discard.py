@@ -10,7 +10,7 @@ import torch
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library
 
 FAILS = r"another rank discarded by load_state_dict\(\) after backward"
-LARGE = 20_000  # gradients of more than 64 KiB are moved into their buckets during backward
+LARGE = 20_000  # gradients of 64 KiB or more are copied to their buckets during backward
 
 
 class Program:
@@ -41,7 +41,11 @@ class Program:
 
 
 def uneven(backend, op, steps_before, numel, passes):
-    """Discard a step in which only rank 0 uses both parameters, so that only rank 0 has sent all gradients."""
+    """Discard three steps, and check the two steps after each of them.
+
+    In the first and the third discarded step, only one rank uses both parameters. If a step has two passes, only rank 0
+    runs the second pass.
+    """
     with library(backend) as hvd:
         rank, size = hvd.rank(), hvd.size()
         program = Program(hvd, op, numel, backward_passes_per_step=passes)
@@ -118,7 +122,7 @@ def test_a_step_that_only_one_rank_discards_ends_the_world(real, op, uses_b):
 
 
 def while_joined(backend, op):
-    """Discard steps while the last rank has joined, and after it has returned."""
+    """Discard steps while the last rank waits in ``join``, and after ``join`` has returned."""
     with library(backend) as hvd:
         rank, size = hvd.rank(), hvd.size()
         program = Program(hvd, op)
@@ -191,7 +195,7 @@ def in_the_next_world(backend, op):
 
 @pytest.mark.parametrize("op", ["Sum", "Max"])
 @OURS_2
-def test_a_discarded_step_ends_with_its_world(real, op):
+def test_a_discarded_step_does_not_affect_the_next_world(real, op):
     real(in_the_next_world, op)
 
 

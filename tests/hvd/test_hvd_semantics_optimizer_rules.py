@@ -184,7 +184,7 @@ def mixed_precision_trap(backend):
         scaler.step(optimizer)
         scaler.update()
         # On Horovod, rank 1 has synchronized in its step. Rank 0 has skipped its step, so its sum is still pending.
-        if backend.name != "horovod" or hvd.rank() == 0:
+        if hvd.rank() == 0:
             optimizer.synchronize()
         return p[0].item(), scaler.get_scale()
 
@@ -330,7 +330,7 @@ def line_search(backend):
 
 
 @PAIR
-def test_lbfgs_uses_the_loss_averaged_over_ranks(real):
+def test_lbfgs_uses_the_combined_loss_of_all_ranks_and_raises_on_horovod(real):
     first, *others = real(line_search)
     assert others == [first] * len(others)
     if real.name == "horovod":
@@ -589,7 +589,7 @@ def own_attributes(backend):
         plain.register_step_pre_hook(lambda opt, args, kwargs: seen.append(q.grad[0].item()))
         (q * (me + 1)).sum().backward()
         plain.step()
-        # Horovod also runs the hook before gradients are combined. Its first value may be this rank's own.
+        # Horovod also runs the hook before gradients are combined: the first value in ``seen`` may be this rank's own.
         assert seen[-1] == mean
         assert len(seen) == (2 if backend.name == "horovod" else 1)
 
@@ -612,7 +612,7 @@ class Interrupted(torch.optim.SGD):
 
 
 def interrupted_steps(backend):
-    """Stop steps by Ctrl-C on rank 0, while it waits for the other ranks and while it changes parameters."""
+    """Raise KeyboardInterrupt in steps of rank 0, while it waits for the other ranks and while it changes parameters."""
     with library(backend) as hvd:
         me, found = hvd.rank(), []
         for op in ("Sum", "Max"):

@@ -90,7 +90,7 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
         interrupted_resume(tmp_path, earlier)
     assert best_of(tmp_path) == (4, 4)  # not step 6, which the resumed run has not reached
     assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
-    # If no checkpoint of the best step is left, the run forgets that evaluation, and a later evaluation becomes the best.
+    # If no checkpoint of the best step is left, the run discards that evaluation, and a later one becomes the best.
     (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
     state = checkpoint.load(earlier)
     state["cursor"]["best"] = {**state["cursor"]["best"], "step": 3}
@@ -126,7 +126,7 @@ def test_files_that_are_set_aside_replace_no_earlier_files(tmp_path):
 
 
 class FullDisk:
-    """A simulated full disk: until ``monkeypatch`` is undone, no file with ``part`` in its name can be written."""
+    """A simulated full disk: until ``monkeypatch`` is undone, fsync fails for files with ``part`` in their paths."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         fsync = os.fsync
@@ -198,7 +198,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, caplog
     assert caplog.text.count(said) == 2  # one warning for the step, one for the evaluation
 
 
-def test_a_full_disk_at_the_last_events_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_at_the_last_tensorboard_events_only_causes_a_warning(tmp_path, monkeypatch, caplog):
     """TensorBoard's thread buffers events, and the last of them are written when the file is closed."""
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     writer = pytest.importorskip("tensorboard.summary.writer.record_writer").RecordWriter

@@ -1,4 +1,4 @@
-"""The user's own models, data, schedules and batches, in less usual forms that must work or be refused clearly."""
+"""Unusual models, data, schedules and batches of users: each must work, or be refused with a clear error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trainer_of(backend, schedule=None):
     return Trainer(model, optimizer, backend=backend, schedule=schedule and schedule(optimizer))
 
 
-def test_numbers_of_numpy_in_a_state_are_saved(tmp_path):
+def test_numpy_numbers_in_a_state_can_be_saved_and_loaded(tmp_path):
     with connect("local") as backend:
         trainer = trainer_of(backend, lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float32(0.5)))
         trainer.step([batch()], 4)
@@ -68,7 +68,7 @@ def test_trainer_step_accepts_a_single_batch_instead_of_a_list():
 
 
 class Mine(nn.BatchNorm1d):
-    """A layer of the user's own."""
+    """A user's subclass of a BatchNorm layer."""
 
 
 def test_sync_batchnorm_replaces_shared_layers_and_warns_of_subclasses(caplog):
@@ -97,13 +97,13 @@ def test_sync_batchnorm_without_running_statistics_exchanges_nothing_in_evaluati
 
 
 class Versioned(nn.Linear):
-    """A layer whose state is not only tensors."""
+    """A layer whose state contains a dictionary beside its tensors."""
 
     def get_extra_state(self):
         return {"version": 2}
 
     def set_extra_state(self, state):
-        raise AssertionError("not a weight")
+        raise AssertionError("a file of weights must not set extra state")
 
 
 @pytest.mark.parametrize("model", [Versioned(4, 3), nn.ModuleDict({"module": nn.Linear(4, 3)})], ids=["extra", "module"])
@@ -121,7 +121,7 @@ def test_weights_with_extra_state_or_a_module_prefix_are_loaded(model, tmp_path)
 
 
 class Buffered(nn.Linear):
-    """A layer with a buffer of any kind."""
+    """A layer with a buffer, which the test chooses."""
 
     buffer: torch.Tensor
 
@@ -140,7 +140,7 @@ def buffered(shape, classes):
         (torch.eye(3).to_sparse(), "a Buffered whose 'own' is a sparse tensor: make it an ordinary tensor"),
         (torch.ones(3, dtype=torch.complex128), r"\['own'\] is a tensor of torch.complex128"),
         (torch.ones(1).expand(3), "has 'own', whose elements share memory, as after expand"),
-        (torch.ones(0, 3), None),
+        (torch.ones(0, 3), None),  # an empty buffer is saved, and restored in the second run
     ],
     ids=["sparse", "complex", "expanded", "empty"],
 )
@@ -154,7 +154,7 @@ def test_a_model_whose_buffer_cannot_be_saved_is_refused_before_training(tmp_pat
 
 
 class Stateful(nn.Linear):
-    """A layer whose state begins as one value, and has a different value in training."""
+    """A layer whose extra state is ``values[1]`` while its weight has a gradient, and ``values[0]`` otherwise."""
 
     values: tuple[object, object]
 
@@ -235,13 +235,14 @@ def constant(start, samples=8):
     return TensorSource(inputs, torch.arange(samples) % 3)
 
 
-#: Each run is started twice. These functions return the data of start 0 or 1; the key says what differs between the two.
+#: By kind, a function that returns the data of a run, for its first start (0) or its second start (1).
 KINDS = {
-    "same": lambda start: Task(constant(0), constant(0), (4,), 3),
-    "stored": lambda start: Task(constant(start), constant(0), (4,), 3),
-    "validation": lambda start: Task(constant(0), constant(start), (4,), 3),
-    "size": lambda start: Task(constant(0), constant(0, 8 + start), (4,), 3),
-    "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),
+    "same": lambda start: Task(constant(0), constant(0), (4,), 3),  # the data do not change
+    "stored": lambda start: Task(constant(start), constant(0), (4,), 3),  # a training sample changes
+    "validation": lambda start: Task(constant(0), constant(start), (4,), 3),  # a validation sample changes
+    "size": lambda start: Task(constant(0), constant(0, 8 + start), (4,), 3),  # a validation sample is added
+    "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),  # the code of the dataset changes
+    # Samples differ each time that they are read.
     "random": lambda start: (Pairs(random.SystemRandom().random), Pairs(random.SystemRandom().random)),
 }
 CURRENT: list = []

@@ -236,7 +236,7 @@ class Pair(nn.Flatten):
 
 
 def one_row():
-    """Return a model that forgets the dimension of the batch."""
+    """Return a model that returns a single row of logits for a whole batch."""
     return nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1)), nn.AdaptiveAvgPool1d(64), nn.Linear(64, 10))
 
 

@@ -287,7 +287,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(real, tmp_path):
     assert {one["steps"] for one, _ in found} == {6}
     assert found[0][0]["best"]["step"] == whole["best"]["step"]
     assert found[0][0]["val_accuracy"] == pytest.approx(whole["val_accuracy"], abs=0.02)
-    warnings = [[text for text in said if "holds the run only for rank" in text] for _, said in found]
+    warnings = [[text for text in said if "contains the run only on rank" in text] for _, said in found]
     assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
     assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(rank_1.glob("summary.json"))

@@ -61,7 +61,10 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
 
 
 def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
-    """Return whether the backward pass ``event`` is in an ``if`` in ``loop`` whose condition contains ``passes``."""
+    """Return whether, inside ``loop``, the backward pass ``event`` is in an ``if`` whose condition contains ``passes``.
+
+    Return ``False`` if ``passes`` is a constant: another condition may contain the same number by chance.
+    """
     if event.kind != "backward" or isinstance(passes, ast.Constant):
         return False
     tests = [above.test for above in source.above(event.node) if isinstance(above, ast.If) and loop in source.above(above)]
@@ -112,7 +115,7 @@ def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
     return bool(names & called) and not roots - names
 
 
-#: Methods of tensors, which do not show that their owner is a model.
+#: Methods of tensors and dictionaries. A call of such a method does not show that the object is a model.
 _OF_DATA = ("cpu", "cuda", "float", "half", "items", "keys", "long", "reshape", "size", "to", "unsqueeze", "view")
 
 
