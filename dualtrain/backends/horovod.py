@@ -318,7 +318,10 @@ class HorovodBackend(Backend):
 def _initialise(
     start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
 ) -> tuple[KeyValueStore | None, str | None]:
-    """Start Horovod in the world of its own launcher or of MPI, or in a world whose ranks meet through the job's store.
+    """Start Horovod.
+
+    The ranks meet through Horovod's own launcher or MPI, if one of them has started this process. Otherwise they meet
+    through the job's store. A single rank needs neither.
 
     Args:
         start: Horovod's ``init``.
@@ -372,7 +375,7 @@ def _defaults(world: World, groups: bool) -> dict[str, str]:
 
 
 def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
-    """Start Horovod in the world of its own launcher, or of MPI."""
+    """Start Horovod in a process that Horovod's own launcher or MPI has started."""
     refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
     if world.launcher.startswith("mpi"):
         # MPI has no timeout of its own.
@@ -385,7 +388,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     """Start Horovod's Gloo controller with our own HTTP store, whose address the ranks get through the job's store.
 
     Returns:
-        The job's store, and the address.
+        The job's store, and the address of the HTTP store.
     """
     # ``meet`` sets the local ranks by the hosts' identities: Horovod aborts the process if local ranks are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())

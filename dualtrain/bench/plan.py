@@ -5,8 +5,7 @@ takes longer than the steps. A row of the table compares two contenders; each ro
 
 The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later of two
 contenders is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear
-drift only widens the interval. Tuned DDP, the reference of most rows, is listed as two contenders: the ratio of these
-two is the noise floor.
+drift only widens the interval. Tuned DDP is listed as two contenders, whose ratio is the noise floor.
 
 A contender measures only values that a row or the table of allreduces needs, with just enough steps for a median. More
 steps would not narrow the intervals, which depend on the number of rounds, and would lengthen each of the seven rounds.
@@ -44,8 +43,8 @@ VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of
 SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # other gradient sizes; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job not in ("empty", "layers20", *SHAPES))
-#: Bytes of the allreduces. "large" is measured only for contenders that have a target, or that decide the answer to the
-#: question which library is faster.
+#: Bytes of the allreduces. "large" is measured only for the contenders that a target compares, and for raw Horovod over
+#: Gloo.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job not in ("tiny", "layers20", *VIRTUAL, *SHAPES))
@@ -81,7 +80,7 @@ ABOUT = {
 ROUNDS = 7
 TRAINER_STEPS = 250
 STALL_STEPS = 2
-EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05  # the tutorial script then reaches dualtrain's accuracy
+EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05  # with these, the tutorial script is as accurate as dualtrain
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,8 @@ TRAINER = "trainers"
 SIDE = "side_by_side"
 BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
 TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
-#: Contenders side by side run this many times as many steps, because starting them takes longer than a contender's steps.
+#: Factor by which contenders side by side multiply their number of steps, because starting them takes longer than the
+#: steps of one contender.
 SIDE_STEPS = 4
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 

@@ -142,7 +142,7 @@ def _convert(setting: Setting, text: str) -> Any:
         value = setting.kind(text)
     except ValueError:
         raise refusal from None
-    if setting.kind is not str and not text.isascii():  # int() and float() accept the digits of all scripts
+    if setting.kind is not str and not text.isascii():  # int() and float() also accept non-ASCII digits
         raise refusal
     if bounds is not None and not bounds.accepts(value):
         raise refusal

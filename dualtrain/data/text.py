@@ -78,7 +78,7 @@ def load_text(options: Options) -> Task:
     words = re.findall(r"\w+|[^\w\s]", _text(options.text_file).lower())
     length = options.sequence_length
     if length < 2:
-        raise UserError(f"--sequence-length must be 2 or more, for [CLS] and a token, not {length}")
+        raise UserError(f"--sequence-length must be 2 or more (for [CLS] and one token), not {length}")
     sequences = [words[start : start + length - 1] for start in range(0, len(words), length - 1)]
     if len(sequences) < 10:
         where = f" in {options.text_file!r}" if options.text_file else ""
@@ -113,7 +113,7 @@ def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
     """Assign ids to the most frequent words, after the special tokens; equally frequent words in alphabetical order."""
     room = size - len(SPECIAL)
     if room < 1:
-        raise UserError(f"--vocabulary must be above {len(SPECIAL)}, the number of special tokens, not {size}")
+        raise UserError(f"--vocabulary must be above {len(SPECIAL)} (the number of special tokens), not {size}")
     counts = Counter(word for sequence in sequences for word in sequence)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     return {word: number for number, word in enumerate(ranked[:room], start=len(SPECIAL))}

@@ -2,7 +2,8 @@
 
 After the buckets were made, a parameter or the optimizer may change on one rank, and only that rank can detect the change.
 That rank sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the
-same error. So no rank enters a collective alone.
+same error. So no rank enters a collective alone. With gradients on a GPU, the errors may differ: see
+:meth:`Refusals.flagged`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Refusals:
         optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
-        dropped: whether gradients were dropped, and neither zeroed nor computed since.
+        dropped: whether gradients were dropped, and neither computed nor set to zeros since.
     """
 
     def __init__(self, hooks: ParameterHooks) -> None:
@@ -100,9 +101,9 @@ class Refusals:
         return self._lost() or self._unknown() or self._dropped()
 
     def drop_gradients(self) -> None:
-        """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own.
+        """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
 
-        Until the program has made or zeroed gradients, further exchanges are refused.
+        Further exchanges are refused until the program has computed gradients or set them to zeros.
         """
         for slot in self.hooks.slots:
             slot.param.grad = None
@@ -161,7 +162,7 @@ class Refusals:
         self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def load_none(self) -> None:
-        """Clear the flag, for a shard of the batch after which this rank computes another one. See :meth:`load`."""
+        """Set the flag to 0. Called for all of this rank's shards in a step except the last, which uses :meth:`load`."""
         self._flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
@@ -195,7 +196,7 @@ class Refusals:
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout, or if a gradient was replaced by its sum on some
-                ranks only: these ranks no longer have their own gradient, which the new layout would have to send.
+                ranks only. These ranks no longer have their own gradient, so they cannot send it in the new layout.
         """
         if not buckets or not (self._flag.is_cpu or cpu_waits):
             return
@@ -215,9 +216,9 @@ class Refusals:
             if names != replaced:
                 name = next(each for each in (*names, *replaced) if (each in names) != (each in replaced))
                 raise BackendError(
-                    f"parameters were added or unfrozen during backward, when the gradient of {name!r} had been sent by "
-                    f"rank {rank} or rank {backend.rank} and not by the other: add and unfreeze parameters between two "
-                    "backward passes"
+                    f"parameters were added or unfrozen during backward, when only one of rank {rank} and rank "
+                    f"{backend.rank} had sent the gradient of {name!r}: add and unfreeze parameters between two backward "
+                    "passes"
                 )
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:

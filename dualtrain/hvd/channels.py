@@ -49,7 +49,7 @@ class Exchanger(Protocol):
         """Return the names of the parameters that were added after the reducer got its channel name."""
 
     def adopt(self, added: list[str]) -> None:
-        """Add the parameters that were added on other ranks. Raises HorovodInternalError for an unknown one."""
+        """Add the parameters that were added on other ranks. Raises HorovodInternalError if this rank lacks one of them."""
 
     def take_part(self, divide_by: str) -> None:
         """Send zeros for the next exchange, because this rank has joined; do not wait for the sums.
@@ -71,7 +71,7 @@ class Reducer(Protocol):
     channel_name: str
 
     def abandon_call(self) -> None:
-        """Discard the result of a grouped allreduce of gradients that this rank has called before it joined."""
+        """Discard the result of a call (a grouped allreduce of gradients) that this rank has made before it joined."""
 
     def begin_world(self) -> None:
         """Handle a new call of ``init``. All ranks have added and unfrozen the same parameters before this call."""

@@ -1,7 +1,7 @@
 """The control channel: one connection from every rank to rank 0's coordinator.
 
-On rank 0, one thread reads all connections and rank 0's own messages, and passes them to the coordinator, which answers.
-Messages to one rank arrive in the order in which they were sent.
+On rank 0, one thread receives the messages of all ranks, including rank 0, and passes them to the coordinator, which
+answers. Messages to one rank arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _CoordinatorEnd:
         connection.socket.close()
 
     def _close_connections(self, selector: selectors.BaseSelector) -> None:
-        """Shut the connections down. No message is lost, because the other ends read all messages before they close."""
+        """Shut the connections down, and wait until the other ends have read all messages and closed; at most 2.5 s."""
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)

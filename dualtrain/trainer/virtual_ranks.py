@@ -44,7 +44,7 @@ class VirtualRanks:
         shards: the number of shards, V.
         seed: the seed of all random numbers.
         model: the model. Its forward passes may change its buffers, but no other state.
-        loss: the loss, if it is a module whose buffers must not change.
+        loss: the loss function, if it is a module. Its buffers must not change.
         backend: communicates with the other ranks.
 
     Raises:
@@ -83,7 +83,7 @@ class VirtualRanks:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
-        # This step's backward may also reach parameters of other trainers, which must not exchange these gradients.
+        # This step's backward may also reach parameters of other trainers. These trainers must not exchange the gradients.
         with self._begun_step(), reducer.alone():
             reducer.begin_shards()
             for shard, part in given:
@@ -129,8 +129,8 @@ class VirtualRanks:
             yield
         except BaseException:
             self._buffers.restore()
-            # A rank may have stopped in any of its shards. Each further failure gives another seed: the caller may draw
-            # after each.
+            # A rank may have stopped in any of its shards. Each further failure gives a different seed, because the caller
+            # may draw random numbers after each failure.
             self._seed_after(f"{self._after} failed")
             raise
         self._steps += 1
@@ -214,8 +214,8 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
     """Return the batches of one shard, one for each backward pass."""
     if isinstance(batches, torch.Tensor):
         raise TypeError(
-            "an entry of the list given to step() is a tensor: give one entry for each of trainer.shards, as "
-            "trainer.split() makes it; an entry is a batch (inputs, targets), a list of batches, or None"
+            "an entry of the list given to step() is a tensor: give one entry for each of trainer.shards (trainer.split() "
+            "returns such a list); an entry is a batch (inputs, targets), a list of batches, or None"
         )
     return passes_of(batches)
 

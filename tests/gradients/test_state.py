@@ -138,7 +138,7 @@ def test_a_broadcast_accepts_different_memory_layouts_on_ranks(typical):
     typical(mixed_layouts)
 
 
-def test_broadcast_parameters_refuses_anything_but_a_flat_state_dict():
+def test_broadcast_parameters_refuses_nested_tensors_and_values_without_tensors():
     model = nn.Linear(2, 2)
     state = torch.optim.SGD(model.parameters(), 0.1).state_dict()
     with connect("local") as backend:
@@ -365,7 +365,7 @@ def step_counts(backend):
     assert {state["exp_avg"].shape for state in optimizer.state.values()} == {p.shape for p in model.parameters()}
 
 
-def test_adam_continues_the_roots_count_of_steps(spmd):
+def test_every_rank_gets_the_roots_step_count_of_adam(spmd):
     spmd(step_counts)
 
 

@@ -1193,7 +1193,7 @@ def test_the_verdict_shows_how_far_horovods_defects_change_the_weights(collected
 
 def test_the_verdict_notes_that_repeatability_of_dualtrain_was_not_checked(collected, capsys):
     evidence, _ = collected(Script(compat="step 40", plain="step 40"))
-    assert "whether dualtrain's own runs agree up to step 40 was not checked" in verdict_of(evidence, []).details[-2]
+    assert "not checked: whether dualtrain's own runs agree up to step 40" in verdict_of(evidence, []).details[-2]
     evidence, _ = collected(Script(compat="fails", plain="step 3"))
     assert "with the defects of Horovod: dualtrain: the script failed" in capsys.readouterr().err
     assert (evidence.compat, verdict_of(evidence, []).status) == (None, 1)

@@ -257,7 +257,7 @@ def test_a_rank_outside_of_an_optimizers_process_set_may_join(real):
 
 
 def after_backward_alone(backend, backward_passes):
-    """Join on rank 1 after a backward pass whose gradients no step uses."""
+    """Join on rank 1 after its last step, or after one more backward pass without a step (``backward_passes`` = 1)."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)

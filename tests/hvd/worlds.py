@@ -58,7 +58,7 @@ def is_horovod(hvd: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert tensors to lists, which can be compared and returned by the pool."""
+    """Convert tensors to lists: lists can be compared with ``==``, and the pool can return them."""
     if isinstance(value, torch.Tensor):
         return value.detach().tolist()
     return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value

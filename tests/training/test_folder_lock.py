@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder through an open file of its own, so that it is locked for ``train`` as if by another process."""
+    """Lock the folder through a separate open file, so that ``train`` finds it locked as if by another process."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:
@@ -186,7 +186,7 @@ def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
             assert len(errors) == 1
             assert "is used by" in errors[0] or "holds another run" in errors[0]
         elif end is not trained[0]:
-            # This process got the folder after the training process had left it, so it prints that run's result.
+            # This process locked the folder after the training process had released it, so nothing is left to train.
             assert resume
             assert "nothing is left to train" in end.stdout
     assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected

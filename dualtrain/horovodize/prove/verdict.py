@@ -28,8 +28,8 @@ from dualtrain.horovodize.prove.records import RunRecord, median_of
 ROUNDING = 1e-5
 #: Up to this relative value, the difference at the end of a run on other hardware counts as rounding.
 OTHER_HARDWARE = 1e-3
-#: If two runs with the same library differ by more than this relative value, nothing is proven: so large a difference
-#: could hide an error of a library.
+#: If two runs with the same library differ by more than this relative value, nothing is proven: such a large
+#: difference could hide an error of a library.
 LARGEST_SPREAD = 1e-2
 #: A second limit, as a part of the distance by which all steps have moved the weights. It applies to the difference of two
 #: runs with the same library, and to the difference between the libraries on other hardware.
@@ -174,7 +174,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     apart, step = distance(evidence.horovod[0], compared)
     if not any(run.steps >= difference.step for run in evidence.dualtrain[1:]):
         details.append(
-            f"whether dualtrain's own runs agree up to step {difference.step} was not checked; --rounds 4 adds a run of "
+            f"not checked: whether dualtrain's own runs agree up to step {difference.step}; --rounds 4 adds a run of "
             "each side with all steps"
         )
     details.append(f"all weights together differ {_by(apart)} after step {step}{once and ', with these defects'}")
@@ -211,7 +211,7 @@ def _own_cause(evidence: Evidence, difference: Difference) -> str:
         )
     size = evidence.horovod[0].size
     if size > 2 and difference.relative is not None and difference.relative <= ROUNDING:
-        return f"rounding: sums over {size} ranks can be added in several orders; with --nproc 2 there is only one"
+        return f"rounding: sums over {size} ranks can be computed in several orders; with --nproc 2 there is only one order"
     return ""
 
 
@@ -253,8 +253,8 @@ def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord 
 def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     """Compare the sides by distance, because the script is not repeatable.
 
-    The spread is the largest distance between two runs on Horovod. With --against there is only one such run, so that the
-    spread is the largest distance between two runs with dualtrain.
+    The spread is the largest distance between two runs on Horovod. With --against there is only one such run; the spread
+    is then the largest distance between two runs with dualtrain.
     """
     only_dualtrain = not any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
     who = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"
@@ -286,8 +286,8 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
 def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    The distance between the sides is the median of all pairs of runs. Both distances compare weights after the same step.
-    It is the last step that at least one run of each side and two of the ``repeated`` runs have summarized.
+    The distance between the sides is the median over all pairs of runs. Both distances compare weights after the same
+    step: the last one that at least one run of each side and two of the ``repeated`` runs have summarized.
     """
     steps = min(max(run.steps for run in ours), sorted(run.steps for run in repeated)[-2])
     long = [run for run in (*horovod, *ours, *repeated) if run.steps >= steps]
