@@ -43,6 +43,13 @@ REPAIRS = [
         "        optimizer.step())\n",
     ),
     (
+        "my_optimizer = hvd.DistributedOptimizer(other, others)\nloss.backward()\nclip_grad_norm_(p, 1)\n"
+        "optimizer.step()\nmy_optimizer.step()\n",
+        "my_optimizer = hvd.DistributedOptimizer(other, others)\nloss.backward()\nmy_optimizer.synchronize()\n"
+        "optimizer.synchronize()\nclip_grad_norm_(p, 1)\nwith optimizer.skip_synchronize():\n    optimizer.step()\n"
+        "with my_optimizer.skip_synchronize():\n    my_optimizer.step()\n",
+    ),
+    (
         "with amp():\n    loss.backward()\n    clip_grad_norm_(p, 1)\noptimizer.step()\n",
         None,  # not repaired: synchronize() before the block would come before backward
     ),

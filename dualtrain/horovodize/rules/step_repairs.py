@@ -72,8 +72,9 @@ def _common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | N
 
 def _merged(edits: list[Edit]) -> list[Edit]:
     """Return the edits without duplicates, and with one edit per place."""
-    merged: dict[tuple[int, int], str] = {}
+    merged: dict[tuple[int, int], list[str]] = {}
     for start, end, new in edits:
-        if new not in merged.get((start, end), ""):
-            merged[start, end] = merged.get((start, end), "") + new
-    return [Edit(start, end, new) for (start, end), new in merged.items()]
+        texts = merged.setdefault((start, end), [])
+        if new not in texts:
+            texts.append(new)
+    return [Edit(start, end, "".join(texts)) for (start, end), texts in merged.items()]
