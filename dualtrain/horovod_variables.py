@@ -112,7 +112,7 @@ def mention_others(env: Mapping[str, str]) -> None:
 
 
 def publish_place(world: World | None = None) -> None:
-    """Set HOROVOD_RANK and so on where they are unset: scripts read them before ``init``, since horovodrun sets them.
+    """Set HOROVOD_RANK, HOROVOD_SIZE and so on, unless they are set: scripts for horovodrun read them before ``init``.
 
     Under MPI nothing is set: scripts read MPI's own variables there, and HOROVOD_RANK would make them expect Gloo.
     """

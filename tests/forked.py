@@ -43,7 +43,7 @@ def server() -> ForkServerContext:
 
 @dataclass(frozen=True)
 class End:
-    """Exit status of one process (-N if signal N ended it) and its output."""
+    """Exit status of one process (-N if signal N ended it), its output and its rank."""
 
     returncode: int
     stdout: str
@@ -107,7 +107,7 @@ class Forked:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its descendants."""
+        """Kill the process and the other processes of its group."""
         self.send_signal(signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -23,8 +23,8 @@ from dualtrain.backends.base import Primitives, Short
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-#: Number that is added to a call's fingerprint for each sum of gradients that this rank has started in the call's process
-#: group. It is odd, so different counts of sums give different fingerprints.
+#: Added to a call's fingerprint once for each sum of gradients that this rank has started in the call's process group.
+#: The number is odd, so different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
 _OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint if a second thread of the rank makes the call
 _IN_SECOND_THREAD = " in a second thread, which needs a channel()"
@@ -93,8 +93,10 @@ def fingerprint(text: str) -> int:
 def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    The backend may send short ``data`` with the comparison. If the data of all ranks is sent, ``data.result`` is set.
-    This function also sends this rank's ``backend.flag``, and sets ``backend.any_flag`` to whether any flag is set.
+    The backend may send short ``data`` together with the fingerprints. It then sets ``data.result``, either on every rank
+    or on no rank.
+
+    This function also sends this rank's ``backend.flag``, and stores in ``backend.any_flag`` whether it is set on any rank.
 
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.

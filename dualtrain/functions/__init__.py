@@ -1,4 +1,4 @@
-"""Running of a function on several ranks of this host. See also ``dualtrain.spark`` and ``dualtrain.ray``."""
+"""Run a function on several ranks of this host. See also ``dualtrain.spark`` and ``dualtrain.ray``."""
 
 from dualtrain.functions.local import horovod_run, run
 

@@ -117,7 +117,7 @@ class Turns:
             )
 
     def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:
-        """Raise BackendError if some ranks are a step ahead: they would average gradients of different steps."""
+        """Raise BackendError if some ranks are a step ahead: the ranks would average gradients of different steps."""
         if len({each & wanted for each in odd}) > 1:
             raise BackendError(
                 "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "

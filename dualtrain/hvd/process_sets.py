@@ -102,7 +102,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
 
 
 def detach() -> None:
-    """Make all sets unusable, because the world has ended."""
+    """Make all added sets unusable, because the world has ended."""
     global _engine
     _engine = None
     for one in _attached:

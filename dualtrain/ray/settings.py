@@ -77,6 +77,6 @@ def placement(
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"RayExecutor cannot have {size!r} ranks: give a whole number from 1")
     if gpus_per_worker and not use_gpu:
-        raise UserError("gpus_per_worker is given without use_gpu=True: give both, or neither")
+        raise UserError("gpus_per_worker is given without use_gpu=True: add use_gpu=True, or leave gpus_per_worker out")
     gpus = (gpus_per_worker or 1) if use_gpu else 0
     return Placement(size, num_hosts, cpus_per_worker, gpus, use_current_placement_group)

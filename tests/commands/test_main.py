@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
 
 
 def converted(shape, classes):
-    """Build no model: Ctrl-C comes, and becomes another error, as in an import of a module that is written in C."""
+    """Build no model: convert the KeyboardInterrupt of Ctrl-C to ImportError, as the import of a C extension may do."""
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def converted(shape, classes):
 
 
 def lost(shape, classes):
-    """Build a model. Ctrl-C comes, but is lost."""
+    """Build a model, and suppress the KeyboardInterrupt of Ctrl-C."""
     with suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))

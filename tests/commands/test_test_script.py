@@ -1,4 +1,4 @@
-"""launch/test.sh: the type check beside the tests, the exit status, and Ctrl-C. All programs are fakes."""
+"""launch/test.sh: the type check during the tests, the exit status, and Ctrl-C. All programs are fakes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Script:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.folder / "launch" / "test.sh"), *arguments]
         env = {**os.environ, "DUALTRAIN_VENV": str(self.folder), "TMPDIR": str(self.temporary)}
-        # A shell starts background jobs with SIGINT ignored. The script must not inherit this if such a job runs the tests.
+        # A background job of a shell ignores SIGINT, and so do its child processes. If this test runs in such a job, the
+        # script must still react to SIGINT.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             process = subprocess.Popen(
@@ -86,7 +87,7 @@ def script(tmp_path: Path) -> Iterator[Script]:
 
 
 def names(lines: list[str]) -> list[str]:
-    """Return the first word of each line, except lines that list tests that this machine cannot run."""
+    """Return the first word of each line. Leave out the lines about skipped tests."""
     return [line.split()[0] for line in lines if not line.startswith("skipped: tests of ")]
 
 
@@ -105,7 +106,7 @@ def test_mypy_runs_during_the_tests_and_its_output_follows_their_output(argument
     assert names(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
 
 
-def test_of_the_tests_in_tests_launch_the_default_command_runs_only_the_smoke_test(script):
+def test_the_default_command_runs_only_the_smoke_test_in_tests_launch(script):
     (script.folder / "tests" / "test_files.py").touch()
     (command,) = (line for line in script.run()[1] if line.startswith("pytest "))
     assert command.split()[-3:] == ["tests/gradients", "tests/test_files.py", "tests/launch/test_smoke.py"]

@@ -113,7 +113,7 @@ def test_an_earlier_gradient_may_be_changed_during_backward(typical):
 
 
 def converts_a_parameter_in_backward(backend):
-    """Change the dtype of a parameter on rank 0 in mid-backward, before its gradient is sent."""
+    """Change the dtype of a parameter on rank 0 during backward, before its gradient is sent."""
     first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(20000))
     reducer = GradientReducer([("first", first), ("last", last)], backend, transfer=Transfer(groups=[[first, last]]))
     for step in range(2):
@@ -134,7 +134,7 @@ def test_a_parameter_converted_in_backward_is_refused_on_all_ranks(typical):
 
 
 def unfreezes_in_backward(backend, numel, keep):
-    """Unfreeze a parameter in mid-backward, when only rank 0 has sent the gradient of ``last``."""
+    """Unfreeze a parameter during backward, when only rank 0 has sent the gradient of ``last``."""
     frozen, first, extra = (nn.Parameter(torch.ones(3)) for _ in range(3))
     last = nn.Parameter(torch.ones(numel))
     named = [("frozen", frozen.requires_grad_(False)), ("first", first), ("extra", extra), ("last", last)]
@@ -190,7 +190,7 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
 
 
 def zeroes_in_hooks(backend, place, sizes):
-    """Zero the gradients in hooks that run before or after the reducer's: hooks of parameters or of their nodes."""
+    """Zero the gradients in hooks of parameters or of autograd nodes, which run before or after the reducer's hooks."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     named = [(str(number), p) for number, p in enumerate(params)]
 
@@ -407,12 +407,12 @@ def swaps_what_is_frozen(backend):
         optimizer.step()
 
 
-def test_gradients_are_averaged_right_after_frozen_and_trained_layers_are_swapped(typical):
+def test_gradients_are_averaged_after_frozen_and_trained_layers_are_swapped(typical):
     typical(swaps_what_is_frozen)
 
 
 def own_factors(backend):
-    """Give each rank its own factor before the sum. The factor after it is 1/size; rank 0 passes ``None``, the default."""
+    """Multiply by a different factor on each rank before the sum, and by 1/size after it (``None`` on rank 0)."""
     p = nn.Parameter(torch.ones(3))
     after = 1 / backend.size if backend.rank else None
     reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))

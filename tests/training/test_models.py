@@ -1,4 +1,4 @@
-"""Models by name: each is built, learns in one step, and loads weights that fit. Other weights are refused."""
+"""Models by name: they are built, learn, and load weights that fit. Weights that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def step(model, inputs, targets):
         ("tests.training.test_models:build_linear", (3, 4, 4)),
     ],
 )
-def test_each_model_of_images_learns(name, shape):
+def test_each_model_of_images_learns_or_computes_outputs(name, shape):
     model = build(name, shape, 10)
-    if name.startswith(("squeezenet", "vit")):
+    if name.startswith(("squeezenet", "vit")):  # test only the shape of the outputs
         model.eval()
         assert model(torch.rand(2, *shape)).shape == (2, 10)
         return
