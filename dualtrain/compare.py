@@ -42,7 +42,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
 
     Args:
         runs: the runs that have ended.
-        unfinished: which other runs have not ended, a sentence for each.
+        unfinished: a message for each run that has not ended.
 
     Returns:
         The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash". Otherwise,

@@ -138,7 +138,8 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
         return read_file
     if dataset not in IMAGES:
         raise UserError(
-            f"the run's --dataset {dataset} generates its inputs: name a run with one of imagefolder, {', '.join(IMAGES)}"
+            f"image files cannot be converted to the inputs of the run's --dataset {dataset}: name a run with one of "
+            f"imagefolder, {', '.join(IMAGES)}"
         )
     mode, side = IMAGES[dataset]
     _, evaluation, _ = transforms_of(dataset, len(mode), side, options)

@@ -33,8 +33,8 @@ class Sample:
         sha256: hashes of the final weights by workload.
         accuracy: accuracy after an epoch.
         ranks: number of ranks.
-        parts: for contenders that ran side by side in this start, the result of each, by name. The attributes above are
-            empty then.
+        parts: for contenders that ran side by side in this start, the result of each, by name. Then ``seconds`` and
+            ``sha256`` are empty, and ``accuracy`` is ``None``.
     """
 
     seconds: dict[str, float]

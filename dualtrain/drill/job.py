@@ -18,7 +18,7 @@ from dualtrain.errors import UserError
 
 #: The environment variable by which the processes of a drill's job are found.
 MARK = "DUALTRAIN_DRILL"
-#: Matches the first line of a run with ``--resume auto``.
+#: Matches the line that a run with ``--resume auto`` prints when it starts.
 _START = re.compile(rb"--resume auto: (?:resuming from|beginning at) step (\d+)")
 _RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
 END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
@@ -114,7 +114,7 @@ class Job:
         deadline = time.monotonic() + END_SECONDS
         found = {process for process, _ in self._processes()}
         if self._launcher is not None and self.status() is None:
-            found.add(self._launcher.pid)  # the variable that marks it cannot be read yet if it was started just now
+            found.add(self._launcher.pid)  # just after its start, its environment cannot be read yet
         for process in found:
             send(process, signal.SIGCONT)
             send(process, signal.SIGTERM)

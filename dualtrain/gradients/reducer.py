@@ -36,8 +36,8 @@ class GradientReducer:
     """Reducer that averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
-        named_parameters: (name, parameter) pairs, the same on every rank. A frozen parameter is reduced too,
-            beginning with the step in which it is unfrozen.
+        named_parameters: (name, parameter) pairs, the same on every rank. They may include frozen parameters: the
+            reducer averages their gradients once they are unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step. With ``"zero"`` it is zeros, as in Horovod, so
             that weight decay and momentum still apply. With ``"none"`` it is ``None``, as in DDP. A parameter that only
@@ -52,10 +52,11 @@ class GradientReducer:
 
     In the first reduction, the ranks also compare their layouts; a difference raises BackendError, which names the
     parameter. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
-    ``param.grad`` becomes a view into a buffer; you may assign to it or to its ``.data``. A gradient that the program has a
-    reference to, that shares memory with another tensor, or that has a graph (``create_graph=True``) stays ``param.grad``,
-    and the average is copied into it. A gradient that the program keeps over ``zero_grad()`` stays as it is, as in torch; a
-    view of it (``param.grad.view(-1)``, ``param.grad.detach()``) is overwritten by the next backward.
+    ``param.grad`` becomes a view into a buffer; you may assign to it or to its ``.data``. Exceptions are gradients to which
+    the program has a reference, gradients that share memory with another tensor, and gradients that have a graph
+    (``create_graph=True``): they stay ``param.grad``, and the average is copied into them.
+    If the program keeps a gradient after ``zero_grad()``, its values do not change, as in torch. But the next backward
+    overwrites views of such a gradient (``param.grad.view(-1)``, ``param.grad.detach()``).
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
     ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as
     ``DistributedOptimizer.zero_grad`` does.
@@ -88,7 +89,7 @@ class GradientReducer:
             raise ValueError(f"the {backend.name} backend does not reduce {transfer.dtype}: compress to float16")
         if order is not None and (transfer.dtype is not None or len(order.ranges) != backend.size):
             raise ValueError(
-                "a fixed order of the sum must be made for the backend's size, and needs gradients in their own dtype"
+                "a fixed order of the sum must fit the backend's size, and gradients must be sent in their own dtype"
             )
         if passes < 1:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
@@ -171,8 +172,9 @@ class GradientReducer:
         their gradients count as zeros.
 
         Raises:
-            BackendError: a rank failed, did not take part within the backend's timeout, or has different parameters. All
-                gradients are then ``None``, because some of them may be sums already.
+            BackendError: a rank failed, did not take part within the backend's timeout, or has different parameters. If
+                gradients were sent already, all gradients are then ``None``, because some of them may be sums. Also raised
+                if a gradient was changed or assigned after it was sent.
             RuntimeError: the reducer was closed.
         """
         if self.is_reduced():
@@ -281,9 +283,9 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to reduce while a new parameter replaces ``name`` in ``place`` (module id, attribute name).
+        """Refuse to reduce, because a module's parameter ``name`` was replaced by a new one.
 
-        ``None`` as ``name`` ends the refusal.
+        ``place`` is (module id, attribute name). ``None`` as ``name`` ends the refusal for this place.
         """
         self._exchange.refusals.replace(place, name)
 

@@ -25,7 +25,7 @@ class BucketSum(Protocol):
     shards: int
 
     def begin(self) -> None:
-        """Forget shards that were added in a step that was not completed."""
+        """Discard the shards of a step that was not completed."""
 
     def add_shard(self, parts: list[torch.Tensor]) -> None:
         """Add a shard, which is not the rank's last one, to the partial sums. Not collective.
@@ -54,7 +54,7 @@ class RankSum:
 
     def add_shard(self, parts: list[torch.Tensor]) -> None:
         """Raise RuntimeError: each rank has a single shard, which is also its last one."""
-        raise RuntimeError("a rank has one shard in a step, unless the order of the sum is that of virtual ranks")
+        raise RuntimeError("without an order, a rank has one shard in a step: give the reducer an order to add more shards")
 
     def clear(self) -> None:
         """See :class:`BucketSum`."""

@@ -82,7 +82,7 @@ class HorovodReducer(ABC):
         self.hooks = ParameterHooks(keep_nodes=True)  # as Horovod does
         self.ready = 0
         self.dirty = False
-        #: Whether this rank already knew, when it became dirty, that a rank discards the current exchange.
+        #: The value of ``drops_exchange()`` when ``dirty`` last became true.
         self._dirty_after_drop = False
         self.closed = False
         self._generation = 0
@@ -133,8 +133,8 @@ class HorovodReducer(ABC):
         """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
 
         Raises:
-            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down. If gradients may be sums
-                already, all of them are ``None`` then.
+            HorovodInternalError: a rank failed, a rank has different parameters, or Horovod was shut down. All gradients
+                are then ``None`` if some of them may be sums already.
             RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
         if self.is_reduced():
@@ -207,7 +207,7 @@ class HorovodReducer(ABC):
             slot.passes = 0
 
     def adopt(self, added: list[str]) -> None:
-        """Add the parameters that other ranks have added after this rank had joined.
+        """Add the parameters that other ranks have added since this rank called ``join()``.
 
         Args:
             added: the value of :attr:`added` on the other ranks.
@@ -275,7 +275,7 @@ class HorovodReducer(ABC):
         self.renew()
 
     def abandon_call(self) -> None:
-        """Discard the result of a call that this rank has made before it joined. Called in the engine's thread."""
+        """Discard the result of a call that this rank made before ``join()``. Called in the engine's thread."""
         return
 
     def discard_step(self) -> None:
@@ -377,7 +377,10 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges while a new parameter replaces ``name`` in ``place``; ``name=None`` ends the refusal."""
+        """Refuse exchanges, because a module's parameter ``name`` was replaced by a new one.
+
+        ``place`` is (module id, attribute name). ``None`` as ``name`` ends the refusal for this place.
+        """
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -27,7 +27,10 @@ _DIAL_SECONDS = 5.0  # for one attempt to reach the server
 
 
 class Store(Hashable, Protocol):
-    """Interface of the server and the clients. After two processes have joined as the same rank, calls raise UserError."""
+    """Interface of the server and the clients.
+
+    Calls raise UserError after two processes have joined as the same rank, or with different world sizes.
+    """
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
         """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
@@ -255,9 +258,7 @@ def dial(
 ) -> StoreClient:
     """Connect to the job's server at one of ``ports``, as ``rank`` of ``world``, which has ``size`` ranks.
 
-    Blocks for ``timeout`` seconds at most.
-
-    The server may start later than this process.
+    Blocks. The server may start later than this process, so failed attempts are repeated for ``timeout`` seconds.
 
     Raises:
         UserError: this job's server does not listen at any of the ports, or it refuses this rank.

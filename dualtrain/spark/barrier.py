@@ -1,6 +1,6 @@
 """Ranks in Spark's barrier mode: all tasks of a stage start together, and each task runs one rank as a child process.
 
-The task of rank 0 serves the ranks' store. No other file imports pyspark.
+The task of rank 0 serves the ranks' store. No other file of the package imports pyspark.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(
     if not callable(fn):
         raise UserError(f"run() was given {fn!r}, which cannot be called: give a function, and its arguments as args")
     refuse_other_backend()
-    # pyspark has no public name for the running context, and getOrCreate would start a new context.
+    # pyspark has no public name for the running context, and getOrCreate would start a context if none runs.
     context = SparkContext._active_spark_context
     if context is None:
         raise UserError("there is no SparkContext: start Spark first, as with SparkSession.builder.getOrCreate()")

@@ -120,8 +120,8 @@ def test_a_rank_and_a_server_with_different_secrets_refuse_each_other(job, join)
     assert isinstance(join([port], 1), StoreClient)  # rank 1 can still join
 
 
-def test_the_secret_is_not_sent(job, join):
-    """Send to the job's server the bytes that a rank has sent to a false server: the job's server refuses them."""
+def test_the_secret_is_not_sent_and_a_proof_cannot_be_replayed(job, join):
+    """A false server records the bytes that a rank sends to it. The job's server refuses the same bytes."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
         said = []
@@ -147,7 +147,7 @@ def test_the_secret_is_not_sent(job, join):
 
 
 @pytest.mark.parametrize("answer", [b'{"refused": "buy new hosts"}', b"[]", b'"no"'])
-def test_a_refusal_without_proof_is_not_of_this_job(join, answer):
+def test_the_text_of_a_refusal_without_proof_is_not_shown(join, answer):
     with socket.create_server((LOCAL, 0)) as false:
 
         def listener():

@@ -56,7 +56,7 @@ def test_several_hosts_of_torchrun_need_a_port():
     assert "PORT is not set, but the rendezvous of 2 hosts needs a port: set it to a free port of one" in end.stderr
 
 
-def test_torchrun_starts_this_hosts_number_of_ranks_from_the_variable(tmp_path):
+def test_torchrun_reads_this_hosts_number_of_ranks_from_the_variable_hosts(tmp_path):
     launcher = tmp_path / "bin" / "torchrun"
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/sh\necho "$*"\n')

@@ -172,7 +172,7 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
     ("file", "values", "words"),
     [
         ("task.json", {"kind": "tokens"}, "not a run that classifies images"),
-        ("config.json", {"dataset": "synthetic"}, "generates its inputs"),
+        ("config.json", {"dataset": "synthetic"}, "cannot be converted to the inputs of the run's --dataset synthetic"),
         ("config.json", {"model": "nonesuch"}, "is not known"),
         ("config.json", {"normalize": "x"}, "--normalize must be"),
         ("config.json", {"image_size": -1}, "has image_size = -1"),

@@ -191,7 +191,7 @@ def test_charts_contain_the_curves_of_all_runs_in_data_coordinates(tmp_path):
         "0",
         "1",
     }
-    (view,) = [box for box in shown.all("viewbox") if box.startswith("10 -0.5")]  # the chart of losses, at most 0.5
+    (view,) = [box for box in shown.all("viewbox") if box.startswith("10 -0.5")]  # the chart of losses; the largest is 0.5
     left, top, width, height = map(float, view.split())
     assert (left, width) == (10, 30)
     assert top < -0.5 < -0.025 < top + height

@@ -84,7 +84,7 @@ def _is_chosen(source: Source, call: ast.Call) -> bool:
     return not all(re.fullmatch(r"[\w.]*(is_available\(\)|cuda)", text) for text in texts)
 
 
-#: Words that show that the script may give each rank its own GPU, perhaps by a function of a different file.
+#: Words of a script that may give each rank its own GPU, perhaps by calling a function of a different file.
 _PLACED = re.compile(
     r"local_?rank|local_?id|visible_devices|device_?(count|ids?|num|index|map)|gpu_?(id|num|index|rank|list)|[._]gpus?\b|"
     r"(set|setup|init|get|select|pin|bind|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"

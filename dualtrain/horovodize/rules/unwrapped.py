@@ -50,9 +50,9 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
 
 
 def _wrapped_parameter(source: Source, function: Function) -> str:
-    """Return the parameter that ``function`` wraps, or "".
+    """Return the parameter that ``function`` wraps; "" if there is none.
 
-    Return "" if the function may use the wrapper, except to return it or to broadcast its state.
+    Also return "" if the function may use the wrapper in other ways than returning it or broadcasting its state.
     """
     inside = list(ast.walk(function))
     wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
