@@ -58,8 +58,8 @@ class SynchronizedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
         """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only).
 
-        Cannot be differentiated again (RuntimeError), as in torch.nn.SyncBatchNorm: ``mean`` and ``invstd`` are saved
-        numbers here, without their own dependence on the input.
+        These gradients cannot be differentiated again (RuntimeError), as in torch.nn.SyncBatchNorm: this method uses
+        ``mean`` and ``invstd`` as constants, although they depend on the input.
         """
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
@@ -146,9 +146,9 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class RankNorm(SyncBatchNorm):
     """BatchNorm over the samples of all ranks of ``backend``.
 
-    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, so that a
-    rank may exchange statistics before a bucket of gradients is sent, and a different rank after that. A rank without
-    gradients for some parameters sends its buckets later in backward.
+    ``backend`` is a class attribute, so copies of a layer share it. It is a :meth:`~dualtrain.Backend.channel`, because the
+    ranks may exchange statistics and send buckets of gradients in different orders. For example, a rank without gradients
+    for some parameters sends its buckets later in backward.
     """
 
     backend: Backend

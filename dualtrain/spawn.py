@@ -1,4 +1,4 @@
-"""``--nproc N``: start N ranks on this host without a launcher; all have the same command line.
+"""``--nproc N``: start N ranks on this host without a launcher; every rank gets the same arguments.
 
 The parent takes no part in the training. It serves the store in which the ranks meet, passes signals on to them, and
 ends the remaining ranks when a rank has failed. The ranks detect and report a failed rank by themselves.
@@ -32,8 +32,8 @@ from dualtrain.training.signals import (
     take_early_request,
 )
 
-# Don't import torch here: the parent does not need it, and a rank cannot detect that its parent has died before the rank
-# has imported this file.
+# Don't import torch here. The parent does not need torch. A rank must import this file quickly: before the import has
+# ended, the rank cannot detect that its parent has ended.
 
 Body = Callable[[list[str]], int]
 
@@ -55,10 +55,11 @@ log = logging.getLogger("dualtrain")
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until the processes have exited. While all of them run, there is no time limit. After a process has failed, or
-    after a second SIGTERM or SIGINT, the call blocks for a few seconds at most. Each process is a rank of the launcher
-    ``"spawn"``. Call this in the main thread. A program other than dualtrain's own command line needs
-    ``if __name__ == "__main__":`` around the call, since every rank imports the program again.
+    Blocks until the processes have exited. There is no time limit while all of them run, or while they stop after a first
+    SIGTERM or SIGINT. If a process fails before such a signal, or at a second signal, the remaining processes are ended
+    within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A program other
+    than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every rank imports the
+    program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` after an error
@@ -176,7 +177,7 @@ class _Job:
         return status not in (0, 2) and self._stopped is None and not self._alive()
 
     def pause(self, seconds: float) -> tuple[int | None, bool]:
-        """Wait for ``seconds`` after the job has ended; a stop signal ends the wait.
+        """Wait for ``seconds`` before a restart; a stop signal ends the wait.
 
         Return that signal, or ``None``, and whether a checkpoint was requested during the wait.
         """
@@ -187,7 +188,7 @@ class _Job:
         return None if self._stopped is None else self._stopped[0], self._save
 
     def wait(self) -> int:
-        """Wait until all ranks have exited, or cannot be ended; return the job's status."""
+        """Wait until all ranks have exited, or a rank has survived SIGKILL; return the job's status."""
         while self._alive():
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             self._listen(left)
@@ -196,7 +197,7 @@ class _Job:
         return self._status or 0
 
     def kill(self) -> None:
-        """Kill the remaining ranks; blocks for a few seconds at most."""
+        """Kill the remaining ranks; blocks for at most ``END_SECONDS`` per rank."""
         left = self._alive()
         self._send(signal.SIGKILL)
         for process in left:

@@ -7,13 +7,13 @@
 #
 # GPU                1: build the GPU image instead, and run it without a GPU (20 GB of disk space)
 # TORCH              torch's version in the images (default: that of launch/versions.txt)
-# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch was compiled for); fewer of
-#                    them make the build faster
+# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch was compiled for); with
+#                    fewer of them, the build is faster
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in the tests' image (default: three quick test files; empty: no arguments)
-# WEIGHTS            the first 16 digits of the hash that the weights must have after a run with two ranks; the hash depends on the CPU
-#                    (default: the hashes of the two backends are only compared with each other)
+# WEIGHTS            the first 16 digits of the hash that the weights must have after a run with two ranks; the hash depends on
+#                    the CPU (default: the hashes of the two backends are only compared with each other)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }

@@ -23,7 +23,7 @@ class PackedGradients:
         self._versions: list[int] = []
 
     def record(self, grads: list[torch.Tensor] | None) -> None:
-        """Record the present gradients; ``grads`` are all of them, if the caller has the list."""
+        """Record the present gradients. ``grads`` is the list of all of them, or ``None`` if the caller has no list."""
         self._grads, self._versions = self._present(grads)
 
     def forget(self) -> None:

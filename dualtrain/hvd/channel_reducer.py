@@ -30,8 +30,8 @@ class ChannelReducer(HorovodReducer):
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
     So the number and the order of backward passes may differ between ranks. Every step has one exchange: the communication
     that combines the gradients over the ranks. Before the first exchange, each rank requests the channel from rank 0. The
-    request describes the rank's parameters and options, which rank 0 compares, and its sparse gradients. All ranks send a
-    gradient as a sparse gradient if it is sparse on any rank.
+    request describes the rank's parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and
+    options. All ranks send a gradient as a sparse gradient if it is sparse on any rank.
 
     Args:
         named: the parameters, the same on every rank of ``process_set``.
@@ -82,8 +82,8 @@ class ChannelReducer(HorovodReducer):
     def needs_zeros(self) -> bool:
         """Return whether the ranks that have joined must take part in an exchange now.
 
-        A joined rank blocks while it exchanges sparse gradients, and can take part in no exchange of a different optimizer
-        meanwhile. So if there are sparse gradients, this rank requests zeros from joined ranks only while it waits itself.
+        A joined rank blocks while it exchanges sparse gradients. It then cannot take part in an exchange of a different
+        optimizer. So if there are sparse gradients, this rank requests zeros from joined ranks only while it also waits.
         """
         usable = self.process_set.process_set_id is not None
         return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)

@@ -20,7 +20,7 @@ EQUAL = {
     "ranks": "ranks",
     "transport": "DUALTRAIN_TRANSPORT",
 }
-#: Kinds in which the first dimension may differ from rank to rank.
+#: Kinds of calls in which the tensors' first dimension may differ from rank to rank.
 FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
 
 

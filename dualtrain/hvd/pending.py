@@ -55,7 +55,7 @@ class Pending:
         """Block until there is a result or an error."""
         limit = time.monotonic() + BLOCKED_SECONDS
         while not self.ended.wait(slice_seconds(self.progress)):
-            # If not the main thread but another one waits here, the program can still make calls.
+            # Report only waits of the main thread: while another thread waits, the program can still make calls.
             if time.monotonic() > limit and threading.current_thread() is threading.main_thread():
                 self.on_blocked(self.message)
                 limit = time.monotonic() + _REPEAT_SECONDS

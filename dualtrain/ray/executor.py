@@ -124,7 +124,7 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all ranks have ended, or one rank has failed.
+        """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all calls have ended, or one rank has failed.
 
         If ``fn`` raises on a rank, or a rank's process ends, all actors are ended, their objects are lost, and Ray's
         exception is raised; it names the rank. ``callbacks`` are ignored, as Horovod ignores them without elastic training.

@@ -240,7 +240,7 @@ def test_too_many_ranks_for_the_cores_are_refused_before_the_first_one_is_starte
         spawn(len, [], 99999999)
 
 
-def test_a_cpu_quota_limits_the_ranks(monkeypatch):
+def test_the_number_of_usable_cores_limits_the_ranks(monkeypatch):
     monkeypatch.setattr("dualtrain.spawn.usable_cores", lambda: 1)
     with pytest.raises(UserError, match=r"--nproc 17 is too many .* each of its 1 cores .* give 16 at most"):
         spawn(len, [], 17)

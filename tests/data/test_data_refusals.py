@@ -70,7 +70,7 @@ def test_classes_of_train_and_val_must_agree(tmp_path):
         load_data("imagefolder", str(tmp_path))
 
 
-def test_each_file_of_cifar_holds_whole_images(tmp_path):
+def test_truncated_files_of_cifar_are_refused(tmp_path):
     write_cifar(tmp_path)
     first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
     whole = first.read_bytes()
@@ -261,7 +261,7 @@ def build_task(change=lambda inputs, targets: (inputs, targets), **options):
         (raise_error, "FileNotFoundError: no such shard"),
     ],
 )
-def test_batches_of_an_own_source_are_checked(monkeypatch, change, problem):
+def test_batches_of_the_users_own_source_are_checked(monkeypatch, change, problem):
     monkeypatch.setattr(f"{__name__}.build_now", lambda: build_task(change), raising=False)
     task = load_data("tests.data.test_data_refusals:build_now")
     with pytest.raises(UserError, match=f"the source of the training data .*{problem}") as refusal:

@@ -213,7 +213,7 @@ def own_vector_gradients(shard):
     return [p.grad for p in model.parameters()]
 
 
-def test_options_that_rule_out_a_fixed_order_of_sums_are_refused():
+def test_unknown_or_impossible_orders_of_sums_are_refused():
     def body(backend):
         model = perceptron()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -113,7 +113,7 @@ def gradient_of(backend, call, leaf, mine):
 
 
 def inputs_of_some_ranks(backend):
-    """Make calls whose input requires a gradient on rank 0 only, as ``weight if rank == 0 else torch.empty(2)`` does."""
+    """Make calls whose input requires a gradient on rank 0 only, as in ``weight if rank == 0 else torch.empty(2)``."""
     size, total = backend.size, backend.size * (backend.size + 1) / 2
     calls = {
         "broadcast": (lambda x: functional.broadcast(x, backend), total),

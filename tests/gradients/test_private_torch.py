@@ -210,7 +210,7 @@ def test_torch_does_not_compile_functions_that_are_marked():
     assert strategy.cur_action == engine._FrameAction.SKIP
 
 
-def test_torch_marks_optimizers_with_a_scheduler_in_known_attributes():
+def test_a_scheduler_adds_only_known_attributes_to_its_optimizer():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     torch.optim.lr_scheduler.StepLR(optimizer, 2)
     optimizer.step()

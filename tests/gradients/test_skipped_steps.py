@@ -31,7 +31,8 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    # The ranks exchange only whether their number of steps is odd. Here it is 3 before the extra step, in steps_alone 0.
+    # The ranks exchange only whether their number of steps is odd. Before the extra step, this number is 3 here,
+    # and 0 in ``steps_alone``.
     for step in range(3):
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()

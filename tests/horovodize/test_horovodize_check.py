@@ -366,14 +366,14 @@ CASES = [
         "def seed_all(seed):\n    torch.manual_seed(seed)",
     ),
     (
-        "same_random_numbers",  # a function seeds; the script averages gradients without DistributedOptimizer
+        "same_random_numbers",  # a function sets the seed; the script averages gradients without DistributedOptimizer
         "import random\ndef seed_all(seed):\n    random.seed(seed)  # HERE\nclass Data:\n    def __getitem__(self, i):\n"
         "        return random.random()\nseed_all(7)\nloss.backward()\nhvd.allreduce_(g)",
         "import random\ndef seed_all(seed):\n    random.seed(seed)\nclass Data:\n    def __getitem__(self, i):\n"
         "        return random.random()\nseed_all(7)\nseed_all(seed=7 + hvd.rank())\nloss.backward()\nhvd.allreduce_(g)",
     ),
     (
-        "same_random_numbers",  # a static method seeds; its first parameter is not self
+        "same_random_numbers",  # a static method sets the seed; its first parameter is not self
         "import random\nclass Data:\n    @staticmethod\n    def start(seed, device):\n        random.seed(seed)  # HERE\n"
         "    def __getitem__(self, i):\n        return random.random()\nData.start(7, 0)\nloss.backward()\n"
         "hvd.allreduce_(g)",

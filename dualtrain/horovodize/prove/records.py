@@ -55,9 +55,9 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: the place of this optimizer's states among the steps of all optimizers on this rank: 2n before the step with
-            index n in ``RankRecord.seconds``, and 2n + 1 after it. The first entry is the place of the state before this
-            optimizer's first step; each of its steps adds one entry.
+        order: the position of each state of this optimizer among the steps of all optimizers on this rank. Position 2n is
+            before the step with index n in ``RankRecord.seconds``, and 2n + 1 is after that step. The first entry is for
+            the state before this optimizer's first step. Each step of this optimizer adds one entry.
     """
 
     type: str
@@ -107,7 +107,8 @@ class RankRecord:
         optimizers: the optimizers, in order of creation.
         seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
         first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
-        state: all weights at the end, and the other tensors that the script has broadcast; empty in older records.
+        state: the weights at the end, and the other tensors that the script has broadcast; empty after an error, and in
+            older records.
         end: the end of the script; ``None`` if the process was killed or called ``os._exit``.
     """
 
@@ -265,8 +266,8 @@ def _read_rank(path: Path) -> RankRecord:
     start = next(lines, None)
     if start is None:
         raise UserError(
-            f"{str(path)!r} has no complete line: its disk is full, or the process was ended at once; free space on that "
-            "disk (without --record, TMPDIR sets the folder), and record the script again"
+            f"{str(path)!r} has no complete line: its disk is full, or the process was ended before it wrote a line; free "
+            "space on that disk (without --record, TMPDIR sets the folder), and record the script again"
         )
     if start.get("format") != FORMAT:
         raise UserError(f"{str(path)!r} has a format that this version cannot read: record the script again")

@@ -73,7 +73,10 @@ def _is_of_other_object(source: Source, call: ast.Call) -> bool:
 
 
 def _name_of(source: Source, call: ast.Call) -> str:
-    """Return the last name of the variable to which ``call`` or ``call if condition else …`` is assigned."""
+    """Return the variable to which ``call`` or ``call if condition else …`` is assigned: its name after the last dot.
+
+    Return an empty string if there is no such variable.
+    """
     for target, value, _ in source.assignments:
         if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
             return target.rpartition(".")[2] if target.replace(".", "_").isidentifier() else ""
@@ -132,7 +135,7 @@ def _has_computed_index(source: Source) -> bool:
 
 
 def _is_written(source: Source, key: ast.AST) -> bool:
-    """Return whether ``key`` only writes an entry, in ``{"key": …}`` or ``d["key"] = …``; True if it is not a string."""
+    """Return whether ``key`` writes an entry, in ``{"key": …}`` or ``d["key"] = …``, or is not a constant."""
     parent = source.parents[key]
     stored = isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store)
     return not isinstance(key, ast.Constant) or stored or (isinstance(parent, ast.Dict) and key in parent.keys)
@@ -158,9 +161,9 @@ def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | N
 
 
 def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
-    """Return whether anything may read samples through ``node`` after its function returns it.
+    """Return whether anything may read samples through ``node`` after a function has returned ``node``.
 
-    True if its function does not return it.
+    True if no function returns ``node``.
     """
     above, number = source.parents[node], None
     if isinstance(above, ast.Tuple):
