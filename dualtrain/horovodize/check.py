@@ -79,8 +79,8 @@ def _also(lines: Sequence[int]) -> str:
 def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
-    Lines that run only without Horovod, or never, have no findings. Functions that nothing uses have only findings of
-    the level "unsupported".
+    There are no findings in lines that run only without Horovod or with one rank, or never. In functions that nothing
+    uses, there are only findings of the level "unsupported".
     """
     if not source.uses_horovod and not source.wrapped:
         return []
@@ -92,7 +92,7 @@ def findings(source: Source) -> list[Finding]:
 
 @contextmanager
 def _deep_recursion() -> Iterator[None]:
-    """Allow the recursion that ast.unparse needs for a sum of some hundred terms."""
+    """Allow the recursion that ast.unparse needs for a sum of several hundred terms."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, _RECURSION_LIMIT))
     try:
@@ -102,7 +102,7 @@ def _deep_recursion() -> Iterator[None]:
 
 
 def status(found: Iterable[Finding]) -> int:
-    """Return the exit status: 1 if anything is worse than "differs"."""
+    """Return the exit status: 1 if a finding has a level other than "differs", otherwise 0."""
     return 1 if any(finding.level != "differs" for finding in found) else 0
 
 

@@ -33,7 +33,7 @@ def find_sources(names: Sequence[str]) -> Found:
     """Parse the named files as one program, and each file of the named folders as a program of its own.
 
     Raises:
-        UserError: a named file cannot be read, or is not valid Python; a named folder has no readable Python file.
+        UserError: a named file cannot be read, or is not valid Python; no Python file can be found in a named folder.
     """
     folders = [name for name in names if os.path.isdir(name)]
     files = [name for name in names if name not in folders]
@@ -56,7 +56,7 @@ def find_sources(names: Sequence[str]) -> Found:
 
 
 def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
-    """Yield the Python files below ``folder`` in order, except in hidden folders and virtual environments.
+    """Yield the Python files below ``folder`` in order, except in hidden folders, virtual environments and ``_LEFT_OUT``.
 
     Folders that cannot be read are added to ``unreadable``.
     """

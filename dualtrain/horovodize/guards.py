@@ -133,7 +133,7 @@ class Guards:
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def is_on_some_ranks(self, node: ast.AST) -> bool:
-        """Return whether a condition in its function makes ``node`` run on one rank only, or on all ranks but one."""
+        """Return whether a condition in the function around ``node`` makes it run on one rank only, or on all but one."""
         scope = self.source.scope(node)
         return any(
             self.signature(test) is not None for test, _ in self._conditions(node) if self.source.scope(test) is scope

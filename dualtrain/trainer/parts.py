@@ -33,7 +33,7 @@ def passes_of(batches: ShardBatches) -> Iterable[Tensors]:
 
 
 class Parts(Protocol):
-    """Division of a trainer's steps into parts, with the state that the parts begin with.
+    """Division of a trainer's steps into parts, and the state that the parts of the next step depend on.
 
     Each rank's batches are one part; with virtual ranks, each shard is one.
 
@@ -47,7 +47,7 @@ class Parts(Protocol):
 
     @property
     def mine(self) -> Sequence[int]:
-        """The indices of this rank's shards; empty if each rank computes one part."""
+        """The indices of this rank's shards; empty without virtual ranks."""
 
     @property
     def order(self) -> Literal["backend"] | SumOrder:

@@ -63,7 +63,7 @@ class Trainer:
             returns a pair of that mean and the four sums of ``objective.NAMES``; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
-        clip_norm: the largest total norm of the averaged gradients; if their norm is larger, they are scaled down to it.
+        clip_norm: limit of the total norm of the averaged gradients; above it, the gradients are scaled down to this norm.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
@@ -81,8 +81,9 @@ class Trainer:
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
             SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
             or buffer is on the meta device; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
-            schedule of a different optimizer; ``clip_norm`` is not above 0; ``compress`` is not known; or ``loss`` is a
-            loss of torch with ``reduction="sum"`` or ``"none"``.
+            schedule of a different optimizer; ``clip_norm`` is not above 0; ``amp`` or ``compress`` is not known;
+            ``loss`` has parameters that ``optimizer`` trains; or ``loss`` is a loss of torch with ``reduction="sum"`` or
+            ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
@@ -196,9 +197,9 @@ class Trainer:
         """
         if not 0 < expected < math.inf:
             raise ValueError(
-                f"expected={expected!r} is no weight of a step: give the number of samples on all ranks, for example"
+                f"expected={expected!r} is not a finite number above 0: give the number of samples on all ranks"
             )
-        expected = float(expected)  # the ranks compare its text
+        expected = float(expected)  # the ranks compare its repr, and those of 8 and 8.0 differ
         if news is not None:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
@@ -242,7 +243,7 @@ class Trainer:
             _copy_extra_state(self.ema.module, self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
-        """Split a global batch (inputs, targets), equal on every rank; return the batch of each of :attr:`shards`.
+        """Split a global batch (inputs, targets), the same on every rank; return the batch of each of :attr:`shards`.
 
         Shards differ by one sample at most. A shard without samples gets ``None``.
 
@@ -298,7 +299,7 @@ class Trainer:
         norms = [layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)]
         batches, ended, compare = iter(loader), False, True
         while True:
-            # Read no batch ahead: a loader may put each batch into the memory of the batch before, for example.
+            # Don't read ahead: some loaders reuse the memory of a batch for the next one.
             mine = [] if ended else [self.to_device(batch) for batch in islice(batches, 1)]
             ended, left = not mine, left - 1
             # Layers that communicate in forward need a forward pass on every rank.
@@ -319,10 +320,7 @@ class Trainer:
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
-        """Return the expected weight of the largest batch, and whether any rank and whether every rank has no batch.
-
-        Collective.
-        """
+        """Return (weight of the largest batch, whether any rank has no batch, whether all ranks have none). Collective."""
         # Cross entropy counts targets, such as tokens. Most other objectives count samples.
         count = counted_targets if isinstance(self.objective, CrossEntropy) else len
         weight = float(count(mine[0][1])) if mine else 0.0
@@ -486,7 +484,7 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 def _length(loader: Iterable[Any]) -> float:
-    """Return how many batches ``loader`` has, as it says itself; infinity if it does not know."""
+    """Return ``len(loader)``, the number of batches, or infinity if ``len`` raises."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except Exception:  # a loader's own __len__ may raise any error

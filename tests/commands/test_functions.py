@@ -267,7 +267,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
-def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
+def test_ranks_end_when_their_caller_is_killed(tmp_path):
     # Use os.write: with PYTHONUNBUFFERED, print() writes a line in two parts, between which the other rank can write.
     source = (
         "import os, time, dualtrain\n"
@@ -353,7 +353,7 @@ def test_an_interpreter_that_does_not_exist_is_refused():
         horovod_run(print, executable="/no-python")
 
 
-def test_an_interpreter_that_does_not_start_is_refused_in_time(monkeypatch, tmp_path):
+def test_an_interpreter_that_starts_no_rank_is_refused_after_a_timeout(monkeypatch, tmp_path):
     monkeypatch.setattr(children, "START_SECONDS", 0.5)
     waits = tmp_path / "waits"
     waits.write_text("#!/bin/sh\nexec sleep 600\n")

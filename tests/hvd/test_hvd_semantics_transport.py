@@ -197,7 +197,7 @@ def test_gradients_are_summed_once_in_the_step_in_which_parameters_are_added(rea
 
 
 def refused(backend):
-    """Let rank 1 refuse to map memory."""
+    """Make the mapping of shared memory fail on rank 1."""
     problem = PermissionError(13, "Permission denied") if backend.rank else None
     with library(backend) as hvd, mock.patch.object(segment, "_open", side_effect=problem):
         params, optimizer = wrapped(hvd, "refused")

@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: Host i gets core i of this list. Tests compare two hosts with runs on one host, in which each rank has one thread. With
-#: one core per host, ranks have one thread too: the bits of sums depend on the number of threads.
+#: Host i runs on core i of this list. With one core per host, each rank has one thread. Tests compare the weights' bits
+#: with those of runs on one host, whose ranks also have one thread each: the bits of sums depend on the number of threads.
 #: Every core is listed twice, because the machine may have only one.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
@@ -176,8 +176,8 @@ class Cluster:
 def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
     """Make two hosts with a link between their eth0 interfaces for the duration of the block; ``folder`` holds their files.
 
-    Each host resolves its own name to ``own``, for example 127.0.1.1, as after Debian's installer. If ``own`` is ``None``,
-    each host resolves its own name to its address on the link.
+    Each host resolves its own name to ``own``, such as 127.0.1.1, which Debian's installer writes into /etc/hosts. If
+    ``own`` is ``None``, each host resolves its own name to its address on the link.
     """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
     for name in NAMES:

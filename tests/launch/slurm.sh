@@ -28,7 +28,8 @@ mkdir "$work/munge"
 daemons=()
 nodes=(dualtrain-node1 dualtrain-node2)
 
-# ours: prints the processes of this Slurm and of the command, whatever their parents.
+# ours: prints the ids of all processes that were started with this SLURM_CONF: of Slurm's daemons, of jobs and of the
+# command. It also finds processes whose parent has exited.
 ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
 # end SIGNAL: sends the signal to the daemons and to the processes that `ours` prints; then waits until `ours` prints

@@ -157,7 +157,7 @@ def test_hostnames_that_resolve_to_loopback_are_refused_only_with_horovod(launch
 
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_an_interface_that_does_not_reach_the_other_host_is_named(launcher, backend, cluster, tmp_path):
+def test_an_interface_that_does_not_reach_the_other_host_is_refused(launcher, backend, cluster, tmp_path):
     for number, host in enumerate(cluster.hosts, 1):
         host.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "open-end")
         host.run("ip", "address", "add", f"10.78.{number}.1/24", "dev", "eth1")
@@ -212,7 +212,7 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
 
 
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "torch")])
-def test_mpirun_itself_detects_a_cut_link(launcher, backend, cluster, tmp_path):
+def test_a_cut_link_ends_all_processes_of_an_mpirun_job(launcher, backend, cluster, tmp_path):
     flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs", "5000"]
     job = Job(cluster, tmp_path, launcher, *flags)
     job.until(lambda: "epoch 2/" in job.output() or job.ended(), START_SECONDS)

@@ -412,7 +412,7 @@ def test_the_argument_expected_must_be_positive_and_finite(expected):
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
-        with pytest.raises(ValueError, match="is no weight of a step"):
+        with pytest.raises(ValueError, match="is not a finite number above 0"):
             trainer.step([data(8)], expected)
 
 

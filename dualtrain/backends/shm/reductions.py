@@ -56,7 +56,7 @@ class SharedMemory:
 
     Args:
         library: backend over all ranks; every host has the same number of ranks.
-        across: operations over the ranks with this rank's local rank, one per host, if there are several hosts.
+        across: if there are several hosts, operations over the ranks that have this rank's local rank (one on each host).
         beside: shared memory of other backends; their operations progress during waits for this memory's operations. The
             collection may change later.
 
@@ -119,8 +119,8 @@ class SharedMemory:
         After :meth:`reserve` it does not block, and the ranks may call it at different times.
 
         Raises:
-            UnsharedError: on every rank, if the ranks of a host cannot share this much memory, or if less than this is left
-                of the memory that :meth:`reserve` has mapped.
+            UnsharedError: on every rank, if the ranks of a host cannot share this much memory, or if the rest of the memory
+                that :meth:`reserve` has mapped is too small.
         """
         if numel == 0:
             return torch.zeros(0, dtype=dtype, device="cpu")
@@ -225,7 +225,7 @@ class SharedMemory:
         """
         regions = [self._regions.get(buffer.data_ptr()) for buffer in (*others, tensor)]
         found = [region for region in regions if region is not None]
-        # With several hosts, the tree may need a host's partial sums one by one, but hosts exchange only their sum.
+        # With several hosts, the tree may need each partial sum of a host, but a host sends only the sum of all of them.
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
     def advance(self, until: Reduction | None = None) -> None:
@@ -277,8 +277,8 @@ class SharedMemory:
         with self._lock:
             self._raise_failure(_COMPARING)
             try:
-                # Double buffer: a peer that has posted exchange n+1 has finished reading n, so its slot can be reused for
-                # n+2.
+                # Double buffer: a peer that has posted exchange n+1 has finished reading n, so the slots of n can be reused
+                # for n+2.
                 vectors = [each[self._next_vector] for each in self._vectors]
                 self._next_vector = 1 - self._next_vector
                 length, mine = len(numbers), vectors[self.rank]
@@ -323,7 +323,7 @@ class SharedMemory:
 
     @property
     def failed(self) -> bool:
-        """Return whether an operation has failed, so that all later ones fail too."""
+        """Return whether later operations fail: an earlier one failed or was interrupted, or this memory is closed."""
         return self._failure is not None or self._interrupted is not None
 
     # -- steps of an operation -------------------------------------------------------------------------------------

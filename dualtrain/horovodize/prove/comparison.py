@@ -164,8 +164,10 @@ def relative_difference(one: Summary, other: Summary) -> float:
 def distance(one: RunRecord, other: RunRecord, limit: int | None = None) -> tuple[float, int]:
     """Return (distance of all weights relative to their norm, step after which it was computed).
 
-    The step is the last one, up to ``limit``, that both runs summarized. The distance is estimated from sampled values and
-    norms; of all ranks' distances, the largest is returned. It is infinite if weights that differ are not finite.
+    The step is the last one, up to ``limit``, that both runs summarized. If both runs ended at the same point, at step
+    ``limit`` or earlier, the tensors at the end of the runs are compared instead, including buffers. The distance is
+    estimated from sampled values and norms; of all ranks' distances, the largest is returned. It is infinite if weights
+    that differ are not finite.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):
