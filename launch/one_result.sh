@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Shows that --virtual-ranks gives one result: trains the same job in one process, then with several numbers of ranks, on
-# both backends, all transports and launchers, and in a chain of runs. Each run of the chain has a different number of ranks,
-# and resumes from a checkpoint of the previous run. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or
-# metrics differ or a run failed, 2 if the flags are wrong. Ways (see below) that cannot run here are listed at the end with
-# the reason.
+# Shows that --virtual-ranks gives one result: trains the same job in one process, then with several numbers of ranks, with
+# different backends, transports and launchers (WAYS), and in a chain of runs. Each run of the chain has a different number
+# of ranks, and resumes from a checkpoint of the previous run. Ends with a table and "N runs, 1 hash". Exit status 1 if
+# weights or metrics differ or a run failed, 2 if the flags are wrong. Ways (see below) that cannot run here are listed at
+# the end with the reason.
 #
 #   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #

@@ -26,9 +26,9 @@ source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q dualtrain
 
-# begin_checks: checks the format, lints, and starts mypy in the background. mypy takes 20 s without its cache, but delays the tests
-# little, since they leave the cores idle for longer than that. mypy's output is written to a file, so that it is not mixed with the
-# tests' output.
+# begin_checks: checks the format, lints, and starts mypy in the background. mypy takes 20 s without its cache, but it hardly
+# delays the tests, because they leave the cores idle for a longer time. mypy's output is written to a file, so that it is not
+# mixed with the tests' output.
 begin_checks() {
   ruff format --check .
   ruff check .

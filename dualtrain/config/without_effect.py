@@ -1,4 +1,4 @@
-"""Find settings that have no effect on a run, and format one line for each, since the user expects an effect."""
+"""Find the user's settings that have no effect on a run, and format one line for each."""
 
 from __future__ import annotations
 
@@ -107,12 +107,13 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
         beyond = f"--lr-milestones {settings['lr_milestones']}: the run ends after step {facts.steps}"
         found.append(f"{beyond}, so that the learning rate is not changed at {', '.join(late)}")
     if settings["accumulate"] > facts.part:
-        more = f"--accumulate {settings['accumulate']} is more than a rank's {facts.part} sample{'s' * (facts.part != 1)}"
-        found.append(f"{more} of a step: each backward pass has one sample")
+        samples = f"{facts.part} sample{'s' * (facts.part != 1)}"
+        more = f"--accumulate {settings['accumulate']} is more than the {samples} that a rank has in a step"
+        found.append(f"{more}: each backward pass has one sample")
     if "workers" in given and "workers" not in lines and settings["workers"] > facts.cores:
         cores = f"{facts.cores} core{'s' * (facts.cores != 1)}"
-        more = f"--workers {settings['workers']} starts more workers for each rank than the {cores} that it may use"
-        found.append(f"{more}: fewer are probably as fast")
+        more = f"--workers {settings['workers']} is more than the {cores} that each rank may use"
+        found.append(f"{more}: fewer workers are probably as fast")
     return found
 
 
@@ -144,7 +145,7 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
         "lr_milestones": bool(drops) and min(drops) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,
-        # The run saves a checkpoint at its end, also without this setting. Only a run of several epochs depends on it.
+        # A run always saves a checkpoint at its end. So this setting changes only runs of more than one epoch.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
         # The first epoch is always the best so far. So at most epochs - 1 epochs can pass without a better one.

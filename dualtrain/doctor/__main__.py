@@ -2,7 +2,7 @@
 
 Every rank sends its versions, devices and interfaces to rank 0. Each tested backend joins the world and times an allreduce.
 Each problem is printed in one line with its cure. The exit status is 0 if a run would work, else 2. With --backend all,
-the exit status stays 0 if a backend fails that the command 'dualtrain train' would not choose here.
+a backend that the command 'dualtrain train' would not choose here does not affect the exit status.
 """
 
 from __future__ import annotations

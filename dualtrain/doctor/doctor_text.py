@@ -40,7 +40,7 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"rank {row['rank']}",
             f"{row['host']}, local rank {row['local_rank']}, {_cores(row)}, sees {'; '.join(row['devices'])}",
         )
-    yield "threads", f"{report['threads']} intra-op for each rank; --threads sets another number"
+    yield "threads", f"{report['threads']} intra-op for each rank; dualtrain train --threads sets another number"
 
 
 #: Explanations of launchers whose names are not commands.

@@ -83,8 +83,8 @@ class Bucket:
         # The slots' attributes as lists, so that loops over all gradients run in C.
         self._slot_views = _views(self.values, layout)
         whole = self.values.data
-        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. The one at
-        #: the key ``None`` belongs to all slots, except for slots of which the program has kept a gradient.
+        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. The
+        #: tensor at the key ``None`` belongs to all slots, except for slots of which the program has kept a gradient.
         self.fronts: dict[Slot | None, torch.Tensor] = {None: whole}
         for slot, view, front in zip(self.slots, self._slot_views, _views(whole, layout), strict=True):
             slot.place(self, view, front)
@@ -99,7 +99,7 @@ class Bucket:
         self._copied: list[Slot] = []
         #: Slots whose gradients lay in the bucket already.
         self._kept: list[Slot] = []
-        #: Slots whose gradients stay outside of the bucket, and these gradients, into which results must be copied.
+        #: Slots whose gradients stay outside of the bucket, each with its gradient. Results are copied to these gradients.
         self.outside: list[tuple[Slot, torch.Tensor]] = []
         self._packed = PackedGradients(self.slots)
         #: Slots whose gradients count as zeros.
@@ -124,7 +124,7 @@ class Bucket:
         return any(low <= address < high for low, high in self.ranges)
 
     def slots_inside(self) -> list[Slot]:
-        """Return the slots whose gradients lie in a bucket now, so that a sum replaces them."""
+        """Return the slots whose gradients lie in a bucket now. A sum would replace these gradients."""
         grads = [(slot, slot.param.grad) for slot in self.slots]
         return [
             slot
@@ -176,7 +176,7 @@ class Bucket:
         self.outside.clear()
 
     def assigned_late(self) -> Slot | None:
-        """Return a slot that had no gradient on any rank, and whose parameter has got one afterwards, not all zeros.
+        """Return a slot that had no gradient on any rank, if its parameter got a gradient with nonzero values afterwards.
 
         A slot that had a gradient on another rank is not returned: the program may have replaced the average, as
         out-of-place clipping does.

@@ -27,7 +27,10 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 
 class FixedOption:
-    """An option that cannot change after wrapping, as an attribute of the wrapper. Horovod reads it in every step."""
+    """Attribute of the wrapper for an option that cannot change after wrapping: assigning to it raises AttributeError.
+
+    Horovod reads the attribute in every step, so there an assignment has an effect.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

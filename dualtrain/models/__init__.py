@@ -105,7 +105,7 @@ def _checked(model: object, name: str) -> nn.Module:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that cannot be sent to other ranks, or updated; empty for other tensors."""
+    """Describe a tensor that cannot be sent to other ranks or cannot be updated; return "" for other tensors."""
     if tensor.is_meta:
         return "on the meta device"
     if tensor.layout != torch.strided:

@@ -133,7 +133,7 @@ def without_a_dimension(backend):
 
 
 @EVERY
-def test_allreduce_broadcast_and_allgather_accept_tensors_without_dimensions(real):
+def test_tensors_without_dimensions_behave_as_in_horovod_except_in_allgather_and_alltoall(real):
     real(without_a_dimension)
 
 
@@ -256,5 +256,5 @@ def tensors_that_cannot_be_sent(backend):
 
 
 @OURS_2
-def test_tensors_that_cannot_be_sent_raise_only_on_their_rank(real):
+def test_calls_with_tensors_that_cannot_be_sent_raise_value_error_and_later_calls_work(real):
     assert real(tensors_that_cannot_be_sent) == [[2.0] * 3] * 2

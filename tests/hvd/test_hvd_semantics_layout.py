@@ -77,7 +77,7 @@ def test_a_rank_may_join_before_it_uses_an_unfrozen_parameter(real):
 
 
 def join_then_unfreeze(backend, op, divide_by):
-    """Unfreeze a parameter on the other ranks after the last rank has joined, and on the last rank after ``join``."""
+    """Join on the last rank. Then unfreeze a parameter on the other ranks, and after ``join`` also on the last rank."""
     with library(backend) as hvd:
         joins, size = hvd.rank() == hvd.size() - 1, hvd.size()
         program = Program(hvd, op)
@@ -127,7 +127,7 @@ def test_parameters_that_a_joined_rank_does_not_have_are_refused(real):
 
 
 def join_with_another_layout(backend):
-    """Join on the last rank, where a parameter was frozen when the optimizer was wrapped. The other ranks train it."""
+    """Freeze a parameter on the last rank before wrapping. Then this rank joins, and the other ranks step."""
     with library(backend) as hvd:
         last = hvd.rank() == hvd.size() - 1
         params = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2), requires_grad=not last)]
@@ -143,7 +143,7 @@ def join_with_another_layout(backend):
 
 
 @OURS
-def test_a_joined_rank_with_another_layout_ends_the_world(real):
+def test_a_joined_rank_with_another_layout_causes_an_error_on_all_ranks(real):
     real(join_with_another_layout)
 
 
@@ -180,7 +180,7 @@ def test_ranks_may_step_several_optimizers_in_any_order_after_another_rank_has_j
 
 
 def replaced_before_join(backend, backward):
-    """Replace the optimizer on the last rank, after a backward pass or before it, then join."""
+    """Run a backward pass on the last rank if ``backward`` is 1. Then replace its optimizer, and join."""
     with library(backend) as hvd:
         program = Program(hvd)
         program.step()

@@ -10,8 +10,8 @@ from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks, outcome
 
 #: The first value of ``backward_passes_per_step``, the actions (see ``act``), and the expected gradients of each step.
 CHANGES = {
-    "after all passes": (1, "b 2 step zero b b step", [1, 110]),
-    "after all passes, which are several": (2, "b b 1 step zero b step", [11, 100]),
+    "after the only pass": (1, "b 2 step zero b b step", [1, 110]),
+    "after the last of two passes": (2, "b b 1 step zero b step", [11, 100]),
     "fewer, between two passes": (2, "b 1 b step", [11]),
     "more, between two passes": (2, "b 3 b b step", [111]),
     "fewer, before a short step": (2, "b 1 step", [1]),

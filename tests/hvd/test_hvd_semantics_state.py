@@ -108,7 +108,6 @@ def test_objects_are_broadcast_and_gathered(real):
 def parameters(backend):
     theirs = backend.name == "horovod"
     with library(backend) as hvd:
-        torch.manual_seed(hvd.rank())
         torch.manual_seed(hvd.rank() + 1)
         for form in ("state_dict", "named", "list", "generator", "channels_last"):
             model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))

@@ -174,12 +174,12 @@ def test_checkpoint_epochs_has_no_effect_only_if_the_run_ends_in_its_first_epoch
         (
             "--accumulate 33",
             {},
-            "--accumulate 33 is more than a rank's 32 samples of a step: each backward pass has one sample",
+            "--accumulate 33 is more than the 32 samples that a rank has in a step: each backward pass has one sample",
         ),
         (
             "--dataset mine:data --workers 8",
             {"cores": 1},
-            "--workers 8 starts more workers for each rank than the 1 core that it may use: fewer are probably as fast",
+            "--workers 8 is more than the 1 core that each rank may use: fewer workers are probably as fast",
         ),
     ],
 )

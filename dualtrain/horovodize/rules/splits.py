@@ -40,7 +40,7 @@ def different_splits(source: Source) -> Iterator[Finding]:
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
-    """Return whether each rank may have its own ``data``: its name, or what is assigned to it, contains "rank" or "shard".
+    """Return whether each rank may have its own ``data``: ``data`` or its definition contains a word such as "rank".
 
     Return False if ``data`` is a parameter of the function, because its value is unknown.
     """
@@ -79,7 +79,7 @@ def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
 
 
 def shard_by_local_rank(source: Source) -> Iterator[Finding]:
-    """A part of the samples that is chosen by the local rank, out of as many parts as there are ranks."""
+    """A shard of the samples whose index is the local rank, although there are as many shards as ranks on all hosts."""
     guards = Guards(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
         return
@@ -104,7 +104,7 @@ def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     if not isinstance(node, ast.Call) or is_distributed_sampler(source, node):
         return None
     if source.name(node.func).startswith("torch.distributed."):
-        return None  # the start of a process group, which has no samples
+        return None  # such as init_process_group: its rank and world_size do not select samples
     if isinstance(node.func, ast.Attribute) and node.func.attr == "shard" and len(node.args) == 2:
         return node.args[1], node.args[0]
     if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 3:
