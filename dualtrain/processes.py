@@ -32,9 +32,10 @@ _starters: set[int] = set()
 
 
 def signal_at_parents_end(number: int, parent: int) -> None:
-    """Ask the kernel to send this process the signal ``number`` when the parent's thread that started this process ends.
+    """Ask the kernel to send the signal ``number`` to this process when its parent ends.
 
-    If the process ``parent`` has ended before the call, the signal is sent at once.
+    For the kernel, the parent is the thread that started this process. If the process ``parent`` has ended before the call,
+    the signal is sent at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -58,7 +59,7 @@ def start_forkserver(preload: Sequence[str]) -> None:
 
     The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`.
     """
-    # Without this call, forkserver.ensure_running() would start the tracker, which unblocks the signals blocked here.
+    # Without this call, forkserver.ensure_running() would start the tracker, and then unblock the signals blocked here.
     start_tracker()
     _note_own_folder()
     with _blocked():
@@ -85,7 +86,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _note_own_folder() -> None:
-    """Record the temporary folder of multiprocessing if this process made it; the workers inherit the record."""
+    """Make and record multiprocessing's temporary folder, unless there is one. The workers inherit the record."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
         # A process that multiprocessing has started uses its parent's folder, so it must not remove the folder.
@@ -121,14 +122,14 @@ def _has_ended(pid: int) -> bool:
 
 
 def _remove_own_folder(pid: int | None) -> None:
-    """Remove multiprocessing's temporary folder if process ``pid``, this one or its parent, made it."""
+    """Remove multiprocessing's temporary folder if process ``pid`` (this process or its parent) made it."""
     owner, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
     if owner == pid and folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def release() -> None:
-    """Remove multiprocessing's files, for a process that will not run its exit handlers. Kills its fork server."""
+    """Remove multiprocessing's files and kill the fork server. For a process that will not run its exit handlers."""
     # A server that still imports modules would fork the requested workers after this process has exited, and they would
     # print tracebacks.
     server = forkserver._forkserver._forkserver_pid if os.getpid() in _starters else None  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ TOP_LEVEL = [
     "functional",
     "batchnorm",
     "on_ranks",
-    # Modules after console may print by console.show. Modules before console only log messages.
+    # Modules after console may print with console.show. Modules before console only log messages.
     "console",
 ]
 TOP_LEVEL += ["torchvision_shim", "user_code"]
@@ -165,7 +165,10 @@ def without_type_checking(path):
 
 
 def imports(path):
-    """Yield the full names of all imports of the file, including lazy ones; ``from a import b`` counts as ``a.b``."""
+    """Yield the full names of the file's imports, also lazy ones, except those under ``if TYPE_CHECKING:``.
+
+    ``from a import b`` counts as ``a.b``.
+    """
     for node in without_type_checking(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -340,7 +343,7 @@ def uses_of(path, library):
         ("cloudpickle", "functions/payload.py"),
     ],
 )
-def test_each_communication_library_is_named_in_one_file(library, file):
+def test_each_of_these_libraries_is_used_in_one_file_only(library, file):
     ours = [path for path in FILES if SCRIPTS not in path.parents]
     users = {path.relative_to(PACKAGE).as_posix(): uses for path in ours if (uses := uses_of(path, library))}
     assert list(users) == [file], users

@@ -220,7 +220,7 @@ class Exchange:
     def changed_late(self) -> Slot | None:
         """Return a slot whose gradient the program has changed after it was sent. Call it before ``unpack``.
 
-        Ignore parameters of several reducers, each of which replaces ``param.grad``.
+        Ignore a parameter that several reducers share: each of them replaces ``param.grad``.
         """
         changed = [slot for bucket in self.schedule.buckets for slot in bucket.changed()]
         return next((slot for slot in changed if len(reducers_of(slot.param)) == 1), None)
@@ -256,7 +256,7 @@ class Exchange:
         self.sparse.restore(self.slots)
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
-        # ``detach`` shares the counter, and refers to no autograd graph.
+        # A detached tensor shares the counter, and refers to no autograd graph.
         fronts = [front for bucket in buckets for front in bucket.fronts.values()]
         results = [*fronts, *(grad.detach() for _, grad in outside)]
         self._results = [(each, each._version) for each in results] if any_grad else []

@@ -35,7 +35,10 @@ def steps(source: Source) -> Iterator[list[Event]]:
 
 
 def _backward_functions(source: Source) -> set[str]:
-    """Return the names of functions that call ``backward``, but not ``step``, ``synchronize`` or ``zero_grad``."""
+    """Return the names of functions that call ``backward``, but not ``step``, ``synchronize`` or ``zero_grad``.
+
+    Leave out methods.
+    """
     found = set()
     for name, function in source.functions.items():
         calls = {last_name(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
@@ -75,9 +78,10 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
     """Return the events that come after the last backward pass or step, and before event ``number``.
 
-    If there is no earlier backward pass or step, return all events before ``number``. With ``strictly``, return the events
-    after the last backward pass, steps too, or None if there is no earlier backward pass. Leave out events that are in a
-    different branch of an ``if`` than event ``number``.
+    If event ``number`` has an optimizer, only steps of this optimizer end the search. If there is no earlier backward pass
+    or step, return all events before ``number``. With ``strictly``, steps do not end the search: return all events since
+    the last backward pass, or None if there is no earlier backward pass. Leave out events that are in a different branch of
+    an ``if`` than event ``number``.
     """
     found: list[Event] = []
     this = events[number]

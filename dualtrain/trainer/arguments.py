@@ -32,7 +32,7 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend:
 
 
 def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | None) -> None:
-    """Raise ValueError for an option without a meaning."""
+    """Raise ValueError for an invalid option, or for options that exclude each other."""
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
     if compress != "none" and compress not in DTYPES:
@@ -44,7 +44,7 @@ def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | N
 
 
 def check_schedule(schedule: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``schedule`` needs a metric, or changes the learning rates of a different optimizer only."""
+    """Raise ValueError if ``schedule`` needs a metric, or was made for a different optimizer."""
     if isinstance(schedule, ReduceLROnPlateau):
         raise ValueError(
             "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "

@@ -17,7 +17,8 @@ from dualtrain.config.fields import steps_in
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
-_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base class; LBFGS needs a closure, and SparseAdam sparse gradients
+# The base class, LBFGS, which needs a closure, and SparseAdam, which needs sparse gradients.
+_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}
 
 
 def optimizer_names() -> dict[str, Any]:
@@ -50,7 +51,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
         raise UserError("the model has no parameters to train: choose another --model, or leave out --freeze-backbone")
     try:
         optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, **options)
-        # Some options are refused only by a step: capturable=true on a CPU, for example.
+        # torch refuses some options only in step(): capturable=true on a CPU, for example.
         twin = nn.Parameter(torch.zeros(2, 2, dtype=parameters[0].dtype, device=parameters[0].device))
         twin.grad = torch.zeros_like(twin)
         kind([twin], lr=lr, **options).step()

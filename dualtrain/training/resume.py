@@ -53,7 +53,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
 
 
 def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in, from the checkpoint, settings that were not given and that a resumed run keeps.
+    """Return ``settings``, with missing settings that a resumed run keeps filled in from the checkpoint.
 
     Args:
         settings: all settings of the resumed run by name; ``None`` for those not given.
@@ -74,7 +74,8 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
     written_as = tree.get("format")
     if type(written_as) is not int or written_as not in checkpoint.READABLE:
         raise UserError(
-            "the checkpoint is not of a run, or is of another version of dualtrain: start anew, or use that version"
+            "the checkpoint was not written by dualtrain train, or was written by another version of it: start anew, or "
+            "use that version"
         )
     _check_form(tree)
     config = tree["config"]
@@ -115,7 +116,7 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
 
 
 def compare_samples(tree: dict[str, Any], task: Task, folder: Path) -> None:
-    """Compare some samples with those of the checkpoint's run. On rank 0 alone.
+    """Compare some samples with those of the checkpoint's run. Call this on rank 0 only.
 
     A changed sample is an error if the source gives samples as they are on the disk. Otherwise it causes a warning, since
     the code that computes the samples, or a library, may have changed.
@@ -176,7 +177,8 @@ def _check_form(tree: dict[str, Any]) -> None:
     wrong += [name for name in ("config", "platform") if name not in wrong and not _are_values(parts[name])]
     numbers = {"validation": 0, **tree["data"]} if isinstance(tree.get("data"), dict) else {}
     if wrong or any(type(numbers.get(name)) is not int for name in ("samples", "classes", "validation")):
-        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
+        missing = ", ".join(wrong) or "data"
+        raise UserError(f"the checkpoint has no usable {missing}: dualtrain train did not write it; start anew")
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:

@@ -133,7 +133,7 @@ def overflowing_build():
     ],
     ids=["model", "build", "first", "worker", "step", "build overflow", "overflow", "memory", "memory in a worker"],
 )
-def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, flags, status, line):
+def test_the_traceback_has_only_frames_of_user_code(tmp_path, monkeypatch, capsys, flags, status, line):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     kind, name, *more = flags

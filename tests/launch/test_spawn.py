@@ -26,7 +26,7 @@ if __name__ == "__main__":
 """
 
 
-def test_each_rank_has_its_variables_the_arguments_and_the_default_start_method(tmp_path):
+def test_each_rank_gets_arguments_environment_variables_and_the_default_start_method(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     end = run([sys.executable, str(program), "--lr", "a b"])

@@ -135,7 +135,7 @@ class Superseded(FolderLock):
 
 
 @pytest.mark.parametrize("call", ["begin", "train", "step", "fail", "refuse", "end", "forbid", "deaths"])
-def test_nothing_is_recorded_once_another_process_owns_the_folder(tmp_path, monkeypatch, call):
+def test_nothing_is_recorded_once_another_process_owns_the_folder(tmp_path, call):
     calls = {
         "train": lambda: attempt.train(),
         "step": lambda: attempt.step(3),

@@ -137,7 +137,7 @@ def test_help_names_every_flag(capsys):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_flag_refuses_the_value_of_two_dashes_and_numbers_beyond_64_bits(name):
+def test_a_flag_refuses_two_dashes_as_its_value_and_numbers_beyond_64_bits(name):
     flag, kind = SETTINGS[name].flag, SETTINGS[name].kind
     with pytest.raises(UserError, match=f"{flag} must have a value, not '--'"):
         parse([f"{flag}=--"])

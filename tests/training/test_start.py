@@ -315,5 +315,5 @@ def test_a_checkpoint_that_a_trainer_saved_in_a_runs_folder_is_refused(tmp_path)
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
         trainer.save(tmp_path / "checkpoints" / "step-99999999.safetensors")
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(UserError, match="not of a run"):
+    with pytest.raises(UserError, match="not written by dualtrain train"):
         auto(tmp_path, 1)

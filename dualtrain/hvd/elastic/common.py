@@ -86,7 +86,10 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Make the next :meth:`check_host_updates` raise, because the hosts changed. May be called from any thread."""
+        """Record a change of the hosts. May be called from any thread.
+
+        If this rank is the root, the next :meth:`check_host_updates` raises on every rank.
+        """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
