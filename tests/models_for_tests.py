@@ -112,7 +112,11 @@ def same_on_all(backend, tensors: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def small_buckets(sizes: tuple[int, int] = SMALL_BUCKETS) -> Iterator[None]:
-    """Limit buckets to a few parameters each. Ranks that are threads may enter this context concurrently."""
+    """Limit buckets to a few parameters each.
+
+    Ranks that are threads may enter this context concurrently. No rank may leave it before all ranks have made their
+    buckets, because the first rank that leaves it restores the defaults for all.
+    """
     layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = sizes
     try:
         yield

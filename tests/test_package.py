@@ -102,7 +102,7 @@ def requirements(lines: list[str] | None) -> set[str]:
     return {re.sub("[-_.]+", "-", one.name).lower() for one in needed}
 
 
-def test_a_plain_installation_is_small(built):
+def test_an_installation_without_extras_needs_no_heavy_distributions(built):
     todo = requirements(built.metadata.get_all("Requires-Dist"))
     assert todo == REQUIRED
     needed: set[str] = set()

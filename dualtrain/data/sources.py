@@ -31,8 +31,8 @@ def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
 class Batch:
     """Samples of one split: ``numbers`` are their indices, int64, (n,); n may be 0.
 
-    ``seed`` determines the augmentation: sample i is augmented as a function of (seed, i) alone, which does not depend on
-    the world size, the other samples of the batch, the worker processes, or restarts.
+    ``seed`` determines the augmentation. The augmentation of sample i depends on (seed, i) only, not on the world size, the
+    other samples of the batch, the worker processes or restarts.
     """
 
     numbers: torch.Tensor
@@ -64,8 +64,8 @@ class Source(ABC):
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
         """Yield the samples ``numbers``, so that ranks can compare them: tensors, bytes or plain values.
 
-        An override should not augment the samples. This default implementation reads a stream with seed 0, which may
-        augment them, but does so in the same way on every rank.
+        An override should not augment the samples. This default implementation reads a stream with seed 0. The stream may
+        augment the samples, but the augmentation is the same on every rank.
         """
         return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 

@@ -66,7 +66,10 @@ def name_parameters(
 def number_parameters(
     groups: Iterable[dict[str, Any]], form: str = "group {} parameter {}"
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) for all parameters of an optimizer's ``groups``, named by the numbers of group and place."""
+    """Return (name, parameter) for all parameters of an optimizer's ``groups``.
+
+    ``form`` makes a name from the index of the group and the index of the parameter in the group.
+    """
     return [(form.format(g, i), p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
 
 

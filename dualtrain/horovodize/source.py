@@ -64,7 +64,7 @@ class Source:
 
     @cached_property
     def code(self) -> str:
-        """The script without comments and spaces."""
+        """The script without comments, and without spaces between tokens."""
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
@@ -125,7 +125,7 @@ class Source:
         return [(name, call) for call in self.calls if (name := self.hvd(call.func))]
 
     def spell(self, name: str, at: ast.AST) -> str:
-        """Return how code at the node ``at`` can refer to horovod.torch's ``name``; "" unless it is certainly imported."""
+        """Return the expression for horovod.torch's ``name`` in code at ``at``; "" if the import is not certain."""
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue
@@ -186,7 +186,8 @@ class Source:
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 
-        Return None for parameters of functions, and for variables that are assigned more than once or under a condition.
+        Return None for parameters of functions, and for variables that are assigned more than once or conditionally. A test
+        of ``__name__`` does not count as a condition.
         """
         if value is None or isinstance(value, ast.Constant):
             return value
@@ -319,8 +320,9 @@ class Source:
         """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
         The first key is the node ``branch``. The second key is the condition's text without ``not``. If the condition
-        contains a parameter of the function around it, this key also has the function. There is no second key if the
-        condition contains a call or ``:=``, because its value may then change between two evaluations.
+        contains a parameter (other than ``self`` and ``args``) of the function around it, the second key also contains this
+        function. There is no second key if the condition contains a call or ``:=``, because the condition's value may then
+        change between two evaluations.
         """
         arm = _arm(branch, below)
         yield branch, arm

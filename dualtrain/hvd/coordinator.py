@@ -75,11 +75,11 @@ class Coordinator:
         #: Channel → the last request for zeros that was sent to the joined ranks.
         self._zeros_sent: dict[str, Message] = {}
         #: Reports of ranks that wait for gradients: operation → waiting rank → (time of the report, report). The ranks
-        #: exchange gradients without this class, which only writes down who waits.
+        #: exchange gradients without this class. It only records which ranks wait.
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
-        #: Rank → the call for which its main thread waits, so that it makes no other calls; and the time of its report.
+        #: Rank → (the call for which its main thread waits, time of the report). Such a rank makes no other calls.
         self._blocked: dict[int, tuple[Key, float]] = {}
         #: The channels that were opened: the first rank's request, and the message that opened the channel.
         self._opened: dict[Key, tuple[Message, Message]] = {}
@@ -178,10 +178,10 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks opened for the gradients for which ``rank`` requests a different one.
+        """Return the channel that the other ranks opened instead of ``key``, which was not opened.
 
-        Return ``None`` unless ``rank`` has joined. A joined rank requests a channel only after the other ranks have opened
-        theirs. So if the requested one was not opened, this rank has other gradients.
+        This channel is for the same optimizer, but for another number of gradients. Return ``None`` if there is none, or if
+        ``rank`` has not joined. A joined rank requests a channel only after the other ranks have opened theirs.
         """
         if key[1] != "channel" or rank not in self._joined:
             return None
@@ -267,9 +267,9 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The joined ranks get the request only after all other ranks have asked for zeros, and without the joined ranks the
-        exchange cannot end. So when it ends, all other ranks know that a rank has joined. They then read the extra scalar
-        of the exchange, which is the number of joined ranks that the averages leave out.
+        The joined ranks get the request only after all other ranks have requested zeros. The exchange cannot end without
+        the joined ranks. So when it ends, all other ranks know that a rank has joined. They then read the extra scalar of
+        the exchange, which is the number of joined ranks that the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())
@@ -285,7 +285,7 @@ class Coordinator:
     # -- calls that never match ---------------------------------------------------------------------------------------
 
     def _fail_deadlocked(self) -> None:
-        """Fail the calls of ranks that wait for each other: each waits for a call that other such ranks cannot make."""
+        """Fail the calls of deadlocked ranks: each of them waits only for calls of ranks that are deadlocked too."""
         now = self._clock()
         reports = {rank: key for rank, (key, when) in self._blocked.items() if now - when < _FRESH_SECONDS}
         stuck = {rank: key for rank, key in reports.items() if rank in self._callers(key)}

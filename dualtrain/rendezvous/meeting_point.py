@@ -78,7 +78,7 @@ def _secret(world: World) -> str:
 
 
 def leave(world: World) -> None:
-    """Undo :func:`join`, for a world that could not start."""
+    """Close the stores that :func:`join` returned for the rendezvous of ``world``. For a world that could not start."""
     for key in [key for key in _JOINED if key[:2] == world.rendezvous]:
         _JOINED.pop(key).close()
 
@@ -214,8 +214,9 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     If the names differ, this function also waits, for some seconds at most, until all ranks have read them, because
     horovodrun ends all processes when the first process exits.
 
-    Returns an empty list, without waiting, in any of these cases: the launcher is not ``horovodrun --gloo``, or is elastic;
-    the world has one process, or only some of the job's processes; this process has gathered names before.
+    Return an empty list, without waiting, in any of these cases: the launcher is not ``horovodrun --gloo``, or is elastic;
+    the world has one process, or only some of the job's processes; this process has already gathered names through this
+    server.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.

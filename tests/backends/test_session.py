@@ -63,7 +63,7 @@ def test_ranks_with_different_world_sizes_do_not_join():
         assert all(isinstance(each.exception(), UserError) for each in both)
 
 
-def test_a_rank_that_is_late_is_waited_for():
+def test_ranks_wait_for_a_late_rank():
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as executor:
         early = [executor.submit(agree_on_session, store, rank, 3, limit()) for rank in (0, 1)]

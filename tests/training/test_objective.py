@@ -139,7 +139,7 @@ def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics()
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda y, t: (y - t).abs().mean()])
-def test_the_results_have_no_accuracy_if_the_loss_does_not_count_correct_predictions(loss):
+def test_the_results_have_no_accuracy_if_the_targets_are_not_class_indices(loss):
     inputs, targets = batch()
     with connect("local") as backend:
         _, trained, evaluated = one_step(backend, loss, [(inputs, functional.one_hot(targets, 6).float())])

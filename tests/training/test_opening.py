@@ -183,7 +183,7 @@ def test_checkpoint_epochs_has_no_effect_only_if_the_run_ends_in_its_first_epoch
         ),
     ],
 )
-def test_a_setting_that_this_run_does_not_use_is_noted_in_one_line(flags, facts, line):
+def test_a_setting_that_does_not_fit_the_facts_of_the_run_is_noted_in_one_line(flags, facts, line):
     (found,) = notes(*flags.split(), **facts)
     assert found.startswith(line)
 

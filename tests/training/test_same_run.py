@@ -1,4 +1,4 @@
-"""Ranks that were started with different settings or data: all refuse before the first step, and name the difference."""
+"""Ranks with different settings or data: all raise an error before the first step, and the error names the difference."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def warnings_of_this_test():
 
 
 def message(call, *args: Any) -> str:
-    """Return the refusal, or "" if there is none."""
+    """Return the text of the RanksDifferError that ``call`` raises; "" if it raises none."""
     try:
         call(*args)
     except RanksDifferError as error:

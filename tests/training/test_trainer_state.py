@@ -30,7 +30,7 @@ def net(dtype=torch.float32) -> nn.Module:
 
 
 class Recorded(RandomSampler):
-    """A sampler that records the epochs that it is given."""
+    """A sampler that records the arguments of ``set_epoch``."""
 
     def __init__(self, data, seen):
         super().__init__(data)
@@ -41,7 +41,7 @@ class Recorded(RandomSampler):
 
 
 class RecordedBatches(BatchSampler):
-    """A batch sampler that records the epochs that it is given."""
+    """A batch sampler that records the arguments of ``set_epoch``."""
 
     def set_epoch(self, epoch):
         self.sampler.seen.append(f"batches {epoch}")

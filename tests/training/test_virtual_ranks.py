@@ -75,7 +75,7 @@ def as_ddp(backend):
 
 
 @worlds(("torch", 2))
-def test_two_virtual_ranks_have_the_bits_of_raw_ddp(real):
+def test_two_virtual_ranks_give_the_same_bits_as_raw_ddp(real):
     assert len({each for hashes in real(as_ddp) for each in hashes}) == 1
 
 

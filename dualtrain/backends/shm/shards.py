@@ -2,7 +2,7 @@
 
 The elements are divided into one shard per rank. Each rank reduces its shard piece by piece. It reduces all ranks' values
 of a piece into one buffer (the first rank's buffer or, with a tree, the first partial sum), then copies the result into the
-other buffers while it is in the CPU cache.
+other buffers while the piece is in the CPU cache.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class Plan:
 
     @keep_subnormals
     def reduce(self, op: ReduceOp, factor: float) -> None:
-        """Reduce the shard, scale it by ``factor``, and write it into all results."""
+        """Reduce the shard, scale it by ``factor``, and write it into all results.
+
+        Elements after the first ``scaled`` ones of the buffer are not scaled.
+        """
         fold = FOLD[op]
         for values, scaled, copies in self._pieces:
             for target, source in self._additions:

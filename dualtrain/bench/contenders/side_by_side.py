@@ -1,4 +1,4 @@
-"""Several contenders in the same processes, whose steps run in turns; see ``timed_steps.py``."""
+"""Several contenders in the same processes. Their steps run in turns; see ``timed_steps.py``."""
 
 from __future__ import annotations
 
