@@ -71,6 +71,8 @@ class ParameterHooks:
     def add(self, reducer: Reducer, named_parameters: Named) -> int:
         """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones have no hook yet.
 
+        Parameters that were added before are ignored.
+
         Raises:
             ValueError: the gradient of a parameter cannot be averaged. No parameter is added then.
         """
@@ -79,7 +81,11 @@ class ParameterHooks:
             if p.requires_grad:
                 check_supported(name, p)
         self.known.update(id(p) for _, p in pairs)
+        had = {id(p) for p in (*self._params, *(p for _, p in self.frozen))}
         for name, p in pairs:
+            if id(p) in had:
+                continue  # the group was removed from the optimizer and added again, or has the parameter twice
+            had.add(id(p))
             if not p.requires_grad:
                 self.frozen.append((name, p))
                 continue
