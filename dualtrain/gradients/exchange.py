@@ -216,6 +216,8 @@ class Exchange:
         assert self._backend is not None
         self._share_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
+        if self.sparse.trained_elsewhere is not None:  # the next round refuses it
+            self.schedule.buckets[-1].trained_elsewhere = self.sparse.trained_elsewhere
 
     def changed_late(self) -> Slot | None:
         """Return a slot whose gradient the program has changed after it was sent. Call it before ``unpack``.

@@ -17,11 +17,13 @@ class SparseGradients:
     Attributes:
         dims: slot index → number of sparse dimensions, for gradients that are gathered.
         dims_as_dense: the same for gradients that are sent as dense ones.
+        trained_elsewhere: the first slot that was frozen on this rank and had a gradient on another rank in the last round.
     """
 
     def __init__(self) -> None:
         self.dims: dict[int, int] = {}
         self.dims_as_dense: dict[int, int] = {}
+        self.trained_elsewhere: Slot | None = None
 
     def add(self, found: Mapping[int, int] | Iterable[tuple[int, int]], transfer: Transfer) -> None:
         """Add sparse gradients that were found on a rank, as slot index → number of sparse dimensions."""
@@ -48,9 +50,12 @@ class SparseGradients:
             transfer: the factors.
             drop_empty: whether a gradient becomes ``None`` if no rank has values for it.
         """
+        self.trained_elsewhere = None
         for number, dims in sorted(self.dims.items()):
             slot = slots[number]
             p = slot.param
+            # A parameter that was frozen after the layout was made takes part without values and gets no gradient.
+            frozen = p.grad is None and not p.requires_grad
             if p.grad is None:
                 grad = _sparse(torch.empty(dims, 0, dtype=torch.int64, device=p.device), p.new_empty(0, *p.shape[dims:]), p)
             else:
@@ -59,7 +64,9 @@ class SparseGradients:
             # torch 2.5 to 2.15 has no public names for the parts of an uncoalesced tensor.
             indices = backend.allgather(grad._indices().t(), name=f"{slot.name}.indices")
             values = backend.allgather(grad._values(), name=f"{slot.name}.values")
-            if not len(indices) and drop_empty:
+            if frozen:
+                self.trained_elsewhere = self.trained_elsewhere or (slot if len(indices) else None)
+            elif not len(indices) and drop_empty:
                 p.grad = None
             elif transfer.coalesce:
                 p.grad = _sparse(indices.t(), values, p).coalesce()
