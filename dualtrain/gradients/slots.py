@@ -186,15 +186,20 @@ def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
 
 @torch.no_grad()
 def separate_gradients(slots: Sequence[Slot]) -> None:
-    """Copy each gradient that shares its memory with another gradient or is a part of a larger tensor.
+    """Copy each gradient that the program may use later, that shares its memory, or that is a part of a larger tensor.
 
-    Autograd makes such gradients, for example for the parameters ``p`` and ``q`` in ``p.view(-1) + q.view(-1)``.
+    Autograd makes gradients that share memory, for example for the parameters ``p`` and ``q`` in
+    ``p.view(-1) + q.view(-1)``.
     """
     seen = set()
     for slot in slots:
-        grad = slot.param.grad
-        if grad is None or grad.layout is not torch.strided:
+        grads = [each for each in (slot.param.grad,) if each is not None and each.layout is torch.strided]
+        if not grads:
             continue
+        if may_be_kept(grads):
+            grads = [grads[0].detach().clone()]
+            slot.param.grad = grads[0]
+        grad = grads[0]
         storage = grad.untyped_storage()
         address = storage.data_ptr()
         if address in seen or storage.nbytes() != grad.numel() * grad.element_size():

@@ -308,3 +308,27 @@ def test_a_saved_state_resumes_on_any_number_of_ranks(tmp_path):
     for number, size in enumerate((4, 1, 3, 2, 6, 5)):
         found = run_threads(size, continued, str(tmp_path / "chain"), number, 1)
     assert found == [whole] * 5
+
+
+# -- gradients that the program keeps ---------------------------------------------------------------------------------
+
+
+def with_constant_gradients(backend, shards=8):
+    """Train with hooks that return a view of a tensor of the program, and that keep the gradients of each shard."""
+    model = seeded(nn.Linear(4, 3))
+    constant, kept = torch.full((12,), 0.01), []
+    model.weight.register_hook(lambda _: constant.view(3, 4))
+    model.bias.register_hook(lambda grad: kept.append((grad, grad.clone())))
+    trainer = trainer_with(model, backend, shards)
+    before = model.weight.detach().clone()
+    inputs = torch.arange(64.0).view(16, 4) / 64
+    trainer.step(trainer.split((inputs, torch.arange(16) % 3)), 16.0)
+    trainer.close()
+    torch.testing.assert_close(before - model.weight.detach(), torch.full((3, 4), 0.1 * 0.01))
+    assert torch.equal(constant, torch.full((12,), 0.01))
+    assert all(torch.equal(grad, copy) for grad, copy in kept)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_partial_sums_are_not_added_to_gradients_that_the_program_keeps(size):
+    run_threads(size, with_constant_gradients)
