@@ -234,10 +234,12 @@ class Bucket:
                 address, grad = -1, grad.to_dense()
                 self.sparse = self.sparse or (slot if self._dense_only else None)
             if address == slot.address:
-                if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype:
+                lazy = grad.is_conj() or grad.is_neg()
+                if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype and not lazy:
                     self._kept.append(slot)
                     continue
-                grad = grad.clone()  # the gradient is this part of the buffer, but with different strides, shape or dtype
+                # The gradient is this part of the buffer, but with different strides, shape, dtype or signs.
+                grad = grad.resolve_conj().resolve_neg().clone()
             if grad.shape != slot.shape:
                 self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
