@@ -18,9 +18,10 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 
-_PLACES = 20  # largest number of reducers of one backend: three bits for each fit into an integer
+_PLACES = 20  # how many reducers fit into one integer, with three bits for each
 _ALL = (1 << _PLACES) - 1
 _ROUND = Call("exchange of gradients")
+_State = tuple[int, int, int]
 
 
 class Member(Protocol):
@@ -72,20 +73,17 @@ class Turns:
         """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
 
         Raises:
-            BackendError: the ranks differ in their calls or in the steps taken, a reducer that a rank uses was
-                garbage-collected on a different rank, or there are more than ``_PLACES`` reducers.
+            BackendError: the ranks differ in their calls or in the steps taken, or a reducer that a rank uses was
+                garbage-collected on a different rank.
         """
         backend = self._backend()
         if backend is None or len(self._members) < 2:
             return [member]
-        if max(self._members) >= _PLACES:
-            raise BackendError(f"more than {_PLACES} optimizers share a backend: close() those that are no longer used")
         backend.drain()
-        sets = agree(backend, _ROUND, self._state(number))
-        wanted = reduce(or_, sets) & _ALL
-        dropped = [packed >> 2 * _PLACES for packed in sets]
+        due, odd, dropped = self._gather(backend, self._state(number))
+        wanted = reduce(or_, due)
         self._refuse_dropped(wanted, dropped)
-        self._refuse_other_order(wanted, [packed >> _PLACES & _ALL for packed in sets])
+        self._refuse_other_order(wanted, odd)
         for each in _numbers_in(reduce(and_, dropped)):
             self.leave(each)
         numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
@@ -93,7 +91,19 @@ class Turns:
         members = [self._members[each]() for each in numbers]
         return [each for each in members if each is not None]
 
-    def _state(self, number: int) -> int:
+    def _gather(self, backend: Backend, state: _State) -> tuple[list[int], list[int], list[int]]:
+        """Return the three bit sets of :meth:`_state` of all ranks: three lists in rank order. Collective; blocks."""
+        due, odd, dropped = ([0] * backend.size for _ in range(3))
+        for low in range(0, max(self._members) + 1, _PLACES):
+            mine = [bits >> low & _ALL for bits in state]
+            sets = agree(backend, _ROUND, mine[2] << 2 * _PLACES | mine[1] << _PLACES | mine[0])
+            for rank, packed in enumerate(sets):
+                due[rank] |= (packed & _ALL) << low
+                odd[rank] |= (packed >> _PLACES & _ALL) << low
+                dropped[rank] |= (packed >> 2 * _PLACES) << low
+        return due, odd, dropped
+
+    def _state(self, number: int) -> _State:
         """Return three bit sets of reducers: those to exchange, those with an odd step count, and those that are gone.
 
         A reducer is gone if it was garbage-collected on this rank.
@@ -106,7 +116,7 @@ class Turns:
                 continue
             due |= (each == number or member.is_due) << each
             odd |= (member.steps & 1) << each
-        return dropped << 2 * _PLACES | odd << _PLACES | due
+        return due, odd, dropped
 
     def _refuse_dropped(self, wanted: int, dropped: list[int]) -> None:
         ranks = [rank for rank, gone in enumerate(dropped) if gone & wanted]
@@ -127,7 +137,7 @@ class Turns:
 
 def _numbers_in(bits: int) -> list[int]:
     """Return the numbers of the reducers in a bit set."""
-    return [each for each in range(_PLACES) if bits >> each & 1]
+    return [each for each in range(bits.bit_length()) if bits >> each & 1]
 
 
 _TURNS: weakref.WeakKeyDictionary[Backend, Turns] = weakref.WeakKeyDictionary()
