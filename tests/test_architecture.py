@@ -95,7 +95,7 @@ LAYERS = {
         {"loop"},
     ],
     "gradients": [
-        {"compilation", "parameters", "turns", "deprecated", "shard_sums"},
+        {"compilation", "parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
         {"slots"},
         {"sparse", "packed"},

@@ -24,6 +24,7 @@ from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.exchange import Exchange, Unused
 from dualtrain.gradients.hooks import ParameterHooks, has_later_hook
 from dualtrain.gradients.layout import AVERAGE, Transfer
+from dualtrain.gradients.parameter_order import refuse_other_order
 from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
 from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
@@ -356,6 +357,7 @@ class GradientReducer:
     def _lay_out(self) -> None:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
+        refuse_other_order(self.backend, [(slot.name, slot.param) for slot in self.slots])
         agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe(self.backend.size))
         for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
             self._exchange.expect_sparse(found)

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import itertools
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dualtrain import BackendError, connect
+from dualtrain import BackendError, DistributedOptimizer, connect
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.gradients.slots import Slot
-from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
+from tests.models_for_tests import (
+    EXACT,
+    gradients,
+    mean_gradients,
+    perceptron,
+    same_on_all,
+    seeded,
+    sgd,
+    small_buckets,
+    vector_loss,
+    wrap,
+)
 
 #: Numbers of elements of a small and a large gradient. A small gradient is copied into its bucket together with the
 #: bucket's other gradients, a large gradient as soon as it is ready.
@@ -102,6 +114,137 @@ def changes_a_kept_gradient(backend, numel):
         first.grad.zero_()
         assert not reducer.is_reduced()
     reducer.close()
+
+
+def lists_parameters_in_another_order(backend, late):
+    """Give the optimizer the same parameters in another order on each rank, at first or as an additional group."""
+    model = seeded(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))))
+    first = nn.Parameter(torch.ones(1))
+    params = list(model.parameters())
+    params = params[backend.rank :] + params[: backend.rank]
+    wrapped = DistributedOptimizer(torch.optim.SGD([first] if late else [first, *params], 0.1), backend=backend)
+    if late:
+        wrapped.add_param_group({"params": params})
+    words = (
+        "ranks 0 and 1 have the same parameters in different orders ('group . parameter .' is the first one that differs)"
+    )
+    with refused(backend, words.replace(".", r"\d")):
+        (vector_loss(model, backend.rank) * first).sum().backward()
+    wrapped.close()
+
+
+@contextmanager
+def refused(backend, words):
+    """Expect a BackendError in the block, with more than one rank."""
+    if backend.size == 1:
+        yield
+        return
+    with pytest.raises(BackendError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        yield
+
+
+def test_parameters_in_another_order_on_each_rank_are_refused(typical):
+    typical.each(lists_parameters_in_another_order, [(False,), (True,)])
+
+
+def adds_a_group_again(backend, keep):
+    """Remove a group from the optimizer and add it again; list a tied parameter twice."""
+    model = perceptron()
+    base = torch.optim.SGD([{"params": [p, p]} if p.dim() > 1 else {"params": [p]} for p in model.parameters()], 0.1)
+    wrapped = DistributedOptimizer(base, backend=backend)
+    expected = mean_gradients(model, [lambda copy, rank=rank: vector_loss(copy, rank) for rank in range(backend.size)])
+    for step in range(4):
+        wrapped.zero_grad(set_to_none=not keep)
+        vector_loss(model, backend.rank).backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-6)
+        if step == 1:
+            wrapped.add_param_group(wrapped.param_groups.pop(0))
+    assert len(wrapped.reducer.slots) == len(list(model.parameters()))
+    wrapped.close()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_group_that_is_added_again_and_a_parameter_listed_twice_are_averaged_once(typical):
+    typical.each(adds_a_group_again, [(False,), (True,)])
+
+
+def freezes_a_sparse_embedding(backend, everywhere):
+    """Freeze an embedding with sparse gradients after two steps, on all ranks or on rank 0 only."""
+    embedding, head = seeded(nn.Embedding(10, 3, sparse=True)), seeded(nn.Linear(3, 1))
+    params = [*embedding.parameters(), *head.parameters()]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1, momentum=0.9), backend=backend)
+
+    def step():
+        wrapped.zero_grad()
+        head(embedding(torch.arange(backend.rank, backend.rank + 3))).sum().backward()
+        wrapped.step()
+
+    step()
+    step()
+    if everywhere or backend.rank == 0:
+        embedding.weight.requires_grad_(False)
+    before = embedding.weight.detach().clone()
+    step()
+    if everywhere or backend.rank == 0:
+        assert embedding.weight.grad is None
+        assert torch.equal(embedding.weight, before)
+    if everywhere:
+        step()
+        assert torch.equal(embedding.weight, before)
+    else:
+        with refused(backend, "rank 0: parameter 'group 0 parameter 0' was frozen on this rank and trained on others"):
+            step()
+    wrapped.close()
+
+
+def test_a_frozen_parameter_with_sparse_gradients_does_not_change(typical):
+    typical.each(freezes_a_sparse_embedding, [(True,), (False,)])
+
+
+def shares_an_optimizer_per_parameter(backend, count):
+    """Step in backward with one optimizer for each of many parameters."""
+    params = [nn.Parameter(torch.full((2,), float(number))) for number in range(count)]
+    wrapped = {p: DistributedOptimizer(torch.optim.SGD([p], 1.0), backend=backend) for p in params}
+
+    def step(p):
+        wrapped[p].step()
+        wrapped[p].zero_grad()
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        sum((p * (backend.rank + 1)).sum() for p in params).backward()
+    mean = (backend.size + 1) / 2
+    for number, p in enumerate(params):
+        torch.testing.assert_close(p.detach(), torch.full((2,), number - 2 * mean))
+    for each in wrapped.values():
+        each.close()
+
+
+def test_more_than_twenty_optimizers_may_share_a_backend(typical):
+    typical.each(shares_an_optimizer_per_parameter, [(45,)], [(21,)])
+
+
+def conjugates(backend):
+    """Assign the conjugate of an averaged gradient, on rank 0 only, and average again."""
+    p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    reducer = GradientReducer([("p", p)], backend)
+    for _ in range(2):
+        p.grad = torch.full((2,), 1 + 2j)
+        reducer.renew()
+        reducer.reduce()
+    if backend.rank == 0:
+        p.grad = p.grad.conj()
+    reducer.renew()
+    reducer.reduce()
+    mean = 1 + 2j * (backend.size - 2) / backend.size
+    torch.testing.assert_close(p.grad.resolve_conj(), torch.full((2,), mean))
+    reducer.close()
+
+
+def test_a_lazily_conjugated_gradient_is_averaged_as_it_is(typical):
+    typical(conjugates)
 
 
 def double(gradient):
