@@ -220,7 +220,7 @@ def test_unknown_or_impossible_orders_of_sums_are_refused():
         for options, message in (
             ({"sum_order": "tree"}, "sum_order='tree' is not known"),
             ({"sum_order": "canonical", "transfer": Transfer(dtype=torch.float16)}, "in their own dtype"),
-            ({"sum_order": sum_order(4, backend.size + 1)}, "for the backend's size"),
+            ({"sum_order": sum_order(4, backend.size + 1)}, "fit the backend's size"),
         ):
             with pytest.raises(ValueError, match=message):
                 DistributedOptimizer(copy.copy(inner), model.named_parameters(), backend=backend, **options)
