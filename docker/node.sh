@@ -61,7 +61,7 @@ for name in "${names[@]:1}"; do
   others+=($!)
 done
 bash launch/torchrun.sh --run-dir "$runs/torch" "$@"
-wait "${others[@]}"
+for other in "${others[@]}"; do wait "$other"; done # `wait` with several processes returns only the last one's status
 
 echo
 python -m dualtrain.compare "$runs/horovod" "$runs/torch"

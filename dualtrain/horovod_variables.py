@@ -86,14 +86,16 @@ class Settings:
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name) or str(default)
+    text = env.get(name)
+    if not text:
+        return default
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
         raise UserError(f"{name}={text!r} is not a finite number: give seconds or bytes, or unset it")
-    if value < 0 and text != str(default):
+    if value < 0:
         raise UserError(f"{name}={text} is below 0: give seconds or bytes, or unset it")
     return value
 

@@ -12,7 +12,7 @@ LEVEL = 0.98  # smallest confidence level; an interval from the smallest to the 
 
 def rounds_of(count: int) -> str:
     """Return "1 round", "2 rounds" and so on."""
-    return f"{count} round{'s' * (count > 1)}"
+    return f"{count} round{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,9 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
 def _classes(dataset: Any, name: str) -> int:
     """Return the number of classes that the dataset's attribute ``classes`` (names or number) or ``num_classes`` states."""
     with user_code(f"the classes of --dataset {name!r}"):
-        known: Any = getattr(dataset, "classes", getattr(dataset, "num_classes", None))
+        known: Any = getattr(dataset, "classes", None)
+        if known is None:
+            known = getattr(dataset, "num_classes", None)
     if known is None:
         raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
     try:

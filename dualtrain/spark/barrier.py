@@ -92,7 +92,13 @@ def run(
     for interface in list(nics or ())[:1]:
         variables["GLOO_SOCKET_IFNAME"] = interface
     task = _Task(pickled_call(fn, args, kwargs, cloudpickle), variables, executable)
-    seconds = float(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", "600") if start_timeout is None else start_timeout)
+    timeout = os.environ.get("HOROVOD_SPARK_START_TIMEOUT", "600") if start_timeout is None else start_timeout
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"start_timeout or HOROVOD_SPARK_START_TIMEOUT is {timeout!r}, which is not a number: give seconds"
+        ) from None
     return [loads(result) for result in _Job(context, task, size).results(seconds)]
 
 

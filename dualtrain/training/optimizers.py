@@ -112,7 +112,7 @@ def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], f
     ``steps`` is the number of steps after the warm-up.
     """
     floor = section.lr_min / lr
-    if floor > 1:
+    if floor > 1 and section.name in ("cosine", "polynomial"):
         raise UserError(f"--lr-min {section.lr_min:g} is above the learning rate {lr:g}: lower it")
     drops = steps_in(section.lr_milestones)
     shapes: dict[str, Callable[[float], float]] = {

@@ -26,7 +26,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
         return
     if any(last_name(call.func) in _DYNAMIC for call in source.calls) or "sys.modules[" in source.code:
         return
-    if any(isinstance(node, ast.Import) and node.names[0].name == "builtins" for node in source.nodes):
+    if any(isinstance(node, ast.Import) and "builtins" in {each.name for each in node.names} for node in source.nodes):
         return
     try:
         unknown = _unknown_globals(symtable.symtable(source.text, "script", "exec"))
@@ -97,7 +97,6 @@ def _is_annotation(source: Source, name: ast.Name) -> bool:
 
 def _is_tried(source: Source, name: ast.Name) -> bool:
     """Return whether ``name`` is in a ``try`` statement or in ``with suppress``, which may catch the NameError."""
-    suppressed = (
-        above for above in source.above(name) if isinstance(above, ast.With) and "suppress" in ast.unparse(above.items[0])
-    )
-    return any(hasattr(above, "handlers") for above in source.above(name)) or any(True for _ in suppressed)
+    items = [item for above in source.above(name) if isinstance(above, ast.With) for item in above.items]
+    suppressed = any("suppress" in ast.unparse(item) for item in items)
+    return suppressed or any(hasattr(above, "handlers") for above in source.above(name))

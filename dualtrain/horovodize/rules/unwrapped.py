@@ -56,7 +56,7 @@ def _wrapped_parameter(source: Source, function: Function) -> str:
     """
     inside = list(ast.walk(function))
     wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
-    inner = wraps[0].args[0] if len(wraps) == 1 and wraps[0].args else None
+    inner = (wraps[0].args[0] if wraps[0].args else keyword(wraps[0], "optimizer")) if len(wraps) == 1 else None
     if not isinstance(inner, ast.Name):
         return ""
     wrap, parent, name = wraps[0], source.parents[wraps[0]], inner.id
