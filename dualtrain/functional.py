@@ -1,4 +1,4 @@
-"""Differentiable collectives, with the gradients as if all ranks were one program with the sum of their losses.
+"""Differentiable collectives. Their gradients are those of the sum of all ranks' losses.
 
 The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradients of ``allgather`` and ``broadcast`` are
 averages, and the gradient of a summing ``reducescatter`` is multiplied by the number of ranks.

@@ -69,7 +69,7 @@ def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Convert an exception of the user's own code, which the block runs, into a UserError with that exception's traceback.
+    """Convert an exception that the user's own code raises in the block into a UserError with that exception's traceback.
 
     UserError and BackendError are not converted.
     """
@@ -88,8 +88,8 @@ def user_code(what: str) -> Iterator[None]:
 def enough_memory(cure: str) -> Iterator[None]:
     """Convert errors for which :func:`is_too_large` is true into a UserError whose message ends with ``cure``.
 
-    The UserError has the traceback of the user's own code, if this code ran. An OverflowError of that code is not
-    converted: most likely, its cause is not a size.
+    If the user's own code raised the error, or called the function that raised it, the UserError has that code's
+    traceback. In this case, an OverflowError is not converted: most likely, its cause is not a size.
     """
     try:
         yield
@@ -116,10 +116,10 @@ def in_one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback from the first to the last frame of the user's code; empty if none of the user's code ran.
+    """Format the traceback from the first to the last frame of the user's code; empty if there is no such frame.
 
     If the user's last frame called this package, all later frames are included too. The errors that led to ``error``
-    are formatted in the same way.
+    are formatted in the same way. For a SyntaxError, format only the message.
     """
     shown = traceback.TracebackException.from_exception(error)
     todo, users = [shown], False

@@ -1,4 +1,4 @@
-"""Steps of an optimizer that is wrapped: the losses that closures return, and steps that the optimizer takes itself."""
+"""Steps of a wrapped optimizer: the losses that closures return, and steps that the optimizer takes itself."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Wrapper(Protocol):
 def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     """Check the steps that ``optimizer`` takes itself, as long as ``wrapper`` exists.
 
-    The program takes such a step if a method of the optimizer's class calls ``self.step()``, or if an object was given
-    ``optimizer`` and not the wrapper. It raises RuntimeError if gradients are not combined over the ranks. The losses
-    of its closure are averaged, as in the wrapper's step.
+    Such a step happens if a method of the optimizer's class calls ``self.step()``, or if an object was given ``optimizer``
+    and not the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The losses of the
+    step's closure are averaged, as in the wrapper's step.
     """
     # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The name is private in torch 2.5 to 2.15.
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -63,8 +63,8 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
-    # If ``step`` calls the step of a base class, the hooks may run twice: torch makes ``step`` of a class run hooks when a
-    # process makes its first optimizer of this class, perhaps for the base class on some ranks only.
+    # A step that calls the step of a base class may run the hooks twice: the base class's step runs hooks too after this
+    # process has made an optimizer of exactly that class. This may have happened on some ranks only.
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 
@@ -89,7 +89,7 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
         BackendError: on every rank, if ``loss`` is a number on some ranks only.
     """
     is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-    # Every rank makes the same call, whatever its closure returned; the sums show whether all closures returned a number.
+    # Every rank makes the same call, whatever its closure returned. The results show whether all closures returned numbers.
     mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
     total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     if numbers and others:

@@ -367,13 +367,13 @@ def test_a_reader_that_hangs_is_detected(name, kind, how, tmp_path):
         next(results)
 
 
-def test_a_download_does_not_touch_links_and_other_special_files(tmp_path):
+def test_a_download_that_would_replace_a_link_or_a_special_file_is_refused(tmp_path):
     files, archives = [tmp_path / "a", tmp_path / "b"], [tmp_path / "a.gz"]
     assert missing(files, archives)
     (tmp_path / "target").write_text("")
     files[0].symlink_to("target")
     files[1].write_text("")
-    assert not missing(files, archives)  # a link to an existing file counts as this file
+    assert not missing(files, archives)  # a link to a regular file is a file too
     files[1].unlink()
     with pytest.raises(UserError, match="delete it first"):
         missing(files, archives)
@@ -554,7 +554,7 @@ def test_a_path_that_names_no_run_is_refused_in_one_line(tmp_path, monkeypatch, 
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_run_whose_folder_has_a_line_end_in_its_name_has_one_row(tmp_path, capsys):
+def test_a_run_whose_folder_name_contains_a_newline_has_one_row(tmp_path, capsys):
     folder = tmp_path / "a\nb"
     folder.mkdir()
     summary = dict.fromkeys(("backend", "launcher", "transport", "weights_sha256"), "x")

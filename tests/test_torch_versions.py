@@ -1,4 +1,4 @@
-"""Functions for differences between torch versions: each works, and at least one supported torch needs it."""
+"""Functions for differences between torch versions: their results, and that the oldest supported torch needs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Collective operations that users call, built from the primitives, once for all backends.
 
-Averages, any dtype, any layout, unequal sizes, objects, barriers, groups and the asynchronous forms are implemented
-here and nowhere else. Each call first checks that all ranks make the same call.
+The backends implement only the primitives. This module adds averages, further dtypes, tensors with any strides, unequal
+sizes, objects, barriers, groups and the asynchronous forms. Each call first checks that all ranks make the same call.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ class Backend(Primitives):
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
-    call, and the backend stays usable. Tensors may have any dtype, any layout, and also zero dimensions. Results are new,
-    contiguous tensors on the same device, without autograd history (:mod:`dualtrain.functional` has collectives with
-    gradients). Calls work inside and outside of ``torch.inference_mode()``, on tensors made inside or outside of it. Calls
-    without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
-    return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
-    ``wait()`` has returned. A name is shown in errors and reports.
+    call, and the backend stays usable.
+
+    Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
+    included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
+    history (:mod:`dualtrain.functional` has collectives with gradients). Calls work inside and outside of
+    ``torch.inference_mode()``, on tensors made inside or outside of it. Calls without ``_async`` block until the result can
+    be used on the current stream. Calls with ``_async`` return a :class:`~dualtrain.backends.base.Work`, whose ``wait()``
+    returns the result; do not change the tensor before ``wait()`` has returned. A name is shown in errors and reports.
 
     Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
     thread its own backend, which :meth:`channel` returns. A call raises BackendError if it is made during a call of a
@@ -96,7 +98,7 @@ class Backend(Primitives):
         """Reduce every rank's ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Args:
-            tensor: any shape; floating point, integer, bool (SUM is "any", PRODUCT "all"), or complex (only
+            tensor: any shape; floating point, integer (not uint64), bool (SUM is "any", PRODUCT "all"), or complex (only
                 SUM and AVERAGE).
             op: AVERAGE, SUM, MIN, MAX or PRODUCT, or its name. The average of integers is truncated toward zero.
             name: shown in errors and reports.
@@ -258,9 +260,10 @@ class Backend(Primitives):
         self._now(partial(agree, self, Call("barrier", name)))
 
     def group(self, ranks: Sequence[int]) -> Backend | None:
-        """Return a backend over some ``ranks`` of this one, numbered from 0 in ascending order; ``None`` on other ranks.
+        """Return a backend over some of this backend's ranks; ``None`` on ranks that are not in ``ranks``.
 
-        Collective over this backend, with the same ``ranks``; blocks. The group is closed with this backend.
+        The new backend numbers its ranks from 0, in ascending order of ``ranks``. Every rank of this backend must make the
+        call, with the same ``ranks``. Blocks. The group is closed with this backend.
 
         Raises:
             ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is a group.
@@ -274,7 +277,7 @@ class Backend(Primitives):
         return self._now(partial(self._group, members))
 
     def channel(self) -> Backend:
-        """Return a second backend over the same ranks, a channel. Collective; blocks.
+        """Return a channel: a second backend over the same ranks. Collective; blocks.
 
         The operations of a channel and those of this backend may be interleaved in a different order on each rank. The
         channel is closed with this backend.
@@ -553,7 +556,7 @@ class Backend(Primitives):
     def gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
         """Gather every rank's bytes in rank order; all ranks know the ``lengths``.
 
-        The bytes are padded to the greatest length, since torch gathers only tensors of equal length.
+        The bytes are padded to the greatest length, since ``start_allgather`` gathers only tensors of equal length.
         """
         width = max(lengths)
         output = data.new_empty(self.size * width)

@@ -22,9 +22,10 @@ GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
 
 
 class TreeSum(Work[None]):
-    """Handle of the sum of all ranks' partial sums. This rank's are in ``others`` and ``tensor``, which gets the result.
+    """Handle of the sum of all ranks' partial sums.
 
-    See :meth:`dualtrain.backends.collectives.Backend.start_tree_sum`.
+    ``others`` and ``tensor`` hold this rank's partial sums; ``tensor`` gets the result. See
+    :meth:`dualtrain.backends.collectives.Backend.start_tree_sum`.
     """
 
     def __init__(

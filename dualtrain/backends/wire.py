@@ -1,4 +1,4 @@
-"""Conversion of tensors of any dtype to the few dtypes that all libraries reduce.
+"""Conversion of tensors to the few dtypes that all libraries reduce.
 
 Broadcast, gather and all-to-all send bytes: lossless for every dtype, bool and bfloat16 included. Reductions use one of
 four wire dtypes (``REDUCIBLE``), wide enough that sums keep their precision; only compressed gradients are sent in a
@@ -12,7 +12,7 @@ backend's ``narrow`` dtypes:
 | bool | int32 | SUM and MAX are "any", PRODUCT and MIN are "all" |
 | complex | its real view | SUM and AVERAGE only: complex numbers have no order |
 
-All backends use the same table, so that they round at the same places.
+uint64 tensors cannot be reduced. All backends use the same table, so that they round at the same places.
 """
 
 from __future__ import annotations

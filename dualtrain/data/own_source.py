@@ -15,7 +15,7 @@ from dualtrain.user_code import user_code
 
 
 class OwnSource(Source):
-    """The :class:`Source` ``source`` of the user's own code, or an object with the same methods.
+    """Wrapper of a user's own source: a :class:`Source`, or an object with the same methods.
 
     Args:
         source: the user's source.
@@ -88,7 +88,7 @@ class OwnSource(Source):
             yield item
 
     def _checked(self, found: Any, size: int) -> Tensors:
-        """Return a batch of ``size`` samples. Raises UserError if it is something else."""
+        """Return ``found``, a batch of ``size`` samples. Raises UserError if ``found`` is anything else."""
         if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], torch.Tensor):
             raise UserError(f"{self._what} has yielded a {type(found).__name__}: yield (inputs, targets), two tensors")
         inputs, targets = found

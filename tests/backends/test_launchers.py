@@ -70,7 +70,7 @@ def test_rank_and_size_are_read_from_the_variables_of_every_launcher(launcher):
     assert not world.single_host
 
 
-def test_without_a_launcher_the_world_has_one_process(monkeypatch):
+def test_without_a_launcher_the_world_has_one_process():
     assert detect_world({}) == detect_world({"MASTER_ADDR": "leftover", "SLURM_JOB_ID": "7"}) == World()
     assert (World().rank, World().size, World().launcher, World().rendezvous) == (0, 1, "none", None)
     assert World().single_host
@@ -151,7 +151,7 @@ def test_a_shell_of_salloc_on_a_node_is_not_a_launched_rank(step):
     assert detect_world(shell) == World()
 
 
-def test_local_rank_and_size_may_be_missing_if_the_launcher_does_not_set_them():
+def test_local_rank_and_size_are_optional_without_a_known_launcher_and_with_mpiexec():
     world = detect_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert (world.local_rank, world.local_size) == (0, 2)
     assert detect_world({"PMI_RANK": "1", "PMI_SIZE": "2"}).local_size == 2
@@ -247,7 +247,7 @@ def test_a_rank_outside_the_world_is_refused_and_the_variable_is_named(launcher,
         detect_world({**LAUNCHERS[launcher], RANKS[launcher]: rank})
 
 
-def test_a_size_beyond_32_bits_is_refused():
+def test_a_size_that_does_not_fit_into_a_signed_32_bit_integer_is_refused():
     with pytest.raises(
         UserError, match=r"gave rank 0 in a world of 2147483648 \(.*WORLD_SIZE=2147483648.*no job has so many"
     ):
@@ -264,8 +264,8 @@ PLACEMENTS = {
     "uneven": "aaabcc",
     "uneven, interleaved": "abacbaca",
     "one host": "aaaa",
-    "one each": "abc",
-    "alone": "a",
+    "one rank per host": "abc",
+    "one rank": "a",
 }
 
 

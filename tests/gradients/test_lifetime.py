@@ -270,7 +270,10 @@ def test_gradients_may_have_another_dtype_than_their_parameter():
 
 
 def refused(backend):
-    """Refuse an exchange. The program keeps one of the two gradients during the exchange."""
+    """Cause an exchange that is refused; return whether each of two gradients was freed.
+
+    The program keeps a reference to one of the gradients during the exchange.
+    """
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     made = DistributedOptimizer(torch.optim.SGD(params, 1.0), backend=backend)
     for added in ([], [nn.Parameter(torch.zeros(2))] * backend.rank):

@@ -70,7 +70,7 @@ CASES = {
     "two passes": ({"backward_passes_per_step": 2}, 0),
     "predivide": ({"gradient_predivide_factor": 2.0}, 0),
     "groups": ({"groups": 2}, 0),
-    "lists of groups": ({"groups": "lists"}, 0),
+    "groups as lists": ({"groups": "lists"}, 0),
     "fp16": ({"compression": "fp16"}, 1e-3),
     "compressor": ({"compression": "own"}, 0),
     "sparse as dense": ({"sparse": True, "sparse_as_dense": True}, 0),
@@ -143,7 +143,7 @@ def test_every_option_gives_all_three_ranks_the_same_weights(real):
             assert p.isfinite().all()
     for like, titles in [
         ("average", ("predivide", "fp16", "compressor", "bf16", "fp16, predivide")),
-        ("groups", ("lists of groups", "num_groups")),
+        ("groups", ("groups as lists", "num_groups")),
     ]:
         for title in titles:
             for name, p in found[0][title].items():

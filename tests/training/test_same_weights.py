@@ -1,4 +1,4 @@
-"""The ranks' weights are compared while they train; state that forward changes is kept for each rank, or refused."""
+"""The ranks' weights are compared during training; state that forward changes is kept for each rank, or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def renormalized(backend, virtual_ranks: int | None = None) -> None:
 def test_weights_that_forward_changes_on_each_rank_are_refused():
     refused(2, renormalized, r"the ranks do not have the same weights.*checksum of '0.weight' is -?\d+ on rank 0 and")
     with connect("local") as backend:
-        renormalized(backend)  # with one rank, this is the result of torch
+        renormalized(backend)  # accepted with one rank, as in torch
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -65,7 +65,7 @@ def test_virtual_ranks_refuse_weights_that_forward_changes(ranks):
 
 
 class Codebook(nn.Linear):
-    """A layer whose forward changes a frozen codebook, by operations that torch does not count."""
+    """A layer whose forward changes a frozen codebook, by operations that do not increment its version counter."""
 
     def __init__(self, change) -> None:
         super().__init__(4, 2)
@@ -84,7 +84,7 @@ def assign(p: torch.Tensor, mean: torch.Tensor) -> None:
     "change",
     [assign, lambda p, mean: p.data.lerp_(mean.expand(3, 4), 0.1), lambda p, mean: p.detach().numpy().__imul__(0.9)],
 )
-def test_virtual_ranks_refuse_changes_of_weights_that_torch_does_not_count(change):
+def test_virtual_ranks_refuse_changes_that_do_not_increment_the_version_counter(change):
     def body(backend) -> None:
         layer = seeded(Codebook(lambda p, mean: None))
         weights = [layer.weight, layer.bias]
@@ -161,13 +161,13 @@ def test_weights_that_a_rank_changes_are_refused_before_results_are_used(use):
     refused(2, body, "checksum of 'bias'")
 
 
-def test_weights_of_other_optimizers_and_of_closed_trainers_may_differ():
+def test_weights_outside_the_optimizer_and_of_closed_trainers_may_differ():
     def body(backend) -> None:
         model = seeded(nn.Linear(4, 2))
         trainer = Trainer(model, torch.optim.SGD([model.weight], 0.1), mse_loss, backend=backend)
         model.bias.data += backend.rank
         trainer.step([data(backend)], 16.0)
-        trainer.optimizer.param_groups[0]["lr"] = None  # of an optimizer that computes its rate itself
+        trainer.optimizer.param_groups[0]["lr"] = None  # as in an optimizer that computes its learning rate
         trainer.evaluate([data(backend)])
         trainer.close()
         model.weight.data += backend.rank
@@ -191,7 +191,7 @@ def different_processors(monkeypatch):
     monkeypatch.setattr(same_weights, "processor", lambda backend: {"CPU capability": f"AVX{backend.rank}"})
 
 
-def test_different_processors_make_rounding_a_warning(different_processors, caplog):
+def test_rounding_differences_between_different_processors_cause_a_warning(different_processors, caplog):
     same_weights._warn_once.cache_clear()
     run_threads(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(1 + 1e-6)))
     assert caplog.messages == [
@@ -200,14 +200,14 @@ def test_different_processors_make_rounding_a_warning(different_processors, capl
 
 
 @pytest.mark.parametrize("value", [1.01, float("nan")])
-def test_different_processors_do_not_excuse_more_than_rounding(different_processors, value):
+def test_larger_differences_are_refused_with_different_processors_too(different_processors, value):
     words = r"'weight' on rank 1 differs from rank 0's by \S+ \(norm on rank 0: [\d.]+\); rounding would cause a smaller"
     refused(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(value)), words)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int64])
 def test_the_accepted_difference_depends_on_the_dtype(dtype):
-    """Weights that agree in half of their digits differ by rounding. Integers are never rounded."""
+    """A difference counts as rounding if the weights agree in half of their digits. Integers are never rounded."""
     is_integer = dtype is torch.int64
     unit = 0.0 if is_integer else torch.finfo(dtype).eps
 
@@ -274,7 +274,7 @@ def test_a_resume_restores_the_extra_state_of_each_rank(tmp_path):
             resumed.step([batch], 16.0)
         assert torch.equal(resumed.model[0].weight, trainer.model[0].weight)
         assert torch.equal(resumed.model[0]._mean, trainer.model[0]._mean)
-        # With a state of another world size, all ranks get rank 0's.
+        # After a load of a state from another world size, all ranks have rank 0's extra state.
         state = copy.deepcopy(resumed.state_dict())
         state["ranks"].pop()
         resumed.load_state_dict(state)

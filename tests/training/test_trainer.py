@@ -523,7 +523,7 @@ def test_an_iterator_that_is_exhausted_in_the_second_epoch_is_refused():
 
 
 class Sized:
-    """A loader that says that it has ``length`` batches."""
+    """A loader of ``batches`` batches. ``len()`` of it returns ``length``, or fails if ``length`` is ``None``."""
 
     def __init__(self, batches: int, length: object) -> None:
         self.batches, self.length = batches, length
