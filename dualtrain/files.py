@@ -24,8 +24,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-#: Numbers of the errors that mean that a directory cannot be synchronized. Some network file systems do not support the
-#: synchronization of directories. The user may also have no permission to read the directory.
+#: Error numbers to ignore when a folder is synchronized. Some network file systems cannot synchronize folders, and the
+#: user may not be allowed to read the folder.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
@@ -87,7 +87,10 @@ def absolute(path: str | Path) -> Path:
 
 
 def real(path: str | Path) -> Path:
-    """Return ``path`` without links; ``path`` itself if it is relative and the current folder has been removed."""
+    """Return the absolute path of ``path`` with all symbolic links resolved.
+
+    If ``path`` is relative and the current folder has been removed, return ``path`` itself.
+    """
     try:
         return Path(os.path.realpath(path))
     except FileNotFoundError:

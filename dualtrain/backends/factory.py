@@ -12,7 +12,7 @@ import torch
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError
 from dualtrain.backends.watch import Watch
-from dualtrain.differences import refuse_unlike
+from dualtrain.differences import ranks_in_words, refuse_unlike
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import identity, listening_address
@@ -95,9 +95,10 @@ def connect(
         groups: whether ``group`` will be called; only Horovod uses this. If True, Horovod synchronizes its process sets
             in every cycle, and holds a lock that every call needs. If False, Horovod is faster, and over MPI a failed rank
             cannot make the other ranks wait for that lock.
-        transport: how CPU tensors are reduced. ``"native"`` uses the library. ``"shm"`` uses memory that the ranks of a
-            host share, and the library between hosts; if ranks cannot share memory, it logs a warning and uses the
-            library. ``"auto"`` is ``"shm"`` for the torch backend with all ranks on one host, else ``"native"``.
+        transport: how CPU tensors are reduced. ``"native"`` uses the backend's library. ``"shm"`` uses memory that the
+            ranks of a host share, and the library between hosts; if the ranks cannot share memory, rank 0 logs a warning,
+            and the library is used. ``"auto"`` is ``"shm"`` for the torch backend with all ranks on one host, else
+            ``"native"``.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same
             ranks, for other libraries that need one; ``close`` destroys it.
 
@@ -228,8 +229,9 @@ def _locate(backend: Backend) -> None:
     if others:
         backend.disconnect()
         raise UserError(
-            f"rank 0 runs dualtrain {versions[0]}, and rank {', '.join(map(str, others))} dualtrain "
-            f"{', '.join(dict.fromkeys(versions[rank] for rank in others))}: install the same version on all hosts"
+            f"rank 0 runs dualtrain {versions[0]}, but dualtrain "
+            f"{', '.join(dict.fromkeys(versions[rank] for rank in others))} runs on {ranks_in_words(others)}: "
+            "install the same version on all hosts"
         )
 
 

@@ -87,7 +87,9 @@ def _measure(backend: Backend, size: int) -> float:
         times.append(time.perf_counter() - began)
         if repetition == 0:
             if not bool((values == backend.size).all()):
-                raise BackendError(f"the sum of {size} bytes is wrong on rank {backend.rank}: this build cannot be used")
+                raise BackendError(
+                    f"the sum of {size} bytes is wrong on rank {backend.rank}: do not train with this build of the library"
+                )
             values.zero_()  # otherwise repeated sums would overflow
     return statistics.median(times[1:])
 

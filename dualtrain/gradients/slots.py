@@ -37,11 +37,11 @@ class Slot:
     param: torch.nn.Parameter
     #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: The same memory with a counter of in-place changes (``_version``) of its own, which shows changes by the program.
+    #: The same memory as ``view``, with a separate ``_version`` counter, which counts the program's in-place changes.
     front: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient.
     bucket: SlotBucket | None = None
-    #: The tensor that becomes ``param.grad``. It is not ``front`` itself, since the user may assign to its ``.data``.
+    #: The tensor that becomes ``param.grad``. It is not ``front`` itself: the user may assign to ``param.grad.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: Address (``data_ptr()``), strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
     address: int = 0
@@ -92,7 +92,7 @@ class Slot:
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
-            # From now on, count changes of the earlier gradient separately: they do not change this slot's next gradient.
+            # Start a new ``_version`` counter: it must not count in-place changes of the earlier gradient.
             self.front = self.view.data
             if self.bucket is not None:
                 self.bucket.fronts[self] = self.front
@@ -145,7 +145,7 @@ def may_be_kept(grads: list[torch.Tensor]) -> bool:
     This is so if the program has a reference to the gradient, if another tensor shares its memory, or if the gradient has
     an autograd graph (``create_graph=True``). The caller must not refer to the gradients except by the list ``grads``.
     """
-    # This runs for all gradients in every step, so it runs in C.
+    # This runs for all gradients in every step, so its loops run in C.
     return bool(grads) and (
         max(_count_references(grads)) > _FRESH[0]
         or max(_count_storage_uses(grads)) > _FRESH[1]
@@ -171,7 +171,7 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
 def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
     """Copy results into gradients that stay the gradients of their parameters.
 
-    A gradient that shares memory with another one, whose result may differ, becomes a view of its bucket instead.
+    If gradients share memory, only the first one can hold its result: the others become views of their buckets instead.
     """
     end = 0
     for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):
@@ -186,7 +186,7 @@ def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
 
 @torch.no_grad()
 def separate_gradients(slots: Sequence[Slot]) -> None:
-    """Copy each gradient that the program may use later, that shares its memory, or that is a part of a larger tensor.
+    """Copy each dense gradient that the program may use later, that shares memory, or that is a part of a larger tensor.
 
     Autograd makes gradients that share memory, for example for the parameters ``p`` and ``q`` in
     ``p.view(-1) + q.view(-1)``.

@@ -1,6 +1,6 @@
 """Check that the hosts of a job can reach each other, before Gloo or Horovod connects them.
 
-Gloo and Horovod open further ports between all hosts. If a firewall or a wrong interface separates two hosts, these
+Gloo and Horovod make their own connections between all hosts. If a firewall or a wrong interface separates two hosts, these
 libraries block for minutes or end the process, and do not report which hosts could not connect.
 """
 

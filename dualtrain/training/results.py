@@ -103,7 +103,7 @@ def write_results(
         again: how to continue the run, for messages.
 
     Raises:
-        UserError: on every rank, if another process uses the folder now; nothing is written.
+        UserError: on every rank, if another process uses the folder now; nothing more is written.
         NotSavedError: on every rank, if the model, the summary or the last checkpoint could not be written.
     """
     problems = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, failed(), lock))
@@ -119,7 +119,7 @@ def _write(
 ) -> list[str]:
     """Write the files; return what could not be written, each with the reason.
 
-    The summary is written last, and only if nothing has failed: a restart of a run with a summary trains no more.
+    The summary marks the run as ended, so it is written last, and only if nothing has failed.
     """
     problems: list[str] = []
     if failed is not None:

@@ -104,7 +104,7 @@ def test_messages_with_many_differences_are_short():
     assert "xone" in long
     assert "xtwo" in long
     assert "missing on rank 2" in long
-    # Two of three long values differ only later.
+    # Two values differ only at their ends, and the third one differs from both at its first character.
     three = str(Difference("text", ("x" * 500 + "one", "x" * 500 + "two", "y")))
     assert len(three) < 400
     assert "xone on rank 0, " in three

@@ -331,7 +331,7 @@ def test_two_ranks_with_the_same_gpu_are_refused_for_nccl(gpus):
 def test_ranks_with_different_versions_are_named():
     rows = [[1, *_as_numbers(version)] for version in ("0.1.0", "0.1.0", "0.2.0rc1", "0.3")]
     backend = FakeBackend(0, "aaaa", rows)
-    with pytest.raises(UserError, match=r"rank 0 runs dualtrain 0.1.0, and rank 2, 3 dualtrain 0.2.0rc1, 0.3: install the"):
+    with pytest.raises(UserError, match=r"rank 0 runs dualtrain 0.1.0, but dualtrain 0.2.0rc1, 0.3 runs on ranks 2, 3: in"):
         _locate(backend)
     assert backend.left
 

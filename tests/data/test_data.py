@@ -20,7 +20,7 @@ def test_an_epoch_has_every_sample_once(batch):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_ranks_share_a_global_batch_in_order_and_evenly(size):
+def test_a_global_batch_is_split_among_the_ranks_in_order_and_evenly(size):
     batch = Sampler(50, 22, seed=0).batch(0, 1)
     parts = [share(batch, rank, size) for rank in range(size)]
     assert torch.equal(torch.cat(parts), batch)

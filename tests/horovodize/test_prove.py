@@ -180,7 +180,7 @@ def test_a_script_that_ends_before_the_last_step_is_recorded_too(simulated):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
+def test_one_changed_value_changes_the_summary_and_the_checksum(dtype):
     p = torch.linspace(-3, 5, 400).to(dtype).view(20, 20).t()
     q = p.clone()
     q[7, 3] = torch.nextafter(q[7, 3].real.double(), torch.tensor(9.0).double()).to(dtype) if dtype == torch.float64 else 5
@@ -342,7 +342,7 @@ def test_the_verdict_on_equal_runs_is_same_bits(simulated):
 
 
 def test_tensors_that_differ_after_the_last_step_are_found(simulated):
-    """Compare all broadcast tensors at the end, including BatchNorm's averages and weights that no hvd optimizer steps."""
+    """Compare all broadcast tensors at the end: BatchNorm's averages too, and weights that no hvd optimizer updates."""
 
     def change_buffer(models, optimizers):
         models[1].average += 1e-3
@@ -854,7 +854,7 @@ def test_the_record_of_a_script_that_failed_is_refused(last, message, record, tm
     assert message in capsys.readouterr().err
 
 
-def test_the_rank_that_failed_first_is_named(record):
+def test_the_rank_that_caused_the_failure_is_named(record):
     (record / "log").write_text("lost\n")
     peer = {"reason": "error", "status": 1, "error": "horovod.HorovodInternalError: Horovod has been shut down"}
     own = {**peer, "error": "ValueError: no"}
@@ -1041,7 +1041,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """Simulated script. Each attribute says what happens in one of its runs: a key of CHANGES, "fails", or nothing."""
+    """Simulated script. The first four attributes say how its runs change: a key of ``CHANGES``, or "fails"."""
 
     horovod: str = ""
     compat: str = ""  # the run with dualtrain that reproduces Horovod's defects

@@ -98,7 +98,7 @@ def test_numbers_drawn_after_a_failed_step_do_not_depend_on_the_shard():
 
 
 @pytest.mark.parametrize("shard", range(4))
-def test_a_loss_that_is_not_finite_changes_no_state_and_names_the_rank(shard):
+def test_a_loss_that_is_not_finite_changes_no_state_and_its_error_names_the_rank(shard):
     undisturbed = run_threads(1, tried, [], 0, None)[0]
     for size in (1, 2, 3, 5):
         rank = {1: [0, 0, 0, 0], 2: [0, 0, 1, 1], 3: [0, 0, 1, 2], 5: [0, 1, 2, 3]}[size][shard]

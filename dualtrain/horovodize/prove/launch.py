@@ -42,7 +42,7 @@ _OPEN_MPI = {
 
 
 class RunError(Exception):
-    """A run ended before its record was complete. The message is one line.
+    """A run failed, hung, or took no step on some rank. The message is one line.
 
     Attributes:
         traceback: the traceback of the script's own exception; may be empty.
@@ -222,7 +222,9 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
             ranks_at.setdefault(_when(run.ranks[number]), []).append(number)
         where = "; ".join(f"{ranks_in_words(ranks)}, {when}" for when, ranks in ranks_at.items())
         if timeout is not None:
-            raise RunError(f"{side}: {where}, took no step within {timeout:g} s: it hangs, or needs a larger --timeout")
+            raise RunError(
+                f"{side}: {where}, took no step within {timeout:g} s: the script hangs, or needs a larger --timeout"
+            )
         verb = "was" if len(gone) == 1 else "were"
         raise RunError(
             f"{side}: {where}, {verb} killed, or called os._exit (exit status of the launcher: {status}){_last_line(log)}"

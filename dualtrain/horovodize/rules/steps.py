@@ -120,8 +120,8 @@ def second_reduction(source: Source) -> Iterator[Finding]:
 def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
     """Return whether the script chooses between ``step`` and a step in skip_synchronize().
 
-    Each synchronize() of the optimizer must be under an ``if`` that does not contain ``step``. Most likely, the script then
-    calls either synchronize() and the step in skip_synchronize(), or neither.
+    Each synchronize() of the optimizer must be under an ``if`` that does not contain ``step``. The script then most likely
+    calls both synchronize() and the step in skip_synchronize(), or neither of them.
     """
     others = [event for event in events if event.kind in STEPS and source.exclusive(event.node, step.node)]
     if not any(skips(source, other) and other.optimizer == step.optimizer for other in others):
