@@ -128,17 +128,19 @@ def connect(
     backend = _open(name, world, own_device, timeout, groups or (transport == "shm" and not world.single_host))
     try:
         _refuse_other_world(name, (backend.rank, backend.size), world)
-    except UserError:
+        _locate(backend)
+        _compare_choices(backend, transport)
+        _take_device(backend)
+        backend.watch = Watch(backend, listening_address(backend.world))
+        backend.watch.report_at_exit()
+        if default_group:
+            backend.make_default_group()
+        return _share_memory(backend, transport)
+    except BaseException:
+        if backend.watch is not None:
+            backend.watch.leave()
         backend.disconnect()
         raise
-    _locate(backend)
-    _compare_choices(backend, transport)
-    _take_device(backend)
-    backend.watch = Watch(backend, listening_address(backend.world))
-    backend.watch.report_at_exit()
-    if default_group:
-        backend.make_default_group()
-    return _share_memory(backend, transport)
 
 
 def _open(name: str, world: World, device: torch.device, timeout: float, groups: bool) -> Backend:

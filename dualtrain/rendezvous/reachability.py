@@ -44,8 +44,8 @@ def check_all_reachable(
         return
     with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
-        failed = [_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank]
-        put(f"reach/result/{world.rank}", next(filter(None, [obstacle, *failed]), ""))
+        tries = (_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank)
+        put(f"reach/result/{world.rank}", obstacle or next(filter(None, tries), ""))  # stop at the first failure
         _raise_first_result(leaders, take)  # the server stays open until all have tried
 
 

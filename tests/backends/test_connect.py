@@ -450,8 +450,12 @@ def test_the_default_process_group_is_made_only_on_request():
         assert not torch.distributed.is_initialized()
         with connect("torch", world=ALONE, default_group=True):
             torch.distributed.all_reduce(torch.ones(1))
-            with pytest.raises(UserError, match="a default process group already"):
-                connect("torch", world=ALONE, default_group=True)
+            hook, opened = sys.excepthook, len(os.listdir("/proc/self/fd"))
+            for _ in range(3):
+                with pytest.raises(UserError, match="a default process group already"):
+                    connect("torch", world=ALONE, default_group=True)
+            assert sys.excepthook is hook
+            assert len(os.listdir("/proc/self/fd")) < opened + 8  # a connection has 8 descriptors
         assert not torch.distributed.is_initialized()
     with pytest.raises(UserError, match="default_group=True needs the torch backend, and this is local"):
         connect("local", default_group=True)
