@@ -56,7 +56,7 @@ def test_example_programs_reduce_the_loss(tmp_path, ranks, program):
     assert loss_of((script,), tmp_path / "printed", ranks) < 1e-6
 
 
-def test_the_horovod_script_on_the_page_runs_unmodified_under_horovodize(tmp_path):
+def test_the_script_on_the_page_runs_under_horovodize_with_horovods_import(tmp_path):
     new, old = re.fullmatch(r"(import .*?)  # was: (import .*)\n", HVD).groups()
     changed = PROGRAMS["hvd-1"]
     assert changed.count(f"{new}\n") == 1

@@ -106,7 +106,7 @@ class TreeSum(Work[None]):
 
     @keep_subnormals
     def _sum(self, parts: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
-        """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum."""
+        """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum except for the tail."""
         total = self._order.sum(parts)
         if self._factor != 1:
             total[: max(0, self._scaled - begin)].mul_(self._factor)

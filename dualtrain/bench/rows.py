@@ -1,7 +1,8 @@
 """Rows of the result table: throughput ratios and costs, each with its interval, target and verdict.
 
 The verdict is "met" if the whole interval reaches the target, "not met" if no part of the interval reaches it, and "not
-shown" in all other cases. It is also "not met" if the final weights of the two contenders differ. Rows with fewer rounds
+shown" in all other cases. It is also "not met" if the final weights of the two contenders differ from each other or
+from a raw script's. Rows with fewer rounds
 than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
@@ -131,8 +132,9 @@ def _hashes(job: str, names: Collection[str], results: Results, number: int, tog
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return the largest distance from 1 within the interval for two equal contenders, whose ratio should be 1.
+    """Return how far the ends of the interval of ``AGAIN`` are from 1, at most; 0 without a row of ``AGAIN``.
 
+    ``AGAIN`` runs the same script as ``TUNED``, so that their ratio should be 1.
     A job with another layout (``resnet18-cl``) has the noise floor of its model (``resnet18``).
     """
     model = job.partition("-")[0]

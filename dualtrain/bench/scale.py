@@ -48,8 +48,9 @@ def missing_contenders() -> dict[str, str]:
 def measure_growth(
     growth: Growth, names: Sequence[str], rounds: int | None, spec: LaunchSpec, log: Callable[[str], None]
 ) -> None:
-    """Add the times of the contenders ``names`` with each layout to ``growth``; ``log`` gets a line per start.
+    """Measure the contenders ``names`` with each layout, and record the times in ``growth``.
 
+    ``log`` gets a line with the expected time, a line for each start, and a line for each layout that is left out.
     A start that fails or exceeds its time limit is recorded, and the next start follows. Every second round starts the
     contenders in reverse order. If ``rounds`` is ``None``, the number of rounds depends on the number of ranks. A layout
     whose virtual nodes cannot be made is left out.

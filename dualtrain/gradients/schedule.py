@@ -55,14 +55,14 @@ class Schedule:
         return bucket
 
     def forget_ready(self) -> None:
-        """Forget which gradients are ready, after a backward pass that failed before it sent a bucket."""
+        """Begin a new round without ready gradients, after a backward pass that failed before it sent a bucket."""
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
         self.round += 1
 
     def start_round(self) -> None:
         """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
-        # Keep this order: if Ctrl-C stops this method between the two lines, ``next`` still means that all buckets were
-        # sent. So no bucket is sent before the caller calls this method again.
+        # Keep this order. If Ctrl-C stops this method between the two lines, ``next`` still equals the number of buckets,
+        # so that nothing is sent until this method is called again.
         self.round += 1
         self.next = 0

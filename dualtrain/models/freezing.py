@@ -65,10 +65,10 @@ def freeze_backbone(model: nn.Module, head: str) -> None:
 
 
 def find_head(model: nn.Module) -> str:
-    """Return the name of the last linear or convolutional layer, which is the head of a classifier.
+    """Return the name of the last Linear or Conv2d layer, which is the head of a classifier.
 
     Raises:
-        UserError: the model has no such layer.
+        UserError: the model has no such layer, or is itself one.
     """
     layers: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     if not layers or not layers[-1]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class SaveClock:
-    """Clock of saves: the time since the last save, and the time spent in all saves.
+    """Clock of saves: the time since the last save began, and the time spent in all saves.
 
     Args:
         every: seconds from one save until the next is due; 0: never.
@@ -21,7 +21,7 @@ class SaveClock:
 
     @property
     def due(self) -> bool:
-        """Return whether ``every`` seconds have passed since the last save, or since the start."""
+        """Return whether ``every`` seconds have passed since the last save began, or since the start."""
         return 0 < self._every <= time.perf_counter() - self._last
 
     @contextmanager

@@ -19,7 +19,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(training)  # the user's own train() may do more than set the mode
         for module, mode in before:
-            if mode != training:
+            if module.training != mode:
                 module.training = mode
 
 

@@ -150,8 +150,8 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: Number of parts of a global batch: the number of virtual ranks if set, else of ranks. The global batch size and
-        #: the learning rate are computed from it.
+        #: Number of parts of a global batch: the number of virtual ranks, or the number of ranks if there are no virtual
+        #: ranks. The global batch size and the learning rate are computed from it.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -389,7 +389,8 @@ class Run:
         batches = self._for_trainer([progress.counted(self.task.val.stream(part, self.backend.device)) for part in parts])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
         if math.isnan(evaluation["val_accuracy"]):
-            raise UserError(f"no validation target has a loss, since all are {IGNORED}: correct the validation data")
+            reason = f"no validation target has a loss, since all are {IGNORED}: correct the validation data"
+            raise UserError(reason, shared=True)
         if not math.isfinite(evaluation["val_loss"]):
             numbers = torch.arange(len(self.task.val))
             what = "the validation loss became infinite or not a number on all ranks"

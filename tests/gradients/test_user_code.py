@@ -117,7 +117,7 @@ def changes_a_kept_gradient(backend, numel):
 
 
 def lists_parameters_in_another_order(backend, late):
-    """Give the optimizer the same parameters in another order on each rank, at first or as an additional group."""
+    """Give the optimizer the same parameters in a different order on each rank, when it is made or in a later group."""
     model = seeded(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))))
     first = nn.Parameter(torch.ones(1))
     params = list(model.parameters())
@@ -148,7 +148,7 @@ def test_parameters_in_another_order_on_each_rank_are_refused(typical):
 
 
 def adds_a_group_again(backend, keep):
-    """Remove a group from the optimizer and add it again; list a tied parameter twice."""
+    """List each weight twice in its group; later remove a group from the optimizer, and add it again."""
     model = perceptron()
     base = torch.optim.SGD([{"params": [p, p]} if p.dim() > 1 else {"params": [p]} for p in model.parameters()], 0.1)
     wrapped = DistributedOptimizer(base, backend=backend)
@@ -243,7 +243,7 @@ def conjugates(backend):
     reducer.close()
 
 
-def test_a_lazily_conjugated_gradient_is_averaged_as_it_is(typical):
+def test_a_lazily_conjugated_gradient_is_averaged_with_its_conjugated_values(typical):
     typical(conjugates)
 
 
@@ -555,7 +555,10 @@ def test_gradients_are_averaged_after_frozen_and_trained_layers_are_swapped(typi
 
 
 def own_factors(backend):
-    """Multiply by a different factor on each rank before the sum, and by 1/size after it (``None`` on rank 0)."""
+    """Multiply by a different factor on each rank before the sum, and by 1/size after it.
+
+    Rank 0 gives ``after=None``, which also means 1/size.
+    """
     p = nn.Parameter(torch.ones(3))
     after = 1 / backend.size if backend.rank else None
     reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))

@@ -1,4 +1,4 @@
-"""Every recipe, on small data: it trains, and ends with the same bits if it is interrupted and resumed."""
+"""Every recipe, on small data: it trains. Most recipes are also interrupted and resumed, and end with the same bits."""
 
 from __future__ import annotations
 
