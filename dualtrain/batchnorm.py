@@ -122,17 +122,32 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
         """Replace each BatchNorm in ``module`` by a layer of this class with the BatchNorm's parameters and state.
 
+        A BatchNorm that has several names or parents is replaced by one layer in all these places.
         Return ``module``, or the new layer if ``module`` itself is a BatchNorm.
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-            made.weight, made.bias, made.training = module.weight, module.bias, module.training
-            made.running_mean, made.running_var = module.running_mean, module.running_var
-            made.num_batches_tracked = module.num_batches_tracked
-            return made
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child))
+        layers = [
+            (title, layer)
+            for title, layer in module.named_modules(remove_duplicate=False)
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, cls)
+        ]
+        made = {id(layer): cls._with_state_of(layer) for _, layer in layers}
+        if id(module) in made:
+            return made[id(module)]
+        # A layer may be used under several names, each of which needs the new layer.
+        places = [
+            (module.get_submodule(title.rpartition(".")[0]), title.rpartition(".")[2], layer) for title, layer in layers
+        ]
+        for parent, name, layer in places:
+            setattr(parent, name, made[id(layer)])
         return module
+
+    @classmethod
+    def _with_state_of(cls, layer: _BatchNorm) -> SyncBatchNorm:
+        made = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+        made.weight, made.bias, made.training = layer.weight, layer.bias, layer.training
+        made.running_mean, made.running_var = layer.running_mean, layer.running_var
+        made.num_batches_tracked = layer.num_batches_tracked
+        return made
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,32 @@ def test_a_converted_model_trains_and_has_equal_statistics_on_all_ranks(real):
     real(converted)
 
 
+class Shared(nn.Module):
+    """Model with one BatchNorm layer under two names, and in a second parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(3)
+        self.second = self.first
+        self.block = nn.Sequential(nn.Linear(3, 3), self.first)
+
+
+def shared_layer(backend):
+    with library(backend) as hvd:
+        model = hvd.SyncBatchNorm.convert_sync_batchnorm(Shared())
+        assert type(model.first) is hvd.SyncBatchNorm
+        assert model.first is model.second is model.block[1]
+        one = nn.BatchNorm1d(3).double()
+        batch = torch.cat([samples(r, 4, ()) for r in range(hvd.size())])
+        found = model.double().second(batch[4 * hvd.rank() :][:4])
+        torch.testing.assert_close(found, one(batch)[4 * hvd.rank() :][:4])
+
+
+@OURS
+def test_a_layer_with_several_names_becomes_one_converted_layer(real):
+    real(shared_layer)
+
+
 def not_on_cpus(backend):
     with library(backend) as hvd:
         check(hvd, same("cpu", lambda: hvd.SyncBatchNorm(3)(torch.ones(2, 3)), "ValueError"))
