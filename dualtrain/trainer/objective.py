@@ -177,12 +177,17 @@ class TorchCrossEntropy:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. With class weights, a target has its class's weight, in the accuracy too.
 
-        In two cases, each sample has weight 1, and correct predictions are not counted: if the targets are class
-        probabilities; and if the outputs (n, classes, …) have more than two dimensions while neither ``weight`` nor
-        ``ignore_index`` is given.
+        If outputs (n, classes, …) have more than two dimensions, each of a sample's k targets has the weight 1/k, times its
+        class's weight. Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
+
+        If the targets are class probabilities, each sample has weight 1. Correct predictions are then not counted. They
+        are not counted either if the outputs have more than two dimensions while neither ``weight`` nor ``ignore_index``
+        is given.
         """
-        if targets.dtype != torch.int64 or outputs.dim() < 2 or (outputs.dim() > 2 and not self._weighted):
+        if targets.dtype != torch.int64 or outputs.dim() < 2:
             return self._other(outputs, targets)
+        if outputs.dim() > 2 and not self._weighted:
+            return self._of_kept_targets(outputs, targets)
         if self._counting is not None:
             return self._counting(outputs, targets)
         loss: torch.Tensor = self._loss(outputs, targets)
@@ -199,6 +204,15 @@ class TorchCrossEntropy:
         if not sums[0]:  # torch's mean is then 0/0
             return outputs.sum() * 0.0, [0.0] * len(NAMES)
         return loss, [loss.item() * sums[0], *sums]
+
+    def _of_kept_targets(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        loss: torch.Tensor = self._loss(outputs, targets)
+        counted = torch.count_nonzero(targets != IGNORED)
+        mean, kept = torch.stack([loss.detach().double(), counted]).tolist()  # waits for the device once
+        if not kept:  # torch's mean is then 0/0
+            return outputs.sum() * 0.0, [0.0] * len(NAMES)
+        weight = kept * len(targets) / targets.numel()  # exactly the number of samples if no target is ignored
+        return loss, [mean * weight, weight, -weight, -weight]
 
 
 #: Loss functions of torch, and the modules that take the same options.

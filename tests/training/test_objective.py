@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import Trainer, connect
+from dualtrain.trainer.objective import as_objective
 
 
 def batch(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,20 +79,20 @@ def on_each_rank(backend, loss):
 PIXELS = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)
 
 
-def segmentation_step(backend, parts):
+def segmentation_step(backend, parts, loss):
     model = nn.Conv1d(1, 6, 1)
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 6).view(6, 1, 1))
         model.bias.zero_()
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), PIXELS, backend=backend)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
     history = trainer.fit(parts)
     trainer.close()
     return model, history[0]
 
 
-def uneven_segmentation(backend):
+def uneven_segmentation(backend, loss, ignored):
     """Train on images with different numbers of ignored pixels; all pixels of rank 0's first image are ignored."""
-    inputs, targets = pixels()
+    inputs, targets = pixels(ignored)
     model, metrics = segmentation_step(
         backend,
         [
@@ -102,30 +103,59 @@ def uneven_segmentation(backend):
                 strict=True,
             )
         ],
+        loss,
     )
     return model.weight.detach(), metrics
 
 
-def pixels():
+def pixels(ignored):
     draw = torch.Generator().manual_seed(3)
     targets = torch.randint(0, 6, (6, 8), generator=draw)
     targets[0] = 1
-    return torch.randn(6, 1, 8, generator=draw), targets
+    return torch.randn(6, 1, 8, generator=draw), targets.where(targets != 1, ignored)
 
 
-def test_a_weighted_loss_of_pixels_over_all_ranks_equals_the_loss_of_the_whole_batch(typical):
-    inputs, targets = pixels()
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [(PIXELS, 1), (nn.CrossEntropyLoss(), -100), (functional.cross_entropy, -100), (nn.NLLLoss(), -100)],
+)
+def test_a_loss_of_pixels_over_all_ranks_equals_the_loss_of_the_whole_batch(typical, loss, ignored):
+    inputs, targets = pixels(ignored)
     with connect("local") as alone:
-        model, metrics = segmentation_step(alone, [(inputs, targets)])
+        model, metrics = segmentation_step(alone, [(inputs, targets)], loss)
     other = nn.Conv1d(1, 6, 1)
     with torch.no_grad():
         other.weight.copy_(torch.linspace(-1, 1, 6).view(6, 1, 1))
         other.bias.zero_()
-    PIXELS(other(inputs), targets).backward()
+    mean = loss(other(inputs), targets)
+    mean.backward()
+    assert metrics["loss"] == pytest.approx(mean.item())
     torch.testing.assert_close(model.weight, other.weight - 0.5 * other.weight.grad)
-    for weight, found in typical(uneven_segmentation):
+    for weight, found in typical(uneven_segmentation, loss, ignored):
         torch.testing.assert_close(weight, model.weight.detach())
         assert found == pytest.approx(metrics)
+
+
+def ignored_pixels(backend):
+    model = nn.Conv1d(1, 6, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.CrossEntropyLoss(), backend=backend)
+    before = model.weight.detach().clone()
+    step = trainer.step([(torch.ones(2, 1, 8), torch.full((2, 8), -100))], 4.0)
+    trainer.close()
+    assert step.totals == [0.0] * 4
+    assert torch.equal(model.weight, before)
+    assert not model.weight.grad.any()
+
+
+def test_a_step_with_only_ignored_pixels_on_all_ranks_has_gradients_of_zero(typical):
+    typical(ignored_pixels)
+
+
+def test_a_sample_has_weight_1_if_none_of_its_pixels_are_ignored():
+    outputs, targets = torch.randn(3, 6, 7), torch.randint(0, 6, (3, 7))
+    loss, sums = as_objective(nn.CrossEntropyLoss())(outputs, targets)
+    assert torch.equal(loss, functional.cross_entropy(outputs, targets))
+    assert sums == [loss.item() * 3, 3.0, -3.0, -3.0]
 
 
 def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics():
