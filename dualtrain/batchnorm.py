@@ -33,7 +33,11 @@ class SynchronizedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the normalized input, and all ranks' mean (C,), variance (C,) and number of values per channel ()."""
+        """Return the normalized input, and all ranks' mean (C,), variance (C,) and number of values per channel ().
+
+        Raises:
+            ValueError: on all ranks, if all ranks together have fewer than two values per channel.
+        """
         x, dims = _wide(input), [0, *range(2, input.dim())]
         count = x.numel() / max(x.shape[1], 1)
         mean = x.mean(dims) if count else x.new_zeros(x.shape[1])
@@ -41,6 +45,11 @@ class SynchronizedNorm(torch.autograd.Function):
         rows = gather(torch.cat([mean.new_tensor([count]), mean, spread]).double())
         counts, means, spreads = rows[:, :1], *rows[:, 1:].chunk(2, 1)
         n = counts.sum()
+        if n < 2:  # on all ranks, after the same collective operation
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {input.shape} and {n:.0f} over all "
+                "ranks: use larger batches"
+            )
         # Combine the ranks' variances without cancellation of digits (Chan, Golub and LeVeque, 1983).
         mean_all = (counts * means).sum(0) / n
         var = ((spreads + counts * (means - mean_all).square()).sum(0) / n).to(x.dtype)
@@ -96,7 +105,8 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` (N, C, …) normalized.
 
-        Collective in training, and in evaluation if the layer has no running statistics. A collective call blocks.
+        Collective in training, and in evaluation if the layer has no running statistics. A collective call blocks. It
+        raises ValueError on all ranks if all ranks together have fewer than two values per channel.
         """
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:

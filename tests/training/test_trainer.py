@@ -223,6 +223,24 @@ def test_sync_batchnorm_equals_batchnorm_in_one_process(spmd):
     spmd(whole_norm)
 
 
+def too_few_values(backend, samples: int) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6))
+    synchronize_norms(model, backend)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=rf"Expected more than 1 value per channel when training, .* and {samples} over all"
+    ):
+        model(torch.ones(samples if backend.rank == 0 else 0, 6))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # All ranks have called the same number of collective operations.
+    assert model(torch.ones(1, 6) * backend.rank).shape == (1, 6)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_sync_batchnorm_refuses_fewer_than_two_values_per_channel_on_all_ranks(samples):
+    run_threads(2, too_few_values, samples)
+
+
 def test_frozen_batchnorm_layers_are_not_synchronized():
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))
     freeze_backbone(model, "1")
