@@ -36,8 +36,8 @@ IN_PROSE = re.compile(
 #: A docstring starts with a verb or a noun phrase.
 NO_START = re.compile(r"\A(Whether|How|Where|When|What|Who|Has)\b")
 NO_START_IN_TEXT = re.compile(NO_START.pattern.replace(r"\A", r'"""\s*'))
-#: Banned words that may follow a dot, because they are methods of Python's own objects: ``file.tell()``.
-FOREIGN = {"tell"}
+#: Names with banned words that may follow a dot, because they are Python's own: ``file.tell()``, ``ast.TryStar``.
+FOREIGN = {"tell", "TryStar"}
 
 
 def checked(pattern: str) -> list[str]:

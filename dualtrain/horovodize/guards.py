@@ -24,6 +24,9 @@ _SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
     (ast.LtE, 1): False,
 }
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
+_LOOPS = ast.While | ast.For | ast.AsyncFor
+#: Nodes whose parts may be skipped or repeated, besides ``if`` statements.
+_CONDITIONAL = ast.ExceptHandler | ast.Try | ast.TryStar | ast.match_case | ast.IfExp | ast.BoolOp | _LOOPS
 
 
 class Guards:
@@ -155,11 +158,11 @@ class Guards:
         return depth < 2 and any(self._names_one_rank(value, depth + 1) for value in values)
 
     def is_conditional(self, node: ast.AST) -> bool:
-        """Return whether ``node`` may be skipped or repeated, by a condition, a loop or an exception handler."""
+        """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or an exception handler."""
         for above in self.source.above(node):
             if isinstance(above, ast.If) and "__name__" not in ast.unparse(above.test):
                 return True
-            if isinstance(above, ast.ExceptHandler | ast.Try | ast.IfExp | ast.BoolOp | ast.While | ast.For):
+            if isinstance(above, _CONDITIONAL):
                 return True
         # An earlier exit that is taken without Horovod is a condition too: without Horovod, the node is skipped.
         return any(self._is_off(test, not truth) for test, truth in self._conditions(node))

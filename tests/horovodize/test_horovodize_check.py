@@ -633,6 +633,18 @@ CASES = [
         "def single(model):\n    return torch.nn.DataParallel(model)",
     ),
     (
+        "averaged_twice",  # no finding if DDP and Horovod's optimizer are used in different cases
+        WRAP + "model = torch.nn.parallel.DistributedDataParallel(model)  # HERE",
+        "match args.backend:\n    case 'horovod':\n        "
+        + WRAP
+        + "    case 'ddp':\n        model = torch.nn.parallel.DistributedDataParallel(model)",
+    ),
+    (
+        "averaged_twice",  # no finding if DDP is used in a try statement
+        WRAP + "model = torch.nn.parallel.DistributedDataParallel(model)  # HERE",
+        WRAP + "try:\n    model = torch.nn.parallel.DistributedDataParallel(model)\nexcept* OSError:\n    pass",
+    ),
+    (
         "averaged_twice",  # no finding if DDP and Horovod's optimizer are used by different functions
         WRAP + "model = torch.nn.parallel.DistributedDataParallel(model)  # HERE",
         "def with_hvd():\n    "
