@@ -28,7 +28,7 @@ from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.prove import collect, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
-from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved
+from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved, unequal_options
 from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
@@ -393,6 +393,18 @@ def test_parameters_of_an_added_parameter_group_are_compared(simulated):
         return act
 
     assert first_difference(simulated(shrink(0.0)), simulated(shrink(1.0))).names == ("weight", "bias")
+
+
+def test_an_option_that_is_nan_in_one_run_only_is_reported(simulated):
+    def with_lr(lr):
+        return simulated(at(3, 0, lambda models, optimizers: optimizers[0].param_groups[0].update(lr=lr)))
+
+    one, other = with_lr(float("nan")), with_lr(1.0)
+    for runs in ((one, other), (other, one)):
+        [(name, *_)] = first_difference(*runs).options
+        [(same, *_)] = unequal_options(*runs)
+        assert name == same == "lr"
+    assert unequal_options(one, with_lr(float("nan"))) == ()
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -122,9 +122,12 @@ def _different_options(one: OptimizerRecord, other: OptimizerRecord, step: int) 
     if step not in one.weights or step not in other.weights:
         return ()
     pairs = zip(one.weights[step].options, other.weights[step].options, strict=False)
-    return tuple(
-        (name, a[name], b[name]) for a, b in pairs for name in a if name in b and a[name] != b[name] and a[name] == a[name]
-    )
+    return tuple((name, a[name], b[name]) for a, b in pairs for name in a if name in b and not _equal(a[name], b[name]))
+
+
+def _equal(one: object, other: object) -> bool:
+    """Return whether two options are equal. A NaN equals only another NaN."""
+    return one == other or (one != one and other != other)
 
 
 def unequal_options(one: RunRecord, other: RunRecord) -> tuple[tuple[str, object, object], ...]:
