@@ -211,7 +211,11 @@ class StoreClient:
         self._lock = threading.Lock()
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
-        """Carry out one operation: see :meth:`Store.call`. Raises OSError when the serving process has exited."""
+        """Carry out one operation: see :meth:`Store.call`.
+
+        Raises:
+            OSError: the serving process has exited, or an exception such as KeyboardInterrupt has stopped an earlier call.
+        """
         deadline = time.monotonic() + wait
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -227,8 +231,12 @@ class StoreClient:
 
     def _ask(self, request: list[Any]) -> dict[str, Any]:
         with self._lock:
-            self._connection.send(request)
-            [answer] = self._connection.receive()
+            try:
+                self._connection.send(request)
+                [answer] = self._connection.receive()
+            except BaseException:
+                self.close()  # otherwise the next call would receive the reply to this request
+                raise
             return dict(answer)
 
 

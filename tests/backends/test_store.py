@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dualtrain import UserError
 from dualtrain.backends.torch import _JobStore
 from dualtrain.rendezvous import hosts, store
+from dualtrain.rendezvous.connection import Connection
 from dualtrain.rendezvous.http_store import HttpStore
 from dualtrain.rendezvous.store import StoreClient, dial, listen, serve
 from tests.pool import free_port
@@ -287,6 +288,18 @@ def test_the_end_of_the_serving_process_is_reported(join):
     with pytest.raises(UserError, match="the process that serves the job's store has ended"):
         _JobStore(client, 5.0).get("key")
     server.close()
+
+
+def test_a_call_after_an_interrupted_call_receives_no_reply_of_the_earlier_request(job, join, monkeypatch):
+    _, port = job
+    client = join([port], 1)
+    receive = Connection.receive
+    monkeypatch.setattr(Connection, "receive", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        client.call("set", "key", "value")
+    monkeypatch.setattr(Connection, "receive", receive)
+    with pytest.raises(OSError, match="descriptor"):
+        client.call("get", "key")
 
 
 def test_horovods_server_answers_only_requests_with_the_secret():
