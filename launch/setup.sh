@@ -141,7 +141,7 @@ check_machine() {
 # check_folder: refuses a folder with files that this script has not made, because the script deletes an unfinished environment.
 check_folder() {
   local reason
-  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && ! compgen -G "$venv/setup.*" >/dev/null; then
+  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$lock" ]; then
     refuse "$venv holds files that launch/setup.sh has not made; delete it, or set DUALTRAIN_VENV to another folder"
   fi
   reason=$({ mkdir -p "$venv" && : >>"$lock"; } 2>&1) ||
@@ -276,7 +276,7 @@ exit_if_finished
 say "setting up $venv (full log: $log)"
 trap end_build EXIT
 if [ -e "$log" ] && [ ! -e "$stamp" ]; then
-  say "an earlier set-up did not end: removing its files"
+  say "an earlier set-up was interrupted: removing its files"
   remove_unfinished || refuse "cannot remove the files of an earlier set-up; delete $venv and try again"
 fi
 reason=$({ : >"$log"; } 2>&1) || refuse "cannot write $log (${reason##*: }); make room and run this again"

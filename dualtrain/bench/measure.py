@@ -46,7 +46,7 @@ class Sample:
     def step_seconds(self) -> dict[str, float]:
         """Return the seconds that one step of each workload in ``plan.LENGTHS`` takes in a round.
 
-        With contenders side by side, one step in ``LENGTHS`` stands for ``SIDE_STEPS`` steps of each contender.
+        Contenders side by side take ``SIDE_STEPS`` steps each for every step that ``LENGTHS`` counts.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:

@@ -107,5 +107,5 @@ class OwnSource(Source):
 def _has_more(requested: Iterator[Batch]) -> bool:
     try:
         return next(requested, None) is not None
-    except ValueError:  # a thread of the source still waits in this generator, after the source has yielded every batch
+    except ValueError:  # a thread of the source reads ``requested`` now; all batches so far were yielded
         return False

@@ -29,7 +29,9 @@ def check_range(groups: Iterable[dict[str, Any]]) -> None:
             finite.setdefault(grad.device, []).append(total.isfinite())
     # One copy for each device, because the CPU waits for every copy.
     if not all(bool(torch.stack(each).all()) for each in finite.values()):
-        raise DivergedError('gradients became infinite or not a number in fp16 (use compress="bf16") on all ranks')
+        raise DivergedError(
+            'gradients that were sent in fp16 (compress="bf16" has a larger range) became infinite or not a number on all ranks'
+        )
 
 
 class Precision:

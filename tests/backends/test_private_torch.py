@@ -33,7 +33,7 @@ NCCL = {
 
 
 def find(path):
-    """Import the longest module in ``path``, and return the attribute that the rest of ``path`` names."""
+    """Import the longest prefix of ``path`` that is a module, and return the attribute that the rest names."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -72,7 +72,7 @@ def test_a_missing_part_is_named_with_its_purpose():
         require("torch.distributed.gone", "a purpose")
 
 
-def test_torch_makes_views_that_negate_the_values_in_memory():
+def test_torch_makes_views_whose_values_are_the_negated_values_in_memory():
     view = getattr(torch, "_neg_view", None)
     assert view is not None, f"torch {torch.__version__} has no torch._neg_view: change ordinary in backends/inference.py"
     memory = torch.ones(2)

@@ -40,7 +40,7 @@ def row(rank=0, **other):
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
     gpu = {"cuda": None, "nccl": None, "driver": None, "driver_cuda": None}
-    here = {"host": "here", "cuda": False, "gpu": gpu, "cores": [0, 1], "quota": None, "devices": ["cpu"]}
+    here = {"host": "host-a", "cuda": False, "gpu": gpu, "cores": [0, 1], "quota": None, "devices": ["cpu"]}
     here |= {"host_cores": 2, "bf16": True}
     return {**healthy, "probes": fine, **here, **other}
 
@@ -137,7 +137,7 @@ def test_healthy_ranks_have_no_problem():
 
 def test_ranks_that_differ_are_named():
     other = {**row()["versions"], "dualtrain": "2", "Python": "3.12"}
-    problems, notes = advise([row(0), row(1, versions=other), row(2, host="there")], "torch")
+    problems, notes = advise([row(0), row(1, versions=other), row(2, host="host-b")], "torch")
     assert problems == [
         "the ranks have different versions of dualtrain: 1 (ranks 0, 2), 2 (rank 1); install the same version on every host"
     ]
@@ -166,17 +166,17 @@ def test_a_torch_that_horovod_was_not_built_against_is_reported():
 
 def test_more_ranks_than_cores_are_noted():
     _, notes = advise([row(rank) for rank in range(3)], "torch")
-    assert notes == ["here has 3 ranks for 2 cores: they slow each other down; start fewer"]
+    assert notes == ["host-a has 3 ranks for 2 cores: they slow each other down; start fewer"]
 
 
 def test_a_cpu_quota_limits_the_number_of_counted_cores():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
     limit = (
-        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down jobs that use more: lower "
+        "host-a: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down jobs that use more: lower "
         "--workers (--threads follows the quota)"
     )
-    assert notes == ["here has 4 ranks for 2 cores: they slow each other down; start fewer", limit]
+    assert notes == ["host-a has 4 ranks for 2 cores: they slow each other down; start fewer", limit]
     assert advise(four[:2], "torch") == ([], [limit])
     assert advise([row(0, quota=2.0)], "torch") == ([], [])
 
@@ -184,14 +184,14 @@ def test_a_cpu_quota_limits_the_number_of_counted_cores():
 def test_ranks_that_mpirun_binds_to_one_core_each_are_noted():
     bound = [row(rank, cores=[rank], host_cores=8, launcher="mpirun") for rank in range(2)]
     share = "which its threads and data workers share: give mpirun --bind-to none"
-    assert advise(bound, "horovod") == ([], [f"here: mpirun binds each rank to 1 of 8 cores, {share}"])
+    assert advise(bound, "horovod") == ([], [f"host-a: mpirun binds each rank to 1 of 8 cores, {share}"])
     free = [{**one, "cores": [0, 1]} for one in bound]  # as in a container with two cores
     assert advise(free, "horovod") == ([], [])
 
 
 def test_a_processor_without_bf16_is_noted_unless_there_is_a_gpu():
     _, notes = advise([row(0, bf16=False)], "torch")
-    assert notes == ["here: no bf16 instructions (avx512_bf16, amx_bf16): --amp bf16 is slower than fp32 here"]
+    assert notes == ["host-a: no bf16 instructions (avx512_bf16, amx_bf16): --amp bf16 is slower than fp32 here"]
     assert advise([row(0, bf16=None)], "torch") == ([], [])
     assert advise([row(0, bf16=False, cuda=True)], "torch") == ([], [])
 

@@ -56,7 +56,7 @@ def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setu
     (tmp_path / "go").touch()
     output, errors = second.communicate(timeout=SECONDS)
     assert second.returncode == 0, errors
-    assert "an earlier set-up did not end: removing its files" in output
+    assert "an earlier set-up was interrupted: removing its files" in output
     assert not (setup.venv / "half").exists()
 
 
@@ -137,7 +137,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
     assert errors.startswith(f'setup: error: "{step}')
     assert f"failed: no space left on device (free: 0 MB on {setup.venv}" in errors
     assert "make room" in errors
-    assert "an earlier set-up did not end: removing its files" in output
+    assert "an earlier set-up was interrupted: removing its files" in output
     assert output.splitlines()[-1].startswith("setup: ready")
 
 
@@ -147,6 +147,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
         ({"PYTHON": "no-such-python"}, "no interpreter 'no-such-python' found"),
         ({"DUALTRAIN_VENV": "/dev/null/venv"}, "cannot write /dev/null/venv (Not a directory)"),
         ({"DUALTRAIN_VENV": str(ROOT / "tests")}, "holds files that launch/setup.sh has not made"),
+        ({"DUALTRAIN_VENV": str(ROOT)}, "holds files that launch/setup.sh has not made"),  # it has a setup.cfg
         ({"DUALTRAIN_WITH": "all"}, "set it to dev, integrations, tree, run or none"),
     ],
 )

@@ -207,8 +207,8 @@ def equal(one, other):
 
 
 #: Optimizers without weight decay. If an optimizer has no state, Horovod's broadcast_optimizer_state takes a step on zero
-#: gradients. This step has no effect with RMSprop, Adadelta and SGD without dampening: the first two count steps but do not use the count.
-#: Adagrad has a state from the start, so Horovod takes no step.
+#: gradients. This step has no effect with RMSprop, Adadelta and SGD without dampening: the first two count steps but do not
+#: use the count. Adagrad has a state from the start, so Horovod takes no step.
 HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum": 0.9}), ("Adadelta", {})]
 
 

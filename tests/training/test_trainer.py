@@ -172,7 +172,9 @@ def test_gradients_that_do_not_fit_into_fp16_are_not_used(amp):
             found = str(error)
         return found, all(map(torch.equal, model.parameters(), before.parameters()))
 
-    message = 'gradients became infinite or not a number in fp16 (use compress="bf16") on all ranks'
+    message = (
+        'gradients that were sent in fp16 (compress="bf16" has a larger range) became infinite or not a number on all ranks'
+    )
     assert run_threads(2, body) == [("" if amp == "fp16" else message, True)] * 2  # the scaler skips the step
 
 
