@@ -30,7 +30,8 @@ def check_range(groups: Iterable[dict[str, Any]]) -> None:
     # One copy for each device, because the CPU waits for every copy.
     if not all(bool(torch.stack(each).all()) for each in finite.values()):
         raise DivergedError(
-            'gradients that were sent in fp16 (compress="bf16" has a larger range) became infinite or not a number on all ranks'
+            'gradients that were sent in fp16 (compress="bf16" has a larger range) became infinite or not a number '
+            "on all ranks"
         )
 
 

@@ -173,8 +173,8 @@ def test_a_cpu_quota_limits_the_number_of_counted_cores():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
     limit = (
-        "host-a: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down jobs that use more: lower "
-        "--workers (--threads follows the quota)"
+        "host-a: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down jobs that use more: "
+        "lower --workers (--threads follows the quota)"
     )
     assert notes == ["host-a has 4 ranks for 2 cores: they slow each other down; start fewer", limit]
     assert advise(four[:2], "torch") == ([], [limit])
