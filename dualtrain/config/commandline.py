@@ -100,7 +100,9 @@ def _check_step(config: Config) -> None:
         raise UserError("--resume needs a run to resume: add --run-dir, or give a checkpoint file: --resume FILE")
     if output.resume == AUTO and output.run_dir is None:
         raise UserError("--resume auto needs the folder of the run: add --run-dir (for a file named auto, give ./auto)")
-    if schedule.lr_scale != "none" and schedule.lr_batch is None and step.batch_size is None:
+    # A run that resumes from a checkpoint, and can't start anew as with auto, takes lr_batch from the checkpoint.
+    reference = schedule.lr_batch or step.batch_size or output.resume not in (None, AUTO)
+    if schedule.lr_scale != "none" and not reference:
         raise UserError(
             f"--lr-scale {schedule.lr_scale} needs the batch size that --lr was chosen for: give --lr-batch or --batch-size"
         )

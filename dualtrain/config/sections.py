@@ -161,8 +161,9 @@ class ScheduleSection:
         "none", "multiply --lr by k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
     )
     lr_batch: int | None = fixed_setting(
-        None, "the batch size that --lr was chosen for (default: --batch-size)", at_least(1)
-    )
+        None, "the batch size that --lr was chosen for (default: --batch-size; for a resumed run, the checkpoint's number)",
+        at_least(1), resumed=True,
+    )  # fmt: skip
     name: str = fixed_setting(
         "constant", "constant, cosine, step, multistep, one-cycle or polynomial; all count optimizer steps",
         one_of("constant", "cosine", "step", "multistep", "one-cycle", "polynomial"), flag="schedule",

@@ -60,7 +60,15 @@ from dualtrain.training.origin import origin_of
 from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import adopted, compare_batches_and_data, compare_samples, restore_best, set_aside
+from dualtrain.training.resume import (
+    adopted,
+    compare_batches_and_data,
+    compare_samples,
+    restore_best,
+    set_aside,
+    settings_in,
+    with_lr_batch,
+)
 from dualtrain.training.saveable import saveable
 from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
@@ -100,12 +108,12 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     if start.summary is not None:
         return start.summary
     if start.saved is not None:
-        settings = adopted(settings, start.saved["config"])
+        settings = adopted(settings, settings_in(start.saved))
     # The number of threads changes the bits of matrix products. Virtual ranks give the same bits on any number of ranks, so
     # with them the number of threads must not depend on the cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     weights = settings["weights"] and str(absolute(settings["weights"]))
-    config = Config.of({**settings, "threads": number, "weights": weights})
+    config = Config.of({**with_lr_batch(settings), "threads": number, "weights": weights})
     use_threads(number, backend)
     with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)

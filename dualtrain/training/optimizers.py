@@ -86,7 +86,12 @@ def scaled_lr(schedule: ScheduleSection, step: StepSection, size: int) -> tuple[
     if schedule.lr_scale == "none":
         return schedule.lr, f"learning rate {schedule.lr:g}, not scaled"
     batch, reference = step.global_batch(size), schedule.lr_batch or step.batch_size
-    assert reference is not None
+    if reference is None:  # parse() refuses this, except for a resumed run, which takes lr_batch from the checkpoint
+        raise UserError(
+            f"--lr-scale {schedule.lr_scale} needs the batch size that --lr was chosen for, and the checkpoint has none: "
+            "give --lr-batch or --batch-size",
+            shared=True,
+        )
     factor = batch / reference
     words = f"{batch}/{reference}"
     if schedule.lr_scale == "sqrt":

@@ -63,6 +63,36 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
     return {**settings, **{name: written.get(name) for name in missing}}
 
 
+def with_lr_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings``, with the default of ``lr_batch`` filled in if the learning rate is scaled.
+
+    A checkpoint must contain this number: the run may resume with another ``batch_size`` on another number of ranks.
+    """
+    number = settings.get("lr_batch")
+    if number is None and settings.get("lr_scale", "none") != "none":
+        number = settings.get("batch_size")
+        number = number if SETTINGS["batch_size"].accepts(number) else None
+    return {**settings, "lr_batch": number}
+
+
+def settings_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in the checkpoint ``tree``, with the ``lr_batch`` with which its run began.
+
+    Older versions did not write a default ``lr_batch``, and the ``batch_size`` that they wrote may be that of a resumed
+    run. The base learning rate of the schedule is always that of the first start.
+    """
+    config, filled = tree["config"], with_lr_batch(tree["config"])
+    if filled["lr_batch"] == config.get("lr_batch"):
+        return filled
+    try:
+        factor = float(tree["trainer"]["schedule"]["base_lrs"][0]) / config["lr"]
+        batch = tree["global_batch"] / (factor**2 if config["lr_scale"] == "sqrt" else factor)
+        filled["lr_batch"] = max(round(batch), 1)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        log.debug("the checkpoint has no base learning rate: its run is assumed to have begun with its --batch-size")
+    return filled
+
+
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
     """Raise UserError if settings that must stay the same during a run differ from those in the checkpoint.
 
@@ -78,7 +108,7 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
             "use that version"
         )
     _check_form(tree)
-    config = tree["config"]
+    config = settings_in(tree)
     settings = adopted(settings, config)
     unlike = differences(config, settings)
     if unlike:

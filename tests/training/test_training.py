@@ -21,6 +21,7 @@ from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Task
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
+from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.training.assemble import load_task
 from tests.hvd.worlds import worlds
@@ -152,9 +153,9 @@ def test_the_error_of_a_refused_resume_recommends_the_weights_flag(tmp_path, res
     assert "--weights" not in str(refusal.value)
     with pytest.raises(UserError, match=r"is no checkpoint: .* use --weights"):
         train_alone("--max-steps", "4", "--resume", str(tmp_path / "model.safetensors"))
-    checkpoint = str(tmp_path / "checkpoints" / "step-00000002.safetensors")
-    with pytest.raises(UserError, match=f"is the checkpoint of a run: .* --resume {checkpoint}"):
-        train_alone("--max-steps", "4", "--weights", checkpoint, "--run-dir", str(tmp_path / "other"))
+    file = str(tmp_path / "checkpoints" / "step-00000002.safetensors")
+    with pytest.raises(UserError, match=f"is the checkpoint of a run: .* --resume {file}"):
+        train_alone("--max-steps", "4", "--weights", file, "--run-dir", str(tmp_path / "other"))
 
 
 def test_a_resume_with_other_settings_is_refused_and_changes_no_file(tmp_path):
@@ -173,6 +174,40 @@ def test_the_error_names_a_cure_if_there_is_nothing_to_resume(tmp_path):
         train_alone("--max-steps", "1", "--resume", "--run-dir", str(folder))
     assert not folder.exists()
     train_alone("--max-steps", "1", "--run-dir", str(folder))
+
+
+def rates(folder: Path) -> dict[int, float]:
+    """Return the learning rate of each step in metrics.jsonl."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["lr"] for line in lines if line["kind"] == "step"}
+
+
+@worlds(("torch", 2))
+@pytest.mark.parametrize("scale", ["linear", "sqrt"])
+def test_a_resume_with_another_number_of_ranks_keeps_the_scaled_learning_rates(real, tmp_path, scale):
+    schedule = ("--lr-scale", scale, "--schedule", "cosine", "--lr", "0.02", "--lr-min", "0.01", "--log-every", "1")
+    flags = (*schedule, "--max-steps", "6", "--workers", "0")
+    whole = real(train, *flags, "--batch-size", "16", "--checkpoint-every", "3", "--run-dir", str(tmp_path / "whole"))[0]
+    first = tmp_path / "whole" / "checkpoints" / "step-00000003.safetensors"
+    tree = checkpoint.load(first)
+    assert tree["config"]["lr_batch"] == 16
+    # Older versions wrote no lr_batch and, after a resume, the batch size of the resumed run.
+    tree["config"] |= {"lr_batch": None, "batch_size": 32}
+    old = tmp_path / "old" / "checkpoints" / first.name
+    old.parent.mkdir(parents=True)
+    checkpoint.write(old, tree)
+    batches = (["--batch-size", "32"], ["--global-batch-size", "32"], ["--global-batch-size", "32", "--lr-batch", "16"])
+    runs = [(first, batch) for batch in batches] + [(old, batches[0])]
+    for number, (file, batch) in enumerate(runs):
+        folder = tmp_path / str(number)
+        resumed = train_alone(*flags, *batch, "--resume", str(file), "--run-dir", str(folder))
+        assert rates(folder) == {step: lr for step, lr in rates(tmp_path / "whole").items() if step > 3}
+        assert resumed["learning_rate"] == whole["learning_rate"]
+        assert resumed["settings"]["lr_batch"] == 16
+    with pytest.raises(UserError, match="--lr-batch 16, and this run has --lr-batch 32: give --lr-batch 16, or"):
+        train_alone(*flags, "--batch-size", "32", "--lr-batch", "32", "--resume", "--run-dir", str(tmp_path / "whole"))
+    with pytest.raises(UserError, match="give --lr-batch or --batch-size"):
+        parse([*flags, "--global-batch-size", "32", "--resume", "auto", "--run-dir", str(tmp_path / "new")])
 
 
 def test_an_earlier_checkpoint_can_be_resumed(tmp_path):
