@@ -67,11 +67,6 @@ class Precision:
             return nullcontext()  # entering a disabled autocast can take longer than a small tensor operation
         return torch.autocast(self._device_type, enabled=False)
 
-    def skipped_step_allowed(self) -> AbstractContextManager[None]:
-        """Return a context that hides torch's warning in ``schedule.step()`` after a skipped first optimizer step."""
-        # Filter warnings only with a scaler: the filter can take longer than ``schedule.step()``.
-        return _ignore_order_warning() if self.scaler.is_enabled() else nullcontext()
-
 
 @contextmanager
 def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
@@ -87,8 +82,8 @@ def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _ignore_order_warning() -> Iterator[None]:
-    """Ignore torch's warning of a wrong order of calls, which a skipped first step also causes."""
+def ignore_order_warning() -> Iterator[None]:
+    """Ignore torch's warning in ``schedule.step()`` of a wrong order of calls, which a skipped first step also causes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield

@@ -573,6 +573,49 @@ def test_fit_takes_a_step_without_samples_only_if_the_loader_has_no_length_or_on
     assert run_threads(2, body) == [(steps, 32.0)] * 2
 
 
+class Listed(Sized):
+    """A loader of a list of batches that says that it has ``length`` batches."""
+
+    def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]], length: object) -> None:
+        super().__init__(len(batches), length)
+        self.list = batches
+
+    def __iter__(self):
+        return iter(self.list)
+
+
+@pytest.mark.parametrize("length", [6, None, 9])
+@pytest.mark.filterwarnings("error")
+def test_steps_without_a_target_advance_the_schedule_but_steps_without_a_batch_do_not(length):
+    def body(backend) -> int:
+        masked = (0, 3) if backend.rank else (0, 3, 4)  # step 4 has targets on rank 1
+        batches = [data(4) for _ in range(6)]
+        batches = [(x, torch.full_like(y, -100) if number in masked else y) for number, (x, y) in enumerate(batches)]
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = lr_scheduler.StepLR(optimizer, 1)
+        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
+        trainer.fit(Listed(batches, length))
+        return schedule.last_epoch
+
+    assert run_threads(2, body) == [6, 6]
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+@pytest.mark.filterwarnings("error")
+def test_a_step_without_a_target_changes_only_the_learning_rate(virtual_ranks):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    with connect("local") as backend:
+        trainer = Trainer(model, optimizer, backend=backend, schedule=schedule, virtual_ranks=virtual_ranks)
+        batch = data(4)[0], torch.full((4,), -100)
+        trainer.step([batch] if virtual_ranks is None else trainer.split(batch), 4)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
 class Reassigned(nn.Linear):
     """A layer whose forward puts a new tensor into its buffer."""
 
