@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
@@ -55,7 +56,7 @@ from dualtrain.training.assemble import (
 from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
-from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.optimizers import make_optimizer, make_schedule, restore_rates, scaled_lr
 from dualtrain.training.origin import origin_of
 from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
@@ -219,6 +220,8 @@ class Run:
             self.writer = Writer(self.folder, output.keep, self.records.warn, limit, lock)
             if saved is not None:
                 self._restore_best(saved, output.resume_file)
+                assert isinstance(self.trainer.schedule, LambdaLR)
+                restore_rates(self.trainer.schedule)  # of this run's --epochs; last, since the above loads states
             self.attempt.begin(self.folder, self.cursor.step, self.backend)
         except BaseException:
             self.records.close()

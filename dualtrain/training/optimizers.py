@@ -111,6 +111,17 @@ def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr
     return LambdaLR(optimizer, factor)
 
 
+def restore_rates(schedule: LambdaLR) -> None:
+    """Set the learning rates of the step at which ``schedule`` stands, as if it had counted to that step itself.
+
+    A loaded state has the rate of the schedule that was saved, and ``LambdaLR`` computes a new one only after a step.
+    """
+    groups = schedule.optimizer.param_groups
+    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
     """Return a function that takes the index of a step after the warm-up, and returns the factor of the learning rate.
 

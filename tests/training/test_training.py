@@ -23,7 +23,9 @@ from dualtrain.errors import DivergedError, UserError
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.run_dir import BEST_WEIGHTS
 from dualtrain.training.assemble import load_task
+from dualtrain.training.optimizers import make_schedule, restore_rates
 from tests.hvd.worlds import worlds
 
 SUMMARY_KEYS = {
@@ -180,6 +182,41 @@ def rates(folder: Path) -> dict[int, float]:
     """Return the learning rate of each step in metrics.jsonl."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["lr"] for line in lines if line["kind"] == "step"}
+
+
+def test_a_resume_with_other_epochs_uses_the_rates_of_the_new_schedule_from_its_first_step(tmp_path):
+    flags = ("--schedule", "cosine", "--global-batch-size", "480", "--log-every", "1")  # an epoch has 3 steps
+    train_alone(*flags, "--epochs", "4", "--run-dir", str(tmp_path / "whole"))
+    # To restore the file of the best weights, this run loads the state of step 3, and then that of step 6 again.
+    train_alone(*flags, "--lr", "1e-30", "--epochs", "2", "--run-dir", str(tmp_path / "best"))
+    (tmp_path / "best" / BEST_WEIGHTS).unlink()
+    train_alone(*flags, "--epochs", "2", "--run-dir", str(tmp_path / "part"))
+    train_alone(*flags, "--epochs", "4", "--resume", "--run-dir", str(tmp_path / "part"))
+    assert list(rates(tmp_path / "part").items())[6:] == list(rates(tmp_path / "whole").items())[6:]
+    train_alone(*flags, "--lr", "1e-30", "--epochs", "4", "--resume", "--run-dir", str(tmp_path / "best"))
+    assert json.loads((tmp_path / "best" / "summary.json").read_text())["best"]["step"] == 3
+    assert rates(tmp_path / "best")[7] * 1e30 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "one-cycle", "step", "multistep", "polynomial", "constant"])
+def test_the_restored_rate_has_the_bits_of_an_uninterrupted_run(schedule):
+    arguments = ("--schedule", schedule, "--warmup-steps", "3", "--lr-step", "7", "--lr-milestones", "5,11", "--lr", "0.3")
+    section = parse([*arguments, "--lr-power", "1.7", "--lr-min", "0.01", "--global-batch-size", "8"]).schedule
+
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.3)
+        return optimizer, make_schedule(section, optimizer, 0.3, 20)
+
+    optimizer, whole = made()
+    for step in range(20):
+        resumed, other = made()
+        resumed.load_state_dict(optimizer.state_dict())
+        other.load_state_dict(whole.state_dict())
+        restore_rates(other)
+        assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"], step
+        assert other.get_last_lr() == whole.get_last_lr(), step
+        optimizer.step()
+        whole.step()
 
 
 @worlds(("torch", 2))
