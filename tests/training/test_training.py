@@ -367,7 +367,9 @@ def diverge(backend, folder: str) -> str:
 def test_a_loss_that_is_not_finite_stops_all_ranks_in_the_same_step(processes, tmp_path):
     messages = processes(diverge, str(tmp_path))
     # After the last semicolon, messages differ: only the last rank finds a bad sample in its data.
-    assert len({message.rpartition("; ")[0] for message in messages}) == 1
+    # Only rank 0 says which checkpoint there is.
+    what = {message.rpartition("; ")[0].replace("; there is no checkpoint yet", "") for message in messages}
+    assert len(what) == 1
     assert "; training sample " in messages[-1]
     assert f"in step 1 on rank {processes.size - 1};" in messages[0]
     assert "no checkpoint yet" in messages[0]
