@@ -55,8 +55,10 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
             made = f"its config.json makes images of shape {list(images.shape[1:])}, and its task.json has {task['shape']}"
             raise UserError(f"{run!r} contradicts itself ({made}): copy the run's folder again")
         with torch.inference_mode():
-            chances = model(images).softmax(1)
-        values, numbers = chances.topk(min(SHOWN, chances.shape[1]), 1)
+            logits = model(images)
+        # Several probabilities can underflow to 0, so order the classes by their logits.
+        numbers = logits.topk(min(SHOWN, logits.shape[1]), 1).indices
+        values = logits.softmax(1).gather(1, numbers)
         for row in zip(numbers.tolist(), values.tolist(), strict=True):
             answers.append([(str(names.get(number, number)), value) for number, value in zip(*row, strict=True)])
     return answers

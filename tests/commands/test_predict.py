@@ -85,6 +85,28 @@ def test_the_likeliest_classes_come_first_with_their_names(run, digits, capsys):
     assert probabilities == sorted(probabilities, reverse=True)
 
 
+class Steep(torch.nn.Module):
+    """A model whose logits are so far apart that most float32 probabilities are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.tensor([-900.0, -800.0, -950.0, -300.0, -150.0, 0.0, -200.0, -850.0]))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logits.repeat(len(images), 1)
+
+
+def steep() -> torch.nn.Module:
+    return Steep()
+
+
+def test_classes_whose_probabilities_are_0_are_in_the_order_of_their_logits(run, digits):
+    change(run / "config.json", model="tests.commands.test_predict:steep")
+    safetensors.torch.save_file(steep().state_dict(), run / "model.safetensors")
+    for answer in predict(str(run), digits[:2]):
+        assert answer == [("5", 1.0), ("4", 0.0), ("6", 0.0), ("3", 0.0), ("1", 0.0)]
+
+
 def test_a_colour_image_of_another_size_is_converted_to_the_format_of_digits(trained, digits, tmp_path):
     large = tmp_path / "large.jpg"
     Image.open(digits[0]).resize((160, 160), Image.Resampling.NEAREST).convert("RGB").save(large, quality=100)
