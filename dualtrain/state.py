@@ -108,9 +108,19 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     Each rank's BatchNorm layers have processed that rank's samples only. Call this before an evaluation or a checkpoint,
     so that all ranks have the same model.
     """
-    buffers = local_buffers(model)
-    for chunk in _chunks([b for _, b in buffers]):
-        packed = backend.allreduce_(torch.cat([b.reshape(-1).to(torch.float64) for b in chunk]), name="buffers")
+    _average_buffers(model, backend)
+
+
+def _average_buffers(model: torch.nn.Module, backend: Backend, counted: tuple[int, bool] | None = None) -> None:
+    """Average the buffers over all ranks or, with ``counted``, over (the number of ranks, whether this rank is one)."""
+    for chunk in _chunks([b for _, b in local_buffers(model)]):
+        packed = torch.cat([b.reshape(-1).to(torch.float64) for b in chunk])
+        if counted is None:
+            packed = backend.allreduce_(packed, name="buffers")
+        else:
+            # Don't multiply by 0, which would give NaN for infinite values.
+            mine = packed if counted[1] else torch.zeros_like(packed)
+            packed = backend.allreduce_(mine, "sum", name="buffers").div_(counted[0])
         for buffer, part in zip(chunk, packed.split([b.numel() for b in chunk]), strict=True):
             buffer.copy_(part.view(buffer.shape))
 
@@ -121,10 +131,18 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
-    """Average the buffers for the block, and restore each rank's own values after it. Collective."""
+def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool = True) -> Iterator[None]:
+    """Average the buffers for the block, and restore each rank's own values after it. Collective.
+
+    Only ranks with ``trained`` count, since the statistics of the others have no samples. If none has it, all count.
+    """
     own = [(name, buffer, buffer.clone()) for name, buffer in local_buffers(model)]
-    average_buffers(model, backend)
+    count = backend.size
+    if own and backend.size > 1:
+        flag = torch.tensor([float(trained)], dtype=torch.float64, device="cpu")
+        count = int(backend.allreduce(flag, "sum", name="ranks with statistics").item())
+    with torch.no_grad():
+        _average_buffers(model, backend, (count, trained) if 0 < count < backend.size else None)
     try:
         yield
     finally:

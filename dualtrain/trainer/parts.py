@@ -14,7 +14,7 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import UserError
 from dualtrain.state import averaged_buffers
 from dualtrain.trainer.passes import Passes, Tensors
-from dualtrain.trainer.rank_state import local_state, restore_local_state
+from dualtrain.trainer.rank_state import local_state, restore_local_state, trained_ranks
 from dualtrain.trainer.step import Step, with_last
 
 #: The input of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
@@ -86,6 +86,7 @@ class RankParts:
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.count = backend.size
         self._model, self._backend = model, backend
+        self._trained = False  # whether this rank's running statistics have any samples
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """See :class:`Parts`. ``batches`` are this rank's batches, one for each backward pass."""
@@ -95,7 +96,7 @@ class RankParts:
         computed = False
         for (inputs, targets), last in with_last(passes_of(cast("ShardBatches", batches))):
             passes.compute(inputs, targets, expected, passes.load, send=last)
-            computed = True
+            computed = self._trained = True
         if not computed:
             passes.load()  # a rank without samples
         return passes.reduce()
@@ -106,12 +107,15 @@ class RankParts:
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`Parts`: statistics are averaged over the ranks; at the end, each rank gets its own values back."""
-        return averaged_buffers(model, self._backend)
+        """See :class:`Parts`: statistics are averaged over the ranks; at the end, each rank gets its own values back.
+
+        Ranks that have never computed a batch do not count.
+        """
+        return averaged_buffers(model, self._backend, trained=self._trained)
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`Parts`: running statistics and generators of every rank."""
-        mine = local_state(self._model, self._backend.device)
+        mine = {**local_state(self._model, self._backend.device), "trained": self._trained}
         return {"ranks": self._backend.allgather_object(mine, name="state of the ranks")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,3 +126,6 @@ class RankParts:
                 "the same number"
             )
         restore_local_state(self._model, state["ranks"], self._backend)
+        # At a different world size, all ranks begin with the average: later, only ranks with samples of their own count.
+        trained = trained_ranks(state["ranks"])
+        self._trained = len(trained) == self._backend.size and trained[self._backend.rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -72,7 +73,7 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
     If the state is of a different world size, seed the generators anew, and use rank 0's extra state; for buffers, see
     :func:`restore_buffers`.
     """
-    restore_buffers(model, [rank["buffers"] for rank in ranks], backend)
+    restore_buffers(model, [rank["buffers"] for rank in ranks], backend, trained_ranks(ranks))
     same = len(ranks) == backend.size
     own = ranks[backend.rank if same else 0]
     for name, extra in own.get("extra", {}).items():  # not in states of versions before 0.3.0
@@ -83,14 +84,24 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
         seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))
 
 
+def trained_ranks(ranks: list[dict[str, Any]]) -> list[bool]:
+    """Return, for each rank's state, whether the rank had computed a batch; true in states of versions before 0.3.0."""
+    return [rank.get("trained", True) for rank in ranks]
+
+
 @torch.no_grad()
-def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend) -> None:
+def restore_buffers(
+    module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend, trained: Sequence[bool] = ()
+) -> None:
     """Restore this rank's entry of ``ranks``.
 
     If the state is of a different world size, average each floating-point buffer that has the same shape on all of
-    that world's ranks. Every other buffer gets the value that it had on rank 0.
+    that world's ranks. Every other buffer gets the value that it had on the first rank. Ranks that are false in
+    ``trained`` do not count, unless all are.
     """
     same = len(ranks) == backend.size
+    if not same and any(trained):
+        ranks = [rank for rank, counts in zip(ranks, trained, strict=True) if counts]
     # States of versions before 0.3.0 have floating-point buffers only.
     for name, value in ranks[backend.rank if same else 0].items():
         path, _, key = name.rpartition(".")

@@ -46,7 +46,7 @@ from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.precision import DTYPES, Precision, check_range, ignore_order_warning
-from dualtrain.trainer.rank_state import buffers_of, restore_buffers, with_extra_state
+from dualtrain.trainer.rank_state import buffers_of, restore_buffers, trained_ranks, with_extra_state
 from dualtrain.trainer.same_run import compare_arguments, compare_trainer
 from dualtrain.trainer.same_weights import compare_weights
 from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars
@@ -447,7 +447,7 @@ class Trainer:
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         if self._loss is not None and state.get("loss") is not None:
-            restore_buffers(self._loss, state["loss"], self.backend)
+            restore_buffers(self._loss, state["loss"], self.backend, trained_ranks(state.get("ranks", [])))
         self._steps = 0
         self._epochs = state.get("epochs", 0)  # not in states of versions before 0.3.0
         self._parts.load_state_dict(state)

@@ -317,6 +317,55 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+class Normed(nn.Sequential):
+    """A model with running statistics and an infinite constant."""
+
+    def __init__(self):
+        super().__init__(net(), nn.BatchNorm1d(3))
+        self.register_buffer("limit", torch.tensor([-torch.inf]))
+
+    @staticmethod
+    def trainer(backend) -> Trainer:
+        model = Normed()
+        return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+
+
+def statistics_without_samples(backend, folder: str) -> None:
+    """Train on every rank but the last, which never has a sample."""
+    last = backend.rank == backend.size - 1
+    trainer = Normed.trainer(backend)
+    norm = trainer.model[1]
+    with trainer.common_buffers():  # no rank has samples yet
+        assert torch.equal(norm.running_mean, torch.zeros(3))
+    for number in range(2):
+        trainer.step([] if last else [batch(10 * backend.rank + number)], 6.0 * (backend.size - 1))
+    own = norm.running_mean.clone(), norm.running_var.clone()
+    ranks = backend.allgather_object(own)
+    assert torch.equal(ranks[-1][0], torch.zeros(3))
+    wanted = [torch.stack(values[:-1]).double().mean(0).float() for values in zip(*ranks, strict=True)]
+    trainer.save(f"{folder}/state")
+    again = Normed.trainer(backend)
+    again.resume(f"{folder}/state")
+    for one in (trainer, again):
+        norm = one.model[1]
+        with one.common_buffers():
+            torch.testing.assert_close([norm.running_mean, norm.running_var], wanted, rtol=0, atol=0)
+            assert one.model.limit.item() == -torch.inf
+        assert torch.equal(norm.running_mean, own[0])
+    if backend.rank == 0:
+        with connect("local") as alone:  # a different world size
+            one = Normed.trainer(alone)
+            one.resume(f"{folder}/state")
+            norm = one.model[1]
+            torch.testing.assert_close([norm.running_mean, norm.running_var], wanted, rtol=0, atol=0)
+            assert one.model.limit.item() == -torch.inf
+            assert norm.num_batches_tracked.item() == 2
+
+
+def test_running_statistics_of_ranks_without_samples_do_not_count(many, tmp_path):
+    many(statistics_without_samples, str(tmp_path))
+
+
 def uneven_norms(backend, first):
     """Train with SyncBatchNorm on two batches per rank, or one if ``first``. The last rank has one batch fewer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
