@@ -89,7 +89,7 @@ LAYERS = {
     "training": [
         {"batch_plan", "cursor", "optimizers", "origin", "progress", "saveable", "signals"},
         {"assemble"},
-        {"records", "results"},
+        {"one_sample", "records", "results"},
         {"resume"},
         {"opening", "start"},
         {"loop"},

@@ -55,6 +55,7 @@ from dualtrain.training.assemble import (
 )
 from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.one_sample import check_one_sample
 from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
 from dualtrain.training.optimizers import make_optimizer, make_schedule, restore_rates, scaled_lr
 from dualtrain.training.origin import origin_of
@@ -180,6 +181,7 @@ class Run:
         check_tensorboard(config.output)
         check_batches(self.sampler, self.parts, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)
         check_virtual_ranks(step, config.model, config.run, backend.size)
+        check_one_sample(model, config.model.name, self.task, self.sampler, step, self.parts, self.total_steps)
         optimizer = make_optimizer(step, model, self.lr)
         if step.compress == "bf16" and torch.bfloat16 not in backend.narrow:
             raise UserError(f"--compress bf16: the {backend.name} backend cannot send bf16; use fp16")

@@ -1,0 +1,92 @@
+"""Refuse, before the first step, batches of one sample for a model that cannot be trained on one sample.
+
+A BatchNorm layer, for example, raises an error in training mode if it gets a single value per channel.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from dualtrain.batchnorm import SyncBatchNorm
+from dualtrain.config import StepSection
+from dualtrain.data import Batch, Task
+from dualtrain.data.sampler import Sampler
+from dualtrain.data.sources import Tensors
+from dualtrain.errors import UserError
+from dualtrain.trainer.rank_state import random_state, restore_random_state
+from dualtrain.training.assemble import ready_samples
+from dualtrain.user_code import in_one_line, user_traceback
+
+
+def check_one_sample(
+    model: nn.Module, name: str, task: Task, sampler: Sampler, step: StepSection, parts: int, steps: int
+) -> None:
+    """Raise UserError if a backward pass of the run has one sample, and the model cannot be trained on one sample.
+
+    Args:
+        model: the model, in training mode. A copy of it is tried, so that its buffers do not change.
+        name: the model's name, for messages.
+        task: the data.
+        sampler: the order of the training samples, and the global batches.
+        step: has the number of backward passes for each part of a global batch.
+        parts: the number of parts: ranks or virtual ranks.
+        steps: the number of steps of the run.
+    """
+    whole = sampler.samples >= sampler.global_batch
+    sizes = {"a batch": sampler.global_batch} if whole else {}
+    if steps >= sampler.batches:
+        sizes["the last batch of an epoch"] = sampler.smallest
+    single = {what: size for what, size in sizes.items() if smallest_pass(size, parts, step.accumulate) == 1}
+    if not single or any(isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) for layer in model.modules()):
+        return
+    error = _error_of_one_sample(model, task)
+    if error is None:
+        return
+    what, size = next(iter(single.items()))
+    drop = whole and "a batch" not in single
+    cure = f"{'--drop-last, ' if drop else ''}another batch size{'' if drop else ', fewer passes'} or fewer ranks"
+    ranks = f"{'virtual ' * (step.virtual_ranks is not None)}rank{'s' * (parts != 1)}"
+    passes = f"{step.accumulate} pass{'es' * (step.accumulate != 1)}"
+    raise UserError(
+        f"--model {name} cannot be trained on one sample ({in_one_line(error)}), and {what} has {size} "
+        f"sample{'s' * (size != 1)} for {parts} {ranks} × {passes}: give {cure}",
+        trace=user_traceback(error),
+    ) from error
+
+
+def smallest_pass(size: int, parts: int, accumulate: int) -> int:
+    """Return how many samples the smallest backward pass of a global batch of ``size`` samples has, as in ``BatchPlan``."""
+    shares = [share for share in (size // parts, -(-size // parts)) if share]
+    return min(share // min(accumulate, share) for share in shares)
+
+
+@torch.no_grad()
+def _error_of_one_sample(model: nn.Module, task: Task) -> Exception | None:
+    """Return the error that a copy of ``model`` raises in training mode for one sample, but not for two samples."""
+    device = next(model.parameters()).device
+    before = random_state(device)
+    try:
+        inputs = _sample(task, device)[0].to(device)
+        tried = copy.deepcopy(model)
+        tried(torch.cat([inputs, inputs]))
+    except Exception:  # the model may have no copy; the first step reports all other errors
+        return None
+    else:
+        try:
+            tried(inputs)
+        except Exception as error:
+            return error
+        return None
+    finally:
+        restore_random_state(before, device)
+
+
+def _sample(task: Task, device: torch.device) -> Tensors:
+    """Return a batch of one training sample, or of one validation sample if training samples need a transform."""
+    sample = next(iter(ready_samples(task.train, [0])), None)
+    if sample is None:
+        sample = next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
+    return sample
