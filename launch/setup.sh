@@ -141,7 +141,7 @@ check_machine() {
 # check_folder: refuses a folder with files that this script has not made, because the script deletes an unfinished environment.
 check_folder() {
   local reason
-  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$lock" ]; then
+  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$lock" ] && [ ! -e "$stamp" ]; then
     refuse "$venv holds files that launch/setup.sh has not made; delete it, or set DUALTRAIN_VENV to another folder"
   fi
   reason=$({ mkdir -p "$venv" && : >>"$lock"; } 2>&1) ||

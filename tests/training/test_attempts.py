@@ -251,7 +251,7 @@ def test_a_run_that_died_three_times_after_the_same_step_is_not_restarted(tmp_pa
     end_with(tmp_path, ValueError("a bad sample"), 2)
     end_with(tmp_path, KilledError(), 2)
     before = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    said = r"the run has died 3 times in a row after step 2, in step 3 .*cause is not known.*; the run would"
+    said = r"the run has died 3 times in a row after step 2, in step 3 .*unknown cause.*; the run would"
     for _ in range(2):
         with pytest.raises(UserError, match=said) as refusal:
             auto(tmp_path)
