@@ -62,7 +62,8 @@ class Trainer:
         loss: ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples, or an ``Objective``, which
             returns a pair of that mean and the four sums of ``objective.NAMES``; cross entropy by default.
         backend: the ranks.
-        schedule: a torch scheduler of ``optimizer``; it steps after each step, even if no sample of a step has weight.
+        schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
+            after batches in which no target counts.
         clip_norm: limit of the total norm of the averaged gradients; above it, the gradients are scaled down to this norm.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
@@ -145,7 +146,6 @@ class Trainer:
         self._epochs = 0  # epochs that fit() has completed
         self._steps = 0  # steps since the construction, or since a state was loaded
         self._closed = False
-        self._in_fit = False  # whether the next call of step() is a step of fit()
         self._ema_updated = False
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
@@ -196,7 +196,6 @@ class Trainer:
                 compared after steps 1, 2, 4, 8 and so on; weights and rates also in an evaluation and before a save.
             BackendError: a rank failed, or the timeout passed.
         """
-        in_fit, self._in_fit = self._in_fit, False
         if not 0 < expected < math.inf:
             raise ValueError(
                 f"expected={expected!r} is not a finite number above 0: give the number of samples on all ranks"
@@ -209,9 +208,6 @@ class Trainer:
         step = self._parts.step(self._passes, batches, expected, control_flags)
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
-        # In fit(), the second flag is the number of ranks with a batch: the step after the last batch does not count.
-        elif not in_fit or step.control_flags[1]:
-            self._advance_schedule()
         self._steps += 1
         if self._steps.bit_count() == 1:  # after steps 1, 2, 4, 8, …: a comparison takes longer than a small step
             self._compare_weights(expected=expected)
@@ -235,7 +231,7 @@ class Trainer:
             nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
         scaler.step(self.optimizer)
         scaler.update()
-        self._advance_schedule(updated=not scaler.is_enabled())
+        self.advance_schedule(updated=not scaler.is_enabled())
         if self.ema is not None:
             if not self._ema_updated:
                 # The first forward may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of
@@ -245,8 +241,12 @@ class Trainer:
             self.ema.update_parameters(self.model)
             _copy_extra_state(self.ema.module, self.model)
 
-    def _advance_schedule(self, *, updated: bool = False) -> None:
-        """Step the schedule. ``updated`` is true if the optimizer has certainly stepped before."""
+    def advance_schedule(self, *, updated: bool = False) -> None:
+        """Step the schedule, if there is one: not collective, so call it on every rank.
+
+        :meth:`step` does so after each optimizer step. Call it after a step that had no weight, if that step counts too.
+        ``updated`` is true if the optimizer has certainly stepped before.
+        """
         if self.schedule is not None:
             # Filter warnings only if necessary: the filter can take longer than ``schedule.step()``.
             with nullcontext() if updated else ignore_order_warning():
@@ -326,8 +326,9 @@ class Trainer:
                 expected = expected or largest * self.backend.size  # an estimate
             if mine and not len(mine[0][1]) and not everywhere:
                 mine = []  # the mean loss of an empty batch is not a number
-            self._in_fit = True
             step = self.step(mine, expected or 1.0, [float(not ended and left > 0), float(bool(mine)), 0.0])
+            if step.control_flags[1] and not step.totals[1] > 0:  # some ranks had a batch, and no target counts
+                self.advance_schedule()
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:

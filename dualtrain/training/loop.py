@@ -181,7 +181,6 @@ class Run:
         check_tensorboard(config.output)
         check_batches(self.sampler, self.parts, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)
         check_virtual_ranks(step, config.model, config.run, backend.size)
-        check_one_sample(model, config.model.name, self.task, self.sampler, step, self.parts, self.total_steps)
         optimizer = make_optimizer(step, model, self.lr)
         if step.compress == "bf16" and torch.bfloat16 not in backend.narrow:
             raise UserError(f"--compress bf16: the {backend.name} backend cannot send bf16; use fp16")
@@ -201,6 +200,8 @@ class Run:
         config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
             self._resume(saved, output)
+        else:
+            on_all_ranks(self.backend, "batches", self._check_passes)
         self.origin = origin_of(self.backend, start.runs.parent)
         content = {**config.plain(), "platform": self.platform, "origin": self.origin}
         new, limit = start.runs / self.name, config.run.timeout
@@ -228,6 +229,10 @@ class Run:
         except BaseException:
             self.records.close()
             raise
+
+    def _check_passes(self) -> None:
+        model, step = self.trainer.model, self.config.step
+        check_one_sample(model, self.config.model.name, self.task, self.sampler, step, self.parts, self.total_steps)
 
     def _restore_best(self, saved: dict[str, Any], file: Path | None) -> None:
         other = file.parent if file else None
@@ -317,6 +322,8 @@ class Run:
             done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
+        if not done.totals[1] > 0:  # no target of the batch counts
+            self.trainer.advance_schedule()
         cursor.count(done.totals, samples, time.perf_counter() - started)
         values = training_metrics(done.totals, "")
         self.records.step(cursor.step, cursor.epoch + 1, samples, {**values, "lr": lr})

@@ -40,15 +40,17 @@ def check_one_sample(
     if steps >= sampler.batches:
         sizes["the last batch of an epoch"] = sampler.smallest
     single = {what: size for what, size in sizes.items() if smallest_pass(size, parts, step.accumulate) == 1}
-    if not single or any(isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) for layer in model.modules()):
+    synchronized = parts > 1 and any(isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) for layer in model.modules())
+    if not single or synchronized:
         return
     error = _error_of_one_sample(model, task)
     if error is None:
         return
     what, size = next(iter(single.items()))
-    drop = whole and "a batch" not in single
-    cure = f"{'--drop-last, ' if drop else ''}another batch size{'' if drop else ', fewer passes'} or fewer ranks"
     ranks = f"{'virtual ' * (step.virtual_ranks is not None)}rank{'s' * (parts != 1)}"
+    cures = ["--drop-last"] if whole and "a batch" not in single else []
+    cures += ["another batch size", *["fewer passes"] * (step.accumulate > 1), *[f"fewer {ranks}"] * (parts > 1)]
+    cure = " or ".join(filter(None, [", ".join(cures[:-1]), cures[-1]]))
     passes = f"{step.accumulate} pass{'es' * (step.accumulate != 1)}"
     raise UserError(
         f"--model {name} cannot be trained on one sample ({in_one_line(error)}), and {what} has {size} "

@@ -43,20 +43,20 @@ def check(samples: int, size: int, parts: int, *, model: nn.Module | None = None
     check_one_sample(model, "mine", task, sampler, step, parts, steps)
 
 
-LAST = "the last batch of an epoch has {} for {}: give --drop-last, another batch size or fewer ranks"
-EVERY = "a batch has {} for {}: give another batch size, fewer passes or fewer ranks"
+LAST = "the last batch of an epoch has {} for {}: give --drop-last, another batch size or fewer {}"
+EVERY = "a batch has {} for {}: give another batch size or fewer {}"
 
 
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
-        ((49, 8, 2), {}, LAST.format("1 sample", "2 ranks × 1 pass")),
-        ((51, 8, 2), {}, LAST.format("3 samples", "2 ranks × 1 pass")),
-        ((50, 8, 1), {"accumulate": 2}, LAST.format("2 samples", "1 rank × 2 passes")),
-        ((49, 8, 2), {"virtual_ranks": 2}, LAST.format("1 sample", "2 virtual ranks × 1 pass")),
-        ((48, 2, 2), {"drop_last": True}, EVERY.format("2 samples", "2 ranks × 1 pass")),
-        ((48, 2, 2), {"steps": 1}, EVERY.format("2 samples", "2 ranks × 1 pass")),
-        ((3, 8, 2), {}, "the last batch of an epoch has 3 samples for 2 ranks × 1 pass: give another batch size, fewer"),
+        ((49, 8, 2), {}, LAST.format("1 sample", "2 ranks × 1 pass", "ranks")),
+        ((51, 8, 2), {}, LAST.format("3 samples", "2 ranks × 1 pass", "ranks")),
+        ((50, 8, 1), {"accumulate": 2}, LAST.format("2 samples", "1 rank × 2 passes", "passes")),
+        ((49, 8, 2), {"virtual_ranks": 2}, LAST.format("1 sample", "2 virtual ranks × 1 pass", "virtual ranks")),
+        ((48, 2, 2), {"drop_last": True}, EVERY.format("2 samples", "2 ranks × 1 pass", "ranks")),
+        ((48, 2, 2), {"steps": 1}, EVERY.format("2 samples", "2 ranks × 1 pass", "ranks")),
+        ((3, 8, 2), {}, "the last batch of an epoch has 3 samples for 2 ranks × 1 pass: give another batch size or fewer"),
     ],
 )
 def test_batchnorm_is_refused_if_a_pass_has_one_sample(case, options, message):
