@@ -136,8 +136,9 @@ def connect(
         if default_group:
             backend.make_default_group()
         return _share_memory(backend, transport)
-    except BaseException:
+    except BaseException as error:
         if backend.watch is not None:
+            backend.watch.announce(f"{type(error).__name__}: {error}")
             backend.watch.leave()
         backend.disconnect()
         raise
@@ -229,7 +230,6 @@ def _locate(backend: Backend) -> None:
     versions = {rank: _as_text(numbers) for rank, (_, *numbers) in enumerate(gathered)}
     others = [rank for rank, version in versions.items() if version != versions[0]]
     if others:
-        backend.disconnect()
         raise UserError(
             f"rank 0 runs dualtrain {versions[0]}, but dualtrain "
             f"{', '.join(dict.fromkeys(versions[rank] for rank in others))} runs on {ranks_in_words(others)}: "
@@ -250,12 +250,8 @@ def _compare_choices(backend: Backend, transport: str) -> None:
         ("device", [devices[index] for index, _ in gathered], "let every rank see a GPU, or give --device cpu to all"),
         ("transport", [TRANSPORTS[index] for _, index in gathered], "give the same --transport to all"),
     )
-    try:
-        for what, found, cure in compared:
-            refuse_unlike(what, found, cure)
-    except UserError:
-        backend.disconnect()
-        raise
+    for what, found, cure in compared:
+        refuse_unlike(what, found, cure)
 
 
 def _take_device(backend: Backend) -> None:
@@ -278,7 +274,6 @@ def _take_device(backend: Backend) -> None:
     hosts = backend.hosts
     mine = [rank for rank, theirs in enumerate(gathered) if theirs == own and hosts[rank] == hosts[backend.rank]]
     if backend.transport == "nccl" and len(mine) > 1:
-        backend.disconnect()
         raise UserError(
             f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL allows "
             "one rank per GPU: start as many ranks on a host as it has GPUs, let each rank see a different GPU, or give "
