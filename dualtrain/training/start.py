@@ -36,7 +36,6 @@ from dualtrain.training.resume import (
     in_words,
     read_checkpoint,
     with_its_weights,
-    with_lr_batch,
 )
 
 log = logging.getLogger("dualtrain")
@@ -162,7 +161,9 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
             identity = [status.st_ino, status.st_size, status.st_mtime_ns]
             files.append((step, path.name, *checkpoint.generation_in(path), identity))
     written, summary = (or_nothing(partial(read_json, folder / name)) for name in ("config.json", "summary.json"))
-    written = with_lr_batch(written) if written else written
+    if written and written.get("lr_batch") is None:
+        # Versions before 0.3.0 did not write a default. The checkpoint shows which number the run has.
+        written = {**written, "lr_batch": settings["lr_batch"]}
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
     had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
