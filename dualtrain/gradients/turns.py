@@ -20,6 +20,7 @@ from dualtrain.errors import BackendError
 
 _PLACES = 20  # how many reducers fit into one integer, with three bits for each
 _ALL = (1 << _PLACES) - 1
+_MORE = 1 << 3 * _PLACES  # in the same integer: whether this rank has more reducers
 _ROUND = Call("exchange of gradients")
 _State = tuple[int, int, int]
 
@@ -94,13 +95,16 @@ class Turns:
     def _gather(self, backend: Backend, state: _State) -> tuple[list[int], list[int], list[int]]:
         """Return the three bit sets of :meth:`_state` of all ranks: three lists in rank order. Collective; blocks."""
         due, odd, dropped = ([0] * backend.size for _ in range(3))
-        for low in range(0, max(self._members) + 1, _PLACES):
+        for low in itertools.count(0, _PLACES):
             mine = [bits >> low & _ALL for bits in state]
-            sets = agree(backend, _ROUND, mine[2] << 2 * _PLACES | mine[1] << _PLACES | mine[0])
+            more = _MORE * (max(self._members) >= low + _PLACES)
+            sets = agree(backend, _ROUND, more | mine[2] << 2 * _PLACES | mine[1] << _PLACES | mine[0])
             for rank, packed in enumerate(sets):
                 due[rank] |= (packed & _ALL) << low
                 odd[rank] |= (packed >> _PLACES & _ALL) << low
-                dropped[rank] |= (packed >> 2 * _PLACES) << low
+                dropped[rank] |= (packed >> 2 * _PLACES & _ALL) << low
+            if not any(packed & _MORE for packed in sets):
+                break
         return due, odd, dropped
 
     def _state(self, number: int) -> _State:
