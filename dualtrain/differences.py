@@ -77,9 +77,8 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 def _excerpts(values: Sequence[str | None]) -> list[str]:
     """Return the values as text. If any value is long, return only the part of each value around the first difference."""
     texts = [value for value in values if value is not None]
-    if len(texts) < 2 or max(map(len, texts)) <= _WIDTH:
-        return ["missing" if value is None else value for value in values]
-    excerpts = [_cut(value, _start(texts)) for value in texts]
+    long = max(map(len, texts), default=0) > _WIDTH
+    excerpts = [_cut(value, _start(texts) if long and len(texts) > 1 else 0) for value in texts]
     if len(set(excerpts)) < len(texts):  # some texts differ only in a later part
         excerpts = [_cut(one, max(_start([one, other]) for other in texts if other != one)) for one in texts]
     found = dict(zip(texts, excerpts, strict=True))

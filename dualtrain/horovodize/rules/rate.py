@@ -125,9 +125,11 @@ def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
 
 def _is_reported(source: Source, values: ast.Dict) -> bool:
     """Return whether ``values`` is in a call that reports or records values, such as ``print``, ``log`` or ``append``."""
-    calls = (above for above in source.above(values) if isinstance(above, ast.Call))
-    is_group = any(isinstance(key, ast.Constant) and key.value == "params" for key in values.keys)  # of an optimizer
-    return not is_group and any(_REPORTS.search(last_name(call.func)) for call in calls)
+    calls = [above for above in source.above(values) if isinstance(above, ast.Call)]
+    adds = any(last_name(call.func) in ("append", "extend") for call in calls)
+    if adds and any(isinstance(key, ast.Constant) and key.value == "params" for key in values.keys):
+        return False  # a parameter group of an optimizer
+    return any(_REPORTS.search(last_name(call.func)) for call in calls)
 
 
 _REPORTS = re.compile(r"log|postfix|print|scalar|write|info|dump|record|metric|report|append", re.IGNORECASE)
