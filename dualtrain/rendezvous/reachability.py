@@ -45,8 +45,9 @@ def check_all_reachable(
     with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
         tries = (_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank)
-        put(f"reach/result/{world.rank}", obstacle or next(filter(None, tries), ""))  # stop at the first failure
-        _raise_first_result(leaders, take)  # the server stays open until all have tried
+        own = obstacle or next(filter(None, tries), "")  # stop at the first failure
+        put(f"reach/result/{world.rank}", own)
+        _raise_first_result(leaders, take, own)  # the server stays open until all have tried
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -74,9 +75,13 @@ def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | No
     return None
 
 
-def _raise_first_result(leaders: Sequence[int], take: Callable[[str], str]) -> None:
+def _raise_first_result(leaders: Sequence[int], take: Callable[[str], str], own: str = "") -> None:
     try:
         results = [take(f"reach/result/{leader}") for leader in leaders]
+    except UserError as error:  # rank 0, which serves the store, has read all results and has exited
+        if own:
+            raise UserError(own) from error
+        raise
     except RuntimeError as error:
         raise UserError(
             "not every host has reported in time whether it reaches the others: see the other ranks' messages"

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from dualtrain import UserError
 from dualtrain.backends.torch import _JobStore
 from dualtrain.rendezvous import hosts, store
-from dualtrain.rendezvous.connection import Connection
 from dualtrain.rendezvous.http_store import HttpStore
 from dualtrain.rendezvous.store import StoreClient, dial, listen, serve
 from tests.pool import free_port
@@ -291,13 +290,16 @@ def test_the_end_of_the_serving_process_is_reported(join):
 
 
 def test_a_call_after_an_interrupted_call_receives_no_reply_of_the_earlier_request(job, join, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
     _, port = job
     client = join([port], 1)
-    receive = Connection.receive
-    monkeypatch.setattr(Connection, "receive", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    # Only the client's connection: the server's threads read their connections by the same method.
+    monkeypatch.setattr(client._connection, "receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         client.call("set", "key", "value")
-    monkeypatch.setattr(Connection, "receive", receive)
+    monkeypatch.undo()
     with pytest.raises(OSError, match="descriptor"):
         client.call("get", "key")
 
