@@ -7,7 +7,7 @@ Ranks may have different numbers of samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,15 +140,9 @@ class SyncBatchNorm(_BatchNorm):
             for title, layer in module.named_modules(remove_duplicate=False)
             if isinstance(layer, _BatchNorm) and not isinstance(layer, cls)
         ]
-        made = {id(layer): cls._with_state_of(layer) for _, layer in layers}
-        if id(module) in made:
-            return made[id(module)]
-        # A layer may be used under several names, each of which needs the new layer.
-        places = [
-            (module.get_submodule(title.rpartition(".")[0]), title.rpartition(".")[2], layer) for title, layer in layers
-        ]
-        for parent, name, layer in places:
-            setattr(parent, name, made[id(layer)])
+        if layers and layers[0][1] is module:
+            return cls._with_state_of(layers[0][1])
+        _replace_layers(module, layers, lambda _, layer: cls._with_state_of(layer))
         return module
 
     @classmethod
@@ -201,13 +195,27 @@ class RankNorm(SyncBatchNorm):
         return self.order.total(self.backend.allgather(values[None], name=name))
 
 
+def _replace_layers(
+    model: nn.Module, layers: Sequence[tuple[str, _BatchNorm]], make: Callable[[str, _BatchNorm], nn.Module]
+) -> None:
+    """Replace ``layers`` of ``model`` (pairs of title and layer) by ``make(first title, layer)``, in place.
+
+    A layer may have several titles. It is replaced by one layer in all these places.
+    """
+    places = [(model.get_submodule(title.rpartition(".")[0]), title, layer) for title, layer in layers]
+    made: dict[int, nn.Module] = {}
+    for parent, title, layer in places:
+        if id(layer) not in made:
+            made[id(layer)] = make(title, layer)
+        setattr(parent, title.rpartition(".")[2], made[id(layer)])
+
+
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     """Replace torch's BatchNorm layers in ``model``, in place. Collective; blocks.
 
     ``FrozenNorm`` layers are not changed. Layers of subclasses of torch's classes are not changed either; rank 0 logs
     the names of those that are in training mode.
     """
-    # A layer may be used under several names, each of which needs the new layer.
     layers = [
         (title, layer)
         for title, layer in model.named_modules(remove_duplicate=False)
@@ -222,10 +230,10 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
         log.warning("only layers of torch's own BatchNorm classes are synchronized, not: %s", shown)
     if plain:
         kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
-        made: dict[int, Any] = {}
-        for title, layer in plain:
-            if id(layer) not in made:
-                made[id(layer)] = kind.convert_sync_batchnorm(layer)
-                made[id(layer)].title = title
-            parent, _, name = title.rpartition(".")
-            setattr(model.get_submodule(parent), name, made[id(layer)])
+
+        def synchronized(title: str, layer: _BatchNorm) -> Any:
+            made = kind.convert_sync_batchnorm(layer)
+            made.title = title
+            return made
+
+        _replace_layers(model, plain, synchronized)
