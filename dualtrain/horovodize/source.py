@@ -388,6 +388,11 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((word.value for word in call.keywords if word.arg == name), None)
 
 
+def first_argument(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the first positional argument of ``call``, or else its keyword argument ``name``, or None."""
+    return call.args[0] if call.args else keyword(call, name)
+
+
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):

@@ -11,7 +11,7 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, nodes_after, runs_on_driver
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 #: Functions that write a file, each with the position and the name of its path argument.
 _WRITERS = {
@@ -253,7 +253,7 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
     if any(guards.looks_like_one_rank(node) for call in downloads for node in (call, *_callers(source, call))):
         return  # most likely, one rank downloads first, and the other ranks find its files
     for call in downloads:
-        folder = call.args[0] if call.args else keyword(call, "root")
+        folder = first_argument(call, "root")
         if folder is None or _depends_on_process(source, folder) or _is_locked(source, call) or not source.wraps:
             continue
         if runs_after_init(source, call) and not runs_on_driver(source, call) and not _is_for_some(source, guards, call):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Source, keyword
+from dualtrain.horovodize.source import Source, first_argument
 
 #: A variable counts as a model if the script calls one of these methods on it.
 _OF_MODELS = {"eval", "load_state_dict", "named_parameters", "parameters", "requires_grad_", "train", "zero_grad"}
@@ -25,7 +25,7 @@ def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
 
 def models_of_optimizer(source: Source, wrap: ast.Call) -> set[str]:
     """Return the models whose parameters the wrapped optimizer has; an empty set if the source does not show them."""
-    inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
+    inner = first_argument(wrap, "optimizer")
     values = [inner, *source.values.get(ast.unparse(inner), ())] if inner is not None else []
     texts = [*(value for value in values if value is not wrap), *wrap.args[1:], *(word.value for word in wrap.keywords)]
     calls = (node for value in texts for node in ast.walk(value) if isinstance(node, ast.Call))

@@ -12,7 +12,7 @@ from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.rules.uses import is_read, leaves_program
-from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Scope, Source, first_argument, keyword, last_name
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
 _SHARDED = re.compile(
@@ -124,7 +124,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
 
 def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:
     """Return whether the sampler may have different samples in each epoch because its data set depends on the epoch."""
-    data = call.args[0] if call.args else keyword(call, "dataset")
+    data = first_argument(call, "dataset")
     around = [loop for loop in loops if loop in source.above(call)]
     if data is None or not around:
         return False
@@ -179,7 +179,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         if source.name(call.func) not in _LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
             continue
         others = {word.arg for word in call.keywords} & {"sampler", "batch_sampler", None}
-        data = call.args[0] if call.args else keyword(call, "dataset")
+        data = first_argument(call, "dataset")
         if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
         if _is_made_by_rank(source, data):
@@ -252,7 +252,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
     """Return whether the loader has a name for training, and a map-style dataset that is not split by rank."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
-    data = call.args[0] if call.args else keyword(call, "dataset")
+    data = first_argument(call, "dataset")
     made = [data, *source.values.get(ast.unparse(data), ())] if data is not None else []
     calls = [value for value in made if isinstance(value, ast.Call)]
     if not is_for_training(target) or len(calls) != 1:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, MODULE_NAMES, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
-from dualtrain.horovodize.source import HOMES, Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.source import HOMES, Finding, Function, Source, first_argument, keyword, last_name
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = {"exceptions", "util"}
@@ -39,7 +39,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
 
 def _has_state(call: ast.Call) -> bool:
     """Return whether the name of the sent object is typical of objects with a ``state_dict``, such as ``scheduler``."""
-    value = call.args[0] if call.args else keyword(call, "obj")
+    value = first_argument(call, "obj")
     named = re.search(r"(^|_)(scheduler|optimizer|scaler|model)(_?(wu|re|lr|\d))?$", last_name(value)) if value else None
     return named is not None
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import calls_of
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 
 def lost_wrapper(source: Source) -> Iterator[Finding]:
     """A call of DistributedOptimizer whose result is discarded, if the script steps the original optimizer."""
     for call in source.hvd_calls("DistributedOptimizer"):
-        inner = call.args[0] if call.args else keyword(call, "optimizer")
+        inner = first_argument(call, "optimizer")
         step = f"{ast.unparse(inner)}.step" if inner is not None else ""
         # In a ``try`` or ``with`` statement, the script may expect that the call fails.
         expected = any(isinstance(above, ast.Try | ast.With) for above in source.above(call))
@@ -56,7 +56,7 @@ def _wrapped_parameter(source: Source, function: Function) -> str:
     """
     inside = list(ast.walk(function))
     wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
-    inner = (wraps[0].args[0] if wraps[0].args else keyword(wraps[0], "optimizer")) if len(wraps) == 1 else None
+    inner = first_argument(wraps[0], "optimizer") if len(wraps) == 1 else None
     if not isinstance(inner, ast.Name):
         return ""
     wrap, parent, name = wraps[0], source.parents[wraps[0]], inner.id
@@ -92,7 +92,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
     """A step of the original optimizer instead of its wrapper."""
     guards = Guards(source)
     for name, wrap in source.wraps:
-        inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
+        inner = first_argument(wrap, "optimizer")
         if not isinstance(inner, ast.Name | ast.Attribute) or last_name(inner) == name or guards.is_conditional(wrap):
             continue
         text = ast.unparse(inner)

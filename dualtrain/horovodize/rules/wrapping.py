@@ -10,7 +10,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.seeds import seeds_torch
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 _START_ALIKE = re.compile(
     r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(|load_?(model|weights|checkpoint|ckpt|state)|restore|resume|"
@@ -100,7 +100,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
     """
     guards = Guards(source)
     for call in source.hvd_calls("broadcast_optimizer_state"):
-        given = call.args[0] if call.args else keyword(call, "optimizer")
+        given = first_argument(call, "optimizer")
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
         changed = "the weights"
@@ -125,7 +125,7 @@ def _is_wrapped_apart(source: Source, call: ast.Call, optimizer: ast.expr) -> bo
     text, scope = ast.unparse(optimizer), source.scope(call)
     wraps = [wrap for wrap in source.hvd_calls("DistributedOptimizer") if source.scope(wrap) is scope]
     earlier = [wrap for wrap in wraps if wrap.lineno < call.lineno and wrap in source.values.get(text, ())]
-    inner = (wrap.args[0] if wrap.args else keyword(wrap, "optimizer") for wrap in wraps)
+    inner = (first_argument(wrap, "optimizer") for wrap in wraps)
     return not earlier and any(one is not None and ast.unparse(one) == text for one in inner)
 
 
@@ -209,7 +209,7 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
 def _freezes(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` freezes parameters; False if its function also unfreezes some, as for a GAN."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
-        value = node.args[0] if node.args else keyword(node, "requires_grad")
+        value = first_argument(node, "requires_grad")
         return _is(value, False) and not _unfreezes_too(source, node)
     if not isinstance(node, ast.Assign) or not _is(node.value, False):
         return False
@@ -271,7 +271,7 @@ def _is(value: ast.expr | None, constant: bool) -> bool:
 def several_evaluations(source: Source) -> Iterator[Finding]:
     """LBFGS, which evaluates its closure several times per step."""
     for _, wrap in source.wraps:
-        inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
+        inner = first_argument(wrap, "optimizer")
         made = [inner, *source.values.get(ast.unparse(inner), ())] if inner else []
         for value in made:
             if isinstance(value, ast.Call) and source.name(value.func) in _CLOSURES:
