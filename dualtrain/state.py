@@ -138,7 +138,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool 
     """
     own = [(name, buffer, buffer.clone()) for name, buffer in local_buffers(model)]
     count = backend.size
-    if own and backend.size > 1:
+    if own:
         flag = torch.tensor([float(trained)], dtype=torch.float64, device="cpu")
         count = int(backend.allreduce(flag, "sum", name="ranks with statistics").item())
     with torch.no_grad():
