@@ -86,11 +86,16 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     device = next(model.parameters()).device
     what = f"--model {name} and --dataset {dataset} do not fit"
     with evaluation_mode(model):
-        _try_sample(model, next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device)), what)
+        _try_sample(model, first_validation_sample(task, device), what)
         for inputs, targets in ready_samples(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
     training_mode(model)  # the user's own function may return a model in evaluation mode
     check_state(model, name)
+
+
+def first_validation_sample(task: Task, device: torch.device) -> Tensors:
+    """Return the first validation sample, as a batch of one sample."""
+    return next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
 
 
 def ready_samples(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:

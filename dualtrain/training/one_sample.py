@@ -12,12 +12,12 @@ from torch import nn
 
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import StepSection
-from dualtrain.data import Batch, Task
+from dualtrain.data import Task
 from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.trainer.rank_state import random_state, restore_random_state
-from dualtrain.training.assemble import ready_samples
+from dualtrain.training.assemble import first_validation_sample, ready_samples
 from dualtrain.user_code import in_one_line, user_traceback
 
 
@@ -90,5 +90,5 @@ def _sample(task: Task, device: torch.device) -> Tensors:
     """Return a batch of one training sample, or of one validation sample if training samples need a transform."""
     sample = next(iter(ready_samples(task.train, [0])), None)
     if sample is None:
-        sample = next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
+        sample = first_validation_sample(task, device)
     return sample
