@@ -80,6 +80,11 @@ def sgd(model: nn.Module, backend, momentum: float = 0.9, weight_decay: float = 
     return wrap(inner, model, backend, **options)
 
 
+def of_every_rank(backend, loss):
+    """Return one function for each rank: given a model, it computes ``loss(model, rank)``."""
+    return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
+
+
 def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor] | None]) -> list[torch.Tensor]:
     """Return the expected gradients: compute each rank's on a copy of ``model``, and average them as dense tensors.
 

@@ -20,6 +20,7 @@ from tests.models_for_tests import (
     images,
     living_tensors,
     mean_gradients,
+    of_every_rank,
     perceptron,
     same_on_all,
     seeded,
@@ -37,11 +38,6 @@ def check(actual, expected, **tolerance):
     assert len(actual) == len(expected)
     for mine, oracle in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, oracle, **tolerance)
-
-
-def of_every_rank(backend, loss):
-    """Return one function for each rank: given a model, it computes ``loss(model, rank)``."""
-    return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
 
 
 # -- the average --------------------------------------------------------------------------------------------------

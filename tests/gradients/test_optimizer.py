@@ -22,6 +22,7 @@ from tests.models_for_tests import (
     EXACT,
     gradients,
     mean_gradients,
+    of_every_rank,
     perceptron,
     same_on_all,
     seeded,
@@ -180,7 +181,7 @@ def test_zero_grad_sets_gradients_to_zeros_or_none(typical):
 
 def synchronizes(backend):
     model = perceptron()
-    expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     optimizer = sgd(model, backend, backward_passes_per_step=2)
     vector_loss(model, backend.rank).backward()  # the first of two passes: nothing is sent yet
     for _ in range(3):
@@ -585,7 +586,7 @@ def same_parameter_twice(backend):
     """Give one parameter two names, as ``named_parameters(remove_duplicate=False)`` does."""
     layer = seeded(nn.Linear(4, 4))
     model = nn.Sequential(layer, nn.Tanh(), layer)
-    expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, model.named_parameters(remove_duplicate=False), backend=backend)
     for _ in range(2):

@@ -19,6 +19,7 @@ from tests.models_for_tests import (
     EXACT,
     gradients,
     mean_gradients,
+    of_every_rank,
     perceptron,
     same_on_all,
     seeded,
@@ -152,7 +153,7 @@ def adds_a_group_again(backend, keep):
     model = perceptron()
     base = torch.optim.SGD([{"params": [p, p]} if p.dim() > 1 else {"params": [p]} for p in model.parameters()], 0.1)
     wrapped = DistributedOptimizer(base, backend=backend)
-    expected = mean_gradients(model, [lambda copy, rank=rank: vector_loss(copy, rank) for rank in range(backend.size)])
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     for step in range(4):
         wrapped.zero_grad(set_to_none=not keep)
         vector_loss(model, backend.rank).backward()
