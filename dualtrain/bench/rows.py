@@ -2,8 +2,7 @@
 
 The verdict is "met" if the whole interval reaches the target, "not met" if no part of the interval reaches it, and "not
 shown" in all other cases. It is also "not met" if the final weights of the two contenders differ from each other or
-from a raw script's. Rows with fewer rounds
-than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
+from a raw script's. Rows with fewer rounds than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import ENTRIES, ROUNDS, TUNED
-from dualtrain.bench.rows import NONE, NOT_MET, NOT_SHOWN, OTHER, SAME, Row, sweep_of
+from dualtrain.bench.rows import NONE, NOT_MET, NOT_SHOWN, OTHER, Row, sweep_of
 from dualtrain.bench.statistics import rounds_of
 from dualtrain.console import size_in_words
 
@@ -134,9 +134,10 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     if not verdicts:
         return f"{question}Not answered: {_why(results)}"
     found_weights = {row.weights for row in verdicts}
-    weights = {SAME: ", and ends with the same weights", OTHER: ", and ends with different weights"}.get(
-        OTHER if OTHER in found_weights else NONE if NONE in found_weights else SAME, ""
-    )
+    if OTHER in found_weights:
+        weights = ", and ends with different weights"
+    else:
+        weights = "" if NONE in found_weights else ", and ends with the same weights"
     raw = [row for row in rows if row.one == TUNED and row.other.startswith("hvd") and row.job != "empty"]
     others = f"; raw DDP runs {_range(raw)} times as many steps as Horovod" if raw else ""
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
