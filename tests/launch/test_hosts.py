@@ -162,7 +162,8 @@ def test_an_interface_that_does_not_reach_the_other_host_is_refused(launcher, ba
         host.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "open-end")
         host.run("ip", "address", "add", f"10.78.{number}.1/24", "dev", "eth1")
         host.run("ip", "link", "set", "eth1", "up")
-    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--timeout", "10"]
+    # On a busy machine, one host may join 10 s after the other. The refusal itself does not wait for this timeout.
+    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--timeout", "60"]
     job = Job(cluster, tmp_path, launcher, *flags, IFACE="eth1")
     assert all(job.statuses()), job.output()
     assert job.errors(), job.output()
