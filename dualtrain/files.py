@@ -133,6 +133,15 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def cure_of(error: OSError) -> str:
+    """Return what the user can do about an ``error`` of a write into the folder of a run."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space on the disk of the run folder"
+    if error.errno == errno.EFBIG:
+        return "raise the limit of file sizes (ulimit -f)"
+    return "repair the disk or the permissions of the run folder"
+
+
 def _allow() -> None:
     """Raise no error: the default of ``check``."""
 

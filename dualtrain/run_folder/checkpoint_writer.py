@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from dualtrain.errors import UserError
+from dualtrain.files import cure_of
 from dualtrain.run_folder.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 from dualtrain.run_folder.run_dir import BEST_WEIGHTS, write_weights
@@ -30,6 +31,11 @@ class _Best:
 class Writer:
     """The writer of one run's checkpoints.
 
+    Attributes:
+        thread: the thread that writes, or has written last.
+        failed: why the last checkpoint could not be written; ``None`` if it was written.
+        best_failed: why the files of the best state could not be written; ``None`` if they were written.
+
     Args:
         folder: the run's folder.
         kept: how many checkpoints are kept, not counting the best.
@@ -45,10 +51,11 @@ class Writer:
         self._report = report
         self._timeout = timeout
         self._lock = lock
-        self.thread: threading.Thread | None = None  # the thread that writes
+        self.thread: threading.Thread | None = None
         self._bug: Exception | None = None
         self._best: _Best | None = None
-        self.failed: OSError | None = None  # the error of the last write
+        self.failed: OSError | None = None
+        self.best_failed: OSError | None = None
 
     def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
         """Start writing the checkpoint of ``step``; blocks only while an earlier checkpoint is written.
@@ -84,25 +91,35 @@ class Writer:
         if self._bug is not None:
             raise self._bug
 
+    def unwritten(self) -> dict[str, OSError]:
+        """Return what the last write could not write, and why."""
+        errors = {"the last checkpoint": self.failed, "the files of the best evaluation": self.best_failed}
+        return {what: error for what, error in errors.items() if error is not None}
+
     def _write(self, step: int, state: Packed) -> None:
+        path, checkpoints, lock = path_of(self._checkpoints, step), self._checkpoints, self._lock
         try:
-            state.write(path_of(self._checkpoints, step), self._lock)
-            self._write_best(step)
+            self.failed = self._try(f"the checkpoint of step {step} could not be written", lambda: state.write(path, lock))
+            if self.failed is None and self._best is not None:
+                what = f"the files of the best evaluation (step {self._best.step}) could not be written"
+                self.best_failed = self._try(what, lambda: self._write_best(step))
             # Remove old checkpoints last, and only if no write failed. If the best state's files are missing, a resumed run
             # writes them again from that state's checkpoint, which may be an old one.
-            drop_old(self._checkpoints, self._kept, self._lock)
-            self.failed = None
+            if self.failed is None and self.best_failed is None:
+                self._try("old checkpoints could not be removed", lambda: drop_old(checkpoints, self._kept, lock))
         except SupersededError:
             pass  # the loop ends the run on all ranks
-        except OSError as error:
-            self.failed = error
-            reason = error.strerror or error
-            self._report(
-                f"the checkpoint of step {step} could not be written ({reason}): training continues; free space on the "
-                "disk of the run folder"
-            )
         except Exception as error:  # raised in wait()
             self._bug = error
+
+    def _try(self, what: str, action: Callable[[], None]) -> OSError | None:
+        """Call ``action``. If it raises OSError, report ``what`` and the reason, and return the error."""
+        try:
+            action()
+        except OSError as error:
+            self._report(f"{what} ({error.strerror or error}): training continues; {cure_of(error)}")
+            return error
+        return None
 
     def _write_best(self, step: int) -> None:
         best = self._best

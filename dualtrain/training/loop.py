@@ -488,7 +488,7 @@ class Run:
         more["recoveries"] = recoveries
         summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), self.origin, **more)
         again = self.config.output.again(self.folder)
-        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock, again)
+        write_results(self.trainer, self.folder, weights, summary, self.writer.unwritten, self.lock, again)
         if self.backend.rank == 0:
             self.attempt.end()
         self.records.print(done_line(summary, self.folder))

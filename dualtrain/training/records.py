@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from dualtrain.config import OutputSection
 from dualtrain.errors import UserError
+from dualtrain.files import cure_of
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile
 from dualtrain.training.progress import Progress
@@ -113,7 +114,7 @@ class Records:
             yield
         except OSError as error:
             reason = error.strerror or error
-            self.warn(f"{what} could not be written ({reason}){then}; free space on the disk of the run folder")
+            self.warn(f"{what} could not be written ({reason}){then}; {cure_of(error)}")
 
 
 def check_tensorboard(output: OutputSection) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
-from dualtrain.files import write_json
+from dualtrain.files import cure_of, write_json
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import write_weights
@@ -87,7 +87,7 @@ def write_results(
     folder: Path,
     weights: dict[str, torch.Tensor],
     summary: dict[str, Any],
-    failed: Callable[[], OSError | None],
+    unwritten: Callable[[], dict[str, OSError]],
     lock: FolderLock,
     again: str,
 ) -> None:
@@ -98,32 +98,35 @@ def write_results(
         folder: the run's folder.
         weights: the model's weights.
         summary: the run's summary.
-        failed: returns the error of the last checkpoint's write; called on rank 0.
+        unwritten: returns what the last checkpoint's write could not write, and why; called on rank 0.
         lock: the folder's lock.
         again: how to continue the run, for messages.
 
     Raises:
         UserError: on every rank, if another process uses the folder now; nothing more is written.
-        NotSavedError: on every rank, if the model, the summary or the last checkpoint could not be written.
+        NotSavedError: on every rank, if the model, the summary, the last checkpoint or the best evaluation's files could
+            not be written.
     """
-    problems = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, failed(), lock))
+    problems, cure = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, unwritten(), lock))
     if problems:
         raise NotSavedError(
             f"the training ended after step {summary['steps']}, and {', '.join(problems)} could not be written "
-            f"in {folder}: free space on that disk, then continue from the last saved checkpoint with {again}"
+            f"in {folder}: {cure}, then continue from the last saved checkpoint with {again}"
         )
 
 
 def _write(
-    folder: Path, weights: dict[str, torch.Tensor], summary: dict[str, Any], failed: OSError | None, lock: FolderLock
-) -> list[str]:
-    """Write the files; return what could not be written, each with the reason.
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    summary: dict[str, Any],
+    unwritten: Mapping[str, OSError],
+    lock: FolderLock,
+) -> tuple[list[str], str]:
+    """Write the files; return what could not be written, each with the reason, and the cure.
 
     The summary marks the run as ended, so it is written last, and only if nothing has failed.
     """
-    problems: list[str] = []
-    if failed is not None:
-        problems.append(f"the last checkpoint ({failed.strerror or failed})")
+    problems = dict(unwritten)
     steps: dict[str, Callable[[Path], None]] = {
         "model.safetensors": lambda path: write_weights(path, weights, summary["steps"], lock),
         "summary.json": lambda path: write_json(path, summary, lock.check),
@@ -134,5 +137,6 @@ def _write(
         try:
             write(folder / name)
         except OSError as error:
-            problems.append(f"{name} ({error.strerror or error})")
-    return problems
+            problems[name] = error
+    cures = dict.fromkeys(map(cure_of, problems.values()))
+    return [f"{name} ({error.strerror or error})" for name, error in problems.items()], ", ".join(cures)

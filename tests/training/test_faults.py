@@ -171,16 +171,31 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
         FullDisk(patch, "model-best")
         saver.write(1, checkpoint.Packed({"cursor": {"step": 1}}), best=weights)
         saver.wait()
+    # The checkpoint itself was written: a run that a signal stops now names the file.
+    assert saver.failed is None
+    assert list(saver.unwritten()) == ["the files of the best evaluation"]
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, "step-00000002")
         saver.write(2, checkpoint.Packed({"cursor": {"step": 2}}), best=weights)
         saver.wait()
-    assert [report.split(" could")[0] for report in reports] == ["the checkpoint of step 1", "the checkpoint of step 2"]
+    best = "the files of the best evaluation (step 1)"
+    assert [report.split(" could")[0] for report in reports] == [best, "the checkpoint of step 2"]
     saver.write(3, checkpoint.Packed({"cursor": {"step": 3}}))
     saver.wait()
-    assert saver.failed is None
+    assert not saver.unwritten()
     assert best_of(tmp_path) == (2, 2)
     assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000003.safetensors"]
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_reported_and_the_run_ends_normally(tmp_path, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_writer, "drop_old", refuse)
+    assert train(tmp_path, 2)["steps"] == 4
+    said = "old checkpoints could not be removed (Permission denied): training continues; repair the disk or the perm"
+    assert caplog.text.count(said) == 2
+    assert "could not be written" not in caplog.text
 
 
 def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, caplog):
