@@ -276,14 +276,15 @@ def _signals() -> Iterator[int]:
     def note(number: int, frame: FrameType | None) -> None:
         """Do nothing: Python has written the number to the pipe before it calls this handler."""
 
-    earlier = {number: signal.signal(number, note) for number in (*PASSED_ON, signal.SIGCHLD)}
+    # Set the pipe before the handlers: a signal that arrives between these calls must not be lost.
     earlier_outbox = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
+    earlier = {number: signal.signal(number, note) for number in (*PASSED_ON, signal.SIGCHLD)}
     try:
         yield inbox
     finally:
-        signal.set_wakeup_fd(earlier_outbox)
         for number, handler in earlier.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_outbox)
         os.close(inbox)
         os.close(outbox)
 

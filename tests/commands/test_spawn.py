@@ -257,6 +257,21 @@ def test_after_a_signal_before_the_first_rank_no_rank_is_started(monkeypatch, ca
     assert capsys.readouterr().err == said
 
 
+def test_a_signal_that_arrives_while_handlers_are_installed_is_not_lost(monkeypatch):
+    install, sent = signal.signal, []
+
+    def install_and_kill(number: int, handler: object) -> object:
+        earlier = install(number, handler)
+        if number == signal.SIGTERM and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return earlier
+
+    monkeypatch.setattr("dualtrain.spawn.signal.signal", install_and_kill)
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: SimpleNamespace(Process=None))
+    assert spawn(len, [], 8) == 143
+
+
 def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
     started = []
 
