@@ -49,9 +49,10 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
         the last line also lists the differences.
     """
     hashes = {summary["weights_sha256"] for _, summary in runs}
-    count = f"{len(runs) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
+    number = len(runs) + len(unfinished)
+    count = f"{number} run{'s' * (number != 1)}, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
     faults = list(unfinished)
-    if len(runs) + len(unfinished) < 2:
+    if number < 2:
         faults.append("there is no second run to compare")
     names = _results(runs)
     for label, summary in runs[1:]:

@@ -104,7 +104,7 @@ def test_a_run_is_not_compared_with_itself(tmp_path, capsys):
     (tmp_path / "link").symlink_to(folder)
     folders = [folder, f"{folder}/", f"{tmp_path}/link"]
     assert main(["--one-result", *folders]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "1 runs, 1 hash: there is no second run to compare"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 run, 1 hash: there is no second run to compare"
     assert main(folders) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("same weights: not known")
 
