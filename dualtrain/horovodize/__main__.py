@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     if first == "--recorder":
         from dualtrain.horovodize.prove.command import print_recorder
 
-        return print_recorder()
+        return print_recorder(rest)
     world = World()
     try:
         if first in ("-h", "--help"):

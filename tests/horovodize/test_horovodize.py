@@ -189,6 +189,7 @@ def unprepared(monkeypatch):
         (["--check"], "--check was given no script"),
         (["--check", "--fast"], "unknown option '--fast'"),
         (["--check", "{tmp}/nothing.py"], "cannot read the script"),
+        (["--recorder", "x.py"], "--recorder only prints a program, and takes no argument 'x.py'"),
     ],
 )
 @pytest.mark.usefixtures("unprepared")

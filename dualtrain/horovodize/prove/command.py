@@ -54,9 +54,14 @@ from dualtrain.horovodize.prove.verdict import (
 from dualtrain.horovodize.prove.workspace import workspace
 
 
-def print_recorder() -> int:
+def print_recorder(arguments: Sequence[str]) -> int:
     """Print the recorder's source, for a cluster without dualtrain. Return the exit status."""
     try:
+        if arguments:
+            raise UserError(
+                f"--recorder only prints a program, and takes no argument {arguments[0]!r}: leave it out, save the output "
+                "as record.py, and run that program with the script"
+            )
         show(read_text(Path(recorder.__file__)).rstrip("\n"))
     except UserError as error:
         print_error(error)
