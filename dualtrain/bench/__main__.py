@@ -25,7 +25,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,24 @@ def _prefix(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _folder(text: str | None) -> Path:
+@contextmanager
+def _folder(text: str | None) -> Iterator[Path]:
+    """Make the folder of the results. After an error in the block, remove the folders that were made and are empty."""
     folder = Path(text) if text is not None else Path("runs", f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # it has files
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
@@ -213,18 +224,20 @@ def _run(given: argparse.Namespace) -> int:
     if given.scale:
         from dualtrain.bench.scale import run_scale
 
-        return run_scale(layouts_of(given.ranks), _folder(given.out), given.device, given.pairs)
+        layouts = layouts_of(given.ranks)
+        with _folder(given.out) as folder:
+            return run_scale(layouts, folder, given.device, given.pairs)
     jobs = _chosen("--jobs", _without_groups(given.jobs), JOBS, QUICK if given.quick else DEFAULT)
     default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
-    folder = _folder(given.out)
-    # The work folder is always new, because it is deleted with its contents at the end.
-    began = (now(), load())
-    with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
-        spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
-        results = _measure(given, jobs, names, spec)
-    return _conclude(folder, results, _machine(spec, results, began), targets=given.targets)
+    with _folder(given.out) as folder:
+        # The work folder is always new, because it is deleted with its contents at the end.
+        began = (now(), load())
+        with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
+            spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
+            results = _measure(given, jobs, names, spec)
+        return _conclude(folder, results, _machine(spec, results, began), targets=given.targets)
 
 
 def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], spec: LaunchSpec) -> Results:

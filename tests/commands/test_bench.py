@@ -1122,8 +1122,10 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--scale", "--quick"], "--scale cannot be combined with --quick"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
+def test_bad_input_is_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
+    assert not list(tmp_path.iterdir())
     said = capsys.readouterr().err
     assert said.startswith("dualtrain: error: ")
     assert words in said
