@@ -58,11 +58,12 @@ class World:
         if not 0 <= self.rank < self.size <= _LARGEST_SIZE:
             valid = "ranks go from 0 to the size minus 1" if self.size <= _LARGEST_SIZE else "no job has so many ranks"
             raise UserError(
-                f"{self.launcher} gave rank {self.rank} in a world of {self.size} ({self._because()}): "
+                f"{self.launcher} gave rank {self.rank} in a world of {self.size} ({self.because()}): "
                 f"{valid}; start all processes with one launcher, from a clean environment"
             )
 
-    def _because(self) -> str:
+    def because(self) -> str:
+        """Return the variables that the attributes come from, as text for messages."""
         return " ".join(f"{name}={value}" for name, value in self.evidence) or "no launcher variable is set"
 
     def placed(self, rank: int, hosts: Sequence[Hashable]) -> World:

@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _spawn(arguments: list[str], run: RunSection, world: World) -> int:
     if world.launcher != "none":
         raise UserError(
-            f"--nproc starts ranks itself, and {world.launcher} has started this process already: leave --nproc out, or "
-            "start without a launcher"
+            f"--nproc starts ranks itself, and {world.launcher} has started this process already ({world.because()}): "
+            "leave --nproc out, or start without a launcher; if an earlier job has left these variables, unset them"
         )
     from dualtrain.spawn import spawn
 

@@ -47,7 +47,7 @@ TOP_LEVEL += ["functions", "spark", "ray"]
 LAYERS = {
     "rendezvous": [
         {"hosts", "http_store", "connection"},
-        {"store", "reachability"},
+        {"store", "reachability", "left_over"},
         {"meeting_point", "placement", "session"},
     ],
     "backends": [

@@ -31,6 +31,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.rendezvous.http_store import HttpStore
+from dualtrain.rendezvous.left_over import refuse_left_over
 from dualtrain.rendezvous.meeting_point import names_by_server, within
 from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
 
@@ -378,6 +379,7 @@ def _initialise_launched(start: Callable[[], None], world: World, timeout: float
     """Start Horovod in a process that Horovod's own launcher or MPI has started."""
     refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
     if world.launcher.startswith("mpi"):
+        refuse_left_over(world, os.environ)
         # MPI has no timeout of its own.
         within(timeout, start, f"Horovod did not start on rank {world.rank} of {world.size}")
     else:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import address, identity, is_loopback
+from dualtrain.rendezvous.left_over import refuse_left_over
 from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 
 #: Sockets that :func:`reserve` opened and on which no store is served yet, by (host, port).
@@ -38,8 +39,8 @@ def meeting_point(world: World, timeout: float) -> World:
     Collective and blocking if the launcher has given no address.
 
     Raises:
-        UserError: mpi4py is missing or was built for another MPI, a rank did not join in time, or horovodrun's server does
-            not answer.
+        UserError: mpi4py is missing or was built for another MPI, a rank did not join in time, mpirun has ended, or
+            horovodrun's server does not answer.
     """
     if world.rendezvous is not None or world.size == 1 or world.name:
         return world
@@ -130,6 +131,7 @@ _REFUSAL_SECONDS = 3.0  # extra time in which all ranks can read why the job doe
 
 @cache
 def _meet_by_mpi(world: World, timeout: float) -> Meeting:
+    refuse_left_over(world, os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

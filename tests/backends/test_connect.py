@@ -27,6 +27,7 @@ from dualtrain.backends.factory import (
     choose,
     choose_for_horovod_api,
 )
+from dualtrain.backends.horovod import installed
 from dualtrain.backends.torch import TorchBackend, _chosen_interface, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
@@ -243,6 +244,27 @@ def test_a_host_without_an_address_is_refused_for_horovod(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(UserError, match=r"name 'no-such-host.invalid' has no address .*Horovod would crash: .*/etc/hosts"):
         connect("horovod", world=ALONE)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "address"),
+    [("mpirun", ("PMIX_SERVER_URI21", "77.0;tcp4://127.0.0.1:{port}")), ("mpiexec", ("PMI_PORT", "localhost:{port}"))],
+)
+def test_variables_of_an_mpi_launcher_that_has_ended_are_refused_before_mpi_starts(launcher, address, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    world = World(0, 2, launcher=launcher, evidence=(("OMPI_COMM_WORLD_RANK", "0"),))
+    name, value = address
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv(name, value.format(port=port))
+        with pytest.raises(UserError, match="without mpi4py"):
+            connect("torch", world=world)
+    said = (
+        rf"rank 0 of 2 \(OMPI_COMM_WORLD_RANK=0\), but that {launcher} has ended: nothing listens at .*:{port} \({name}\)"
+    )
+    for backend in ("torch", "horovod") if installed() else ("torch",):
+        with pytest.raises(UserError, match=said):
+            connect(backend, world=world)
 
 
 def test_a_missing_mpi4py_is_named(monkeypatch):
