@@ -68,6 +68,19 @@ def start_forkserver(preload: Sequence[str]) -> None:
     _starters.add(os.getpid())
 
 
+def forkserver_pid() -> int | None:
+    """Return the process id of the fork server that this process has started; ``None`` if it has started none."""
+    return forkserver._forkserver._forkserver_pid if os.getpid() in _starters else None  # type: ignore[attr-defined]
+
+
+def kill_forkserver() -> None:
+    """Kill the fork server that this process has started, if any. Calls that wait for the server then raise an error."""
+    server = forkserver_pid()
+    if server is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
 def begin_worker() -> None:
     """Make this worker process ignore the job's signals, and exit when its parent exits."""
     for number in JOB_SIGNALS:
@@ -132,11 +145,8 @@ def release() -> None:
     """Remove multiprocessing's files and kill the fork server. For a process that will not run its exit handlers."""
     # A server that still imports modules would fork the requested workers after this process has exited, and they would
     # print tracebacks.
-    server = forkserver._forkserver._forkserver_pid if os.getpid() in _starters else None  # type: ignore[attr-defined]
+    kill_forkserver()
     _starters.discard(os.getpid())
-    if server is not None:
-        with suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)
     # Run the finalizers in a thread: some wait for other threads or processes, which may never end.
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
     thread.start()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from dualtrain.data.sources import Batch, Source, Tensors
 from dualtrain.data.transforms import Transform
 from dualtrain.errors import UserError
-from dualtrain.processes import begin_worker, is_stopped, start_forkserver
+from dualtrain.processes import begin_worker, forkserver_pid, is_stopped, kill_forkserver, start_forkserver
 
 T = TypeVar("T")
 #: Sample indices and seed of a batch. The indices are a list, because a tensor sent to a worker takes a file descriptor.
@@ -147,6 +147,8 @@ class LoaderSource(Source):
 class _Waits:
     """Limit on each wait for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
 
+    While the workers are started, the thread kills the fork server, which starts them.
+
     DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
     killed. There is no thread if ``limit`` is 0.
     """
@@ -192,11 +194,14 @@ class _Waits:
             began = since is not None and since != before
             waited = 0.0 if since is None else min(tick, time.monotonic() - since) if began else waited + tick
             before = since
-            if since is not None and waited >= self._limit and self._workers():
-                self._late = self._describe()
-                for worker in self._workers():
+            if since is None or waited < self._limit:
+                continue
+            self._late = self._describe()
+            if workers := self._workers():
+                for worker in workers:
                     worker.kill()
                 return
+            kill_forkserver()
 
     def _ended_worker(self, seconds: float) -> str:
         """Describe a worker that has failed, or fails within ``seconds``; return "" if none does."""
@@ -215,6 +220,13 @@ class _Waits:
         return ""
 
     def _describe(self) -> str:
+        """Describe a wait that was too long."""
+        if not self._workers():
+            server = forkserver_pid() or 0
+            what = f"waited {self._limit:g} s for the start of the data workers by the fork server (process {server})"
+            if is_stopped(server):
+                return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
+            return f"{what}: its imports hang or are slow; repair the storage of the Python packages, or give --workers 0"
         named = {worker: f"data worker {number} (process {worker.pid})" for number, worker in enumerate(self._workers())}
         stopped = [name for worker, name in named.items() if is_stopped(worker.pid or 0)]
         what = f"waited {self._limit:g} s for a batch from {', '.join(stopped or named.values())}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 import time
 from functools import partial
+from multiprocessing import forkserver
 from types import SimpleNamespace
 
 import numpy
@@ -15,6 +17,7 @@ import torch
 from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from dualtrain import processes
 from dualtrain.data import Batch, Source, Task, load_data
 from dualtrain.data import draws as hashed
 from dualtrain.data.loader import LoaderSource, _Waits
@@ -23,7 +26,7 @@ from dualtrain.data.transforms import crop_and_flip
 from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
 from tests.data.test_data import write_idx
-from tests.forked import in_child
+from tests.forked import holds, in_child
 
 CPU = torch.device("cpu")
 
@@ -370,6 +373,29 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
         assert error.value.transient
     finally:
         source.close()
+
+
+@pytest.mark.parametrize(
+    ("stopped", "said"), [(True, "which is stopped: find out"), (False, "its imports hang or are slow")]
+)
+def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
+    status, written = os.pipe()
+    server = subprocess.Popen(["sleep", "1000"], pass_fds=[written])  # in place of a fork server that starts no worker
+    os.close(written)
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", server.pid)
+    monkeypatch.setattr(processes, "_starters", {os.getpid()})
+    if stopped:
+        os.kill(server.pid, signal.SIGSTOP)
+        assert holds(lambda: processes.is_stopped(server.pid))
+    waits = _Waits(list, 0.3)
+    try:
+        with pytest.raises(UserError, match=rf"waited 0.3 s for the start .*fork server \(process {server.pid}\).*{said}"):
+            waits.bound(lambda: forkserver.read_signed(status))
+    finally:
+        waits.end()
+        server.kill()
+        server.wait()
+        os.close(status)
 
 
 def test_a_worker_that_was_killed_is_named(monkeypatch):
