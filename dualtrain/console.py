@@ -52,6 +52,18 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
+def refuse_removed_folder() -> None:
+    """Check that the current folder exists. Call it before torch is imported: without the folder, MKL ends the process.
+
+    Raises:
+        UserError: the folder was removed.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been removed: change to an existing one (cd), and start again") from None
+
+
 def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 

@@ -33,6 +33,7 @@ from dualtrain.console import (
     print_error,
     record_for_torchrun,
     refuse_on_all,
+    refuse_removed_folder,
     show,
 )
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = detect_world()
         config = parse(arguments)
+        refuse_removed_folder()
         if config.run.nproc is not None and world.launcher != "spawn":
             with logging_to_stderr():
                 return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run, world)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.console import given_path, parser_of, print_error, show
+from dualtrain.console import given_path, parser_of, print_error, refuse_removed_folder, show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 from dualtrain.user_code import enough_memory
@@ -195,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
     try:
         given = parser.parse_args(arguments)
+        refuse_removed_folder()
         with enough_memory("check the run's task.json and config.json"):
             files = _expanded(given.images)
             answers = predict(given.run, files, best=given.best)

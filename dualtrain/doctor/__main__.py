@@ -12,7 +12,16 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, logging_to_stderr, parser_of, print_error, refuse_on_all, seconds, show
+from dualtrain.console import (
+    leave,
+    logging_to_stderr,
+    parser_of,
+    print_error,
+    refuse_on_all,
+    refuse_removed_folder,
+    seconds,
+    show,
+)
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -37,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = detect_world()
         given = _parse(arguments)
+        refuse_removed_folder()
     except UserError as error:
         return refuse_on_all(error, world)
     # Silence the stack traces that torch's C++ code logs when ranks are missing: one line of the report is enough.

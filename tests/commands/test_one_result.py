@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dualtrain import main as train
+from dualtrain import predict
 from dualtrain.compare import main, one_result
+from dualtrain.doctor.__main__ import main as doctor
 from dualtrain.report import __main__ as report
 from tests.pool import ROOT
 
@@ -87,6 +90,9 @@ def test_a_relative_path_in_a_removed_folder_is_an_error(tmp_path, monkeypatch, 
     for command in (main, report.main):
         assert command(["x", "y"]) == 2
         assert capsys.readouterr().err.startswith("dualtrain: error: 'x' holds no ")
+    for load_torch, arguments in ((train.main, []), (predict.main, ["x", "y"]), (doctor, [])):
+        assert load_torch(arguments) == 2
+        assert capsys.readouterr().err.startswith("dualtrain: error: the current folder has been removed: change to")
 
 
 def test_runs_with_equal_names_are_shown_with_their_parent_folders(tmp_path, capsys):
