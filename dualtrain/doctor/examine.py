@@ -13,11 +13,12 @@ from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.facts import gather
 from dualtrain.doctor.network import used
-from dualtrain.doctor.probe import SIZES, Probe, bus_bandwidth, probe
+from dualtrain.doctor.probe import MARGIN_SECONDS, SIZES, Probe, bus_bandwidth, probe
 from dualtrain.errors import BackendError
 from dualtrain.launchers import World
 
 BOTH = ("torch", "horovod")
+_PRINT_SECONDS = 3.0  # for rank 0 to print the report
 
 
 class Examination:
@@ -29,12 +30,14 @@ class Examination:
 
     def __init__(self, wanted: str, world: World, timeout: float) -> None:
         self.world = world
-        self._deadline = time.monotonic() + timeout + 3.0
+        self._deadline = time.monotonic() + _PRINT_SECONDS  # when rank 0 has certainly printed, if no rank was reached
         own = gather(world)
         self._probes: dict[str, Probe] = {}
         for name in BOTH if wanted == "all" else (wanted,):
-            refusal = own["horovod_error"] if name == "horovod" else None
-            refusal = refusal or self._why_not(name)
+            untried = self._why_not(name)
+            if untried is None:
+                self._deadline += timeout + MARGIN_SECONDS
+            refusal = (own["horovod_error"] if name == "horovod" else None) or untried
             self._probes[name] = self._agreed(name, refusal) or probe(name, world, timeout)
         own["probes"] = {name: found.facts() for name, found in self._probes.items()}
         own["threads"] = share_of(usable_cores(), (self._control.world if self._control else world).local_size)

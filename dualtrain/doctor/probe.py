@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MARGIN_SECONDS = 5.0  # added to the library's timeout: the library's own timeout error says more than this module's
+MARGIN_SECONDS = 5.0  # added to the library's timeout: the library's own timeout error says more than this module's
 
 
 @dataclass
@@ -45,7 +45,7 @@ def probe(name: str, world: World, timeout: float) -> Probe:
     found = Probe(name)
     joining = threading.Thread(target=_join, args=(found, world, timeout), name=f"doctor-{name}", daemon=True)
     joining.start()
-    joining.join(timeout + _MARGIN_SECONDS)
+    joining.join(timeout + MARGIN_SECONDS)
     if joining.is_alive():
         # Horovod over MPI may wait forever: abandon the daemon thread.
         late = Probe(name)

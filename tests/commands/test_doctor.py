@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from dualtrain.cores import usable_cores
+from dualtrain.doctor import examine
 from dualtrain.doctor.__main__ import main
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.doctor_text import page
 from dualtrain.doctor.facts import has_bf16, ignored
-from dualtrain.doctor.probe import bus_bandwidth
+from dualtrain.doctor.probe import MARGIN_SECONDS, Probe, bus_bandwidth
 from dualtrain.launchers import World, detect_world, spawned
 from tests.conftest import require_horovod
 from tests.forked import run, run_ranks, torchrun
@@ -29,6 +31,7 @@ class Missing:
         if name.partition(".")[0] == "horovod":
             raise ModuleNotFoundError(f"No module named {name!r}")
 sys.meta_path.insert(0, Missing())
+from dualtrain.doctor import examine
 from dualtrain.doctor.__main__ import main
 sys.exit(main())
 """
@@ -43,6 +46,16 @@ def row(rank=0, **other):
     here = {"host": "host-a", "cuda": False, "gpu": gpu, "cores": [0, 1], "quota": None, "devices": ["cpu"]}
     here |= {"host_cores": 2, "bf16": True}
     return {**healthy, "probes": fine, **here, **other}
+
+
+@pytest.mark.parametrize(("wanted", "tried"), [("torch", 1), ("all", 2)])
+def test_a_rank_that_reaches_no_other_waits_until_rank_0_has_tried_all_backends(wanted, tried, monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr(examine, "probe", lambda name, *_: Probe(name, error="no answer"))
+    monkeypatch.setattr(examine, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=waits.append))
+    examination = examine.Examination(wanted, World(1, 2, launcher="mpirun"), 60.0)
+    examination.end()
+    assert waits == [3.0 + tried * (60.0 + MARGIN_SECONDS)]
 
 
 def test_the_report_of_one_rank_as_text_and_as_json(tmp_path):
