@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import gc
 import json
 import multiprocessing
@@ -916,6 +917,20 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
             Job((str(script),), 2, 5, None, timeout=1.0, space=space).record("dualtrain", "record")
         assert not marked(space.mark)
     assert not (tmp_path / "handled").exists()  # SIGKILL was sent, not SIGTERM, which the script handles
+
+
+def test_a_full_disk_for_temporary_files_is_reported_with_the_cure():
+    """The disk is full when the folder of a run is made."""
+    with (
+        pytest.raises(
+            UserError, match=r"^cannot write to '.*' \(No space left on device\): free space there, or set TMPDIR"
+        ),
+        workspace() as space,
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", str(space.folder / "run-1-Horovod"))
+    assert not space.folder.exists()
+    with pytest.raises(FileNotFoundError), workspace():
+        Path("/no/such/file").read_text()
 
 
 def wait_until_signals_are_ignored(pid):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import subprocess
@@ -41,7 +42,11 @@ class Workspace:
 
 @contextmanager
 def workspace() -> Iterator[Workspace]:
-    """Make the folders. At the end, and if this process is killed, end the runs' processes and remove the folders."""
+    """Make the folders. At the end, and if this process is killed, end the runs' processes and remove the folders.
+
+    Raises:
+        UserError: the folder cannot be made, or an OSError of the block names a file in it.
+    """
     mark = secrets.token_hex(4)
     try:
         folder = Path(tempfile.gettempdir()) / f"dualtrain-prove-{mark}"
@@ -52,16 +57,19 @@ def workspace() -> Iterator[Workspace]:
     # In a session of its own, the program gets no signal when Ctrl-C is pressed or the terminal is closed.
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        try:
-            folder.mkdir(0o700)
-        except OSError as error:
-            text = f"cannot write to {str(folder.parent)!r} ({error.strerror}): set TMPDIR to another folder"
-            raise UserError(text) from None
+        folder.mkdir(0o700)
         in_memory = False
         with suppress(OSError):
             shared.mkdir(0o700)
             in_memory = True
         yield Workspace(folder, shared if in_memory else None, mark)
+    except OSError as error:
+        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(folder):
+            raise
+        text = (
+            f"cannot write to {str(folder.parent)!r} ({error.strerror}): free space there, or set TMPDIR to another folder"
+        )
+        raise UserError(text) from None
     finally:
         _clean_up(program, mark, (folder, shared))
 
