@@ -11,7 +11,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from dualtrain.errors import StoppedError, UserError
-from dualtrain.launchers import detect_world
+
+# Import nothing else here: until this module is imported, a Ctrl-C ends the program with a traceback.
 
 #: The signals, in the order of a step's control flags. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -37,8 +38,10 @@ def end_on_early_interrupt() -> None:
 
 def _end_early(number: int, frame: FrameType | None) -> None:
     try:
+        from dualtrain.launchers import detect_world
+
         first = detect_world().rank == 0  # one line for the job
-    except UserError:
+    except (UserError, ImportError):  # ImportError: the signal came while the module was imported
         first = True
     if first:
         os.write(2, b"dualtrain: error: interrupted\n")
