@@ -25,12 +25,14 @@ shift
 
 work=$(mktemp -d)
 mkdir "$work/munge"
+# Set this before the traps: without it, scancel in `finish` would cancel the jobs of this machine's own cluster.
+export SLURM_CONF=$work/slurm.conf
 daemons=()
 nodes=(dualtrain-node1 dualtrain-node2)
 
 # ours: prints the ids of all processes that were started with this SLURM_CONF: of Slurm's daemons, of jobs and of the
 # command. It also finds processes whose parent has exited.
-ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
+ours() { grep -lsz "^SLURM_CONF=$SLURM_CONF$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
 # end SIGNAL: sends the signal to the daemons and to the processes that `ours` prints; then waits until `ours` prints
 # nothing, 5 s at most.
@@ -49,7 +51,7 @@ finish() {
   end TERM
   end KILL
   wait
-  umount /etc/hosts
+  umount /etc/hosts || true # not mounted if munge did not start
   rm -rf "$work"
 }
 trap finish EXIT
@@ -98,7 +100,7 @@ name_nodes() {
 write_config() {
   local controller node
   free_port; controller=$port
-  cat >"$work/slurm.conf" <<CONF
+  cat >"$SLURM_CONF" <<CONF
 ClusterName=dualtrain-test
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=$controller
@@ -131,7 +133,7 @@ CONF
   for node in "${nodes[@]}"; do
     free_port
     mkdir "$work/spool-$node"
-    echo "NodeName=$node NodeHostname=$(hostname -s) NodeAddr=$address Port=$port CPUs=4 State=UNKNOWN" >>"$work/slurm.conf"
+    echo "NodeName=$node NodeHostname=$(hostname -s) NodeAddr=$address Port=$port CPUs=4 State=UNKNOWN" >>"$SLURM_CONF"
   done
 }
 
@@ -140,7 +142,6 @@ nodes_are_idle() { [ "$(sinfo --noheader --Node --format=%T | sort -u)" = idle ]
 start_munge
 name_nodes
 write_config
-export SLURM_CONF=$work/slurm.conf
 daemon slurmctld -D -i
 for node in "${nodes[@]}"; do daemon slurmd -D -N "$node"; done
 until_true Slurm nodes_are_idle

@@ -212,3 +212,24 @@ def test_slurm_sh_says_what_is_missing(command, part):
     assert end.returncode == 2
     assert part in end.stderr
     assert len(end.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_slurm_that_does_not_start_has_status_1_and_leaves_nothing_behind(tmp_path):
+    # Stubs of the programs: munge never answers. Without the wait, the 300 attempts take a second.
+    stubs = dict.fromkeys(("munged", "slurmctld", "slurmd", "srun", "setpriv", "chown", "sleep", "squeue"), "true")
+    for name, line in (stubs | {"munge": "false", "scancel": f'echo "$SLURM_CONF" >{tmp_path}/cancelled'}).items():
+        stub = tmp_path / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f"#!/bin/sh\n{line}\n")
+        stub.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    variables = {"PATH": f"{tmp_path}/bin:{ENV['PATH']}", "TMPDIR": str(tmp_path / "tmp")}
+    end = run("bash", str(ROOT / "tests" / "launch" / "slurm.sh"), "true", **variables)
+    if "cannot make a mount namespace" in end.stderr:
+        pytest.skip("needs a mount namespace, which root cannot make here")
+    assert end.returncode == 1, end.stderr
+    assert "slurm.sh: error: munged was not ready within 30 s" in end.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
+    # scancel ends the jobs of this Slurm only, not those of the machine's own cluster.
+    assert (tmp_path / "cancelled").read_text().startswith(f"{tmp_path}/tmp/")
