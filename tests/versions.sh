@@ -80,8 +80,12 @@ open_folders() {
   reason=$({ mkdir -p "$into" && : >>"$into/lock"; } 2>&1) ||
     refuse "cannot write $into (${reason##*: }); make room, or choose another folder by --into"
   into=$(cd "$into" && pwd)
-  exec {lock}>>"$into/lock"
-  flock --nonblock "$lock" || refuse "another run of this script uses $into; wait for its end, or choose another folder by --into"
+  # A run removes its lock file at its end. If that happened between opening and locking the file, lock the new file.
+  while exec {lock}>>"$into/lock"; do
+    flock --nonblock "$lock" || refuse "another run of this script uses $into; wait for its end, or choose another folder by --into"
+    if [ "$into/lock" -ef "/proc/self/fd/$lock" ]; then break; fi
+    exec {lock}>&-
+  done
   trap clean_up EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP

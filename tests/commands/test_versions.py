@@ -246,12 +246,18 @@ def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(versions):
-    versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
+    # An earlier run ends, and removes the lock file, after the first of these runs has opened the file.
+    ended, real = versions.folder / "ended", shutil.which("flock")
+    flock = f'#!/bin/bash\n[ -e {ended} ] || {{ touch {ended}; rm {versions.into}/lock; }}\nexec {real} "$@"'
+    versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600', flock=flock)
+    (versions.folder / "flock").chmod(0o755)
+    versions.env["PATH"] = f"{versions.folder}:{os.environ['PATH']}"
     process = versions.start("2.6.0")
     deadline = time.monotonic() + SECONDS
     while not (versions.folder / "pid").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert (versions.into / "lock").exists()
     second = versions.start("2.6.0")
     _, errors = second.communicate(timeout=SECONDS)
     assert (second.returncode, "another run of this script uses" in errors) == (2, True)
