@@ -133,6 +133,7 @@ prepare_cuda() {
 # check_nvcc NVCC: compiles a few lines, to detect within seconds an error that would end Horovod's build after minutes.
 check_nvcc() {
   local each found said targets=()
+  said=$(env "$1" --version 2>&1) || { echo "$said"; echo "reason: nvcc cannot run: $(tail -n 1 <<<"$said")"; return 1; }
   found=$(nvcc_version "$1")
   if [ "$found" != "$torch_cuda" ]; then echo "reason: nvcc is of CUDA ${found:-(no version)}, but torch is of CUDA $torch_cuda"; return 1; fi
   mkdir -p "$tools/nccl"

@@ -160,6 +160,12 @@ def test_an_nvcc_that_cannot_be_used_is_refused_in_one_line(version, said, part,
     assert "set CXX to an older one" in line
 
 
+def test_an_nvcc_that_does_not_run_is_refused_with_the_reason(setup):
+    setup.torch("2.15.0+cu1377", "13.77")
+    (setup.toolkit("13.77", complete=False) / "bin" / "nvcc").write_text("#!/no/interpreter\n")
+    assert re.search("failed: nvcc cannot run: env: .*/bin/nvcc.*: No such file or directory; if", refusal(setup))
+
+
 def test_a_horovod_without_nccl_is_refused(setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
