@@ -195,10 +195,17 @@ fingerprint() {
     echo "$mode $torch ${HOROVOD_BUILD_CUDA_CC_LIST:-} $root"; } | sha256sum | cut -d' ' -f1
 }
 
-# finished: true if the environment is complete, and has everything that this call requests.
+# hash_package: prints a hash of the files that DUALTRAIN_WITH=run copies into the environment.
+hash_package() {
+  (cd "$root" && find README.md dualtrain -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum) | sha256sum | cut -d' ' -f1
+}
+
+# finished: true if the environment is complete, and has everything that this call requests. An image without the source tree has a
+# finished copy.
 finished() {
   [ -f "$stamp" ] || return 1
   case $with in
+    run) [[ $(cat "$stamp") == "$wanted run "${package:-*} ]] ;;
     tree) [[ $(cat "$stamp") == "$wanted "@(tree|dev|integrations) ]] ;;
     dev) [[ $(cat "$stamp") == "$wanted "@(dev|integrations) ]] ;;
     *) [ "$(cat "$stamp")" = "$wanted $with" ] ;;
@@ -206,7 +213,7 @@ finished() {
 }
 
 # write_stamp: writes the stamp under another name and renames it, so that there is never an incomplete stamp.
-write_stamp() { echo "$wanted $with" >"$stamp.new" && mv "$stamp.new" "$stamp"; }
+write_stamp() { echo "$wanted $with${package:+ $package}" >"$stamp.new" && mv "$stamp.new" "$stamp"; }
 
 pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }
 
@@ -267,6 +274,8 @@ torch=${DUALTRAIN_TORCH:-$(pin torch)}
 check_settings
 mode=${DUALTRAIN_GPU:-$(if has_gpu; then echo nccl; else echo cpu; fi)}
 wanted=$(fingerprint)
+package='' # the hash of the package, if it is copied
+if [ "$with" = run ] && [ -d "$root/dualtrain" ]; then package=$(hash_package); fi
 exit_if_finished
 check_machine
 check_folder

@@ -40,6 +40,25 @@ def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(se
         assert (status, output.endswith("to set up again)\n"), setup.calls()) == (0, True, [])
 
 
+def test_a_changed_tree_is_copied_again(setup, tmp_path):
+    setup.root = tmp_path / "tree"
+    shutil.copytree(ROOT / "launch", setup.root / "launch")
+    for name in ("setup.cfg", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, setup.root)
+    module = setup.root / "dualtrain" / "a module.py"
+    module.parent.mkdir()
+    installed = []
+    for text in ("one", "one", "two", None, "three"):
+        if text is None:
+            module.parent.rename(tmp_path / "elsewhere")  # as in an image, which has only the copy
+        else:
+            module.parent.mkdir(exist_ok=True)
+            module.write_text(text)
+        assert setup.run(DUALTRAIN_WITH="run")[0] == 0
+        installed.append(any(call.endswith(f"{setup.root}[summary,tensorboard]") for call in setup.calls()))
+    assert installed == [True, False, True, False, True]
+
+
 def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setup, tmp_path):
     # The set-up is killed while pip installs torch; pip continues for a moment.
     setup.pip('case "$*" in *torch*) touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;; esac')
