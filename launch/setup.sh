@@ -233,11 +233,17 @@ make_environment() {
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
-  if [ "$mode" = cpu ] && [ -n "$version" ] && [[ $version != *+* ]] && [[ $name = torch || $torch_build != *+cu* ]]; then
-    # Only the log gets the output: a missing CPU build is not an error.
-    { "$venv/bin/python" -m pip install --no-deps "$name==$version+cpu" ||
-      "$venv/bin/python" -m pip install --no-deps --retries 0 --timeout 5 \
-        --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
+  if [ "$mode" = cpu ] && [[ $name = torch || $torch_build != *+cu* ]]; then
+    if [ -z "$version" ]; then # only for torchvision: pip chooses the version that fits torch
+      pip_install "$name"
+      version=$("$venv/bin/python" -m pip show "$name" | sed -n 's/^Version: \([^+]*\).*/\1/p')
+    fi
+    if [ -n "$version" ] && [[ $version != *+* ]]; then
+      # Only the log gets the output: a missing CPU build is not an error.
+      { "$venv/bin/python" -m pip install --no-deps "$name==$version+cpu" ||
+        "$venv/bin/python" -m pip install --no-deps --retries 0 --timeout 5 \
+          --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
+    fi
   fi
   if [ "$mode" = nccl ] && compgen -G "$venv/lib/python*/site-packages/$name-*+cpu.dist-info" >/dev/null; then
     # An earlier set-up in mode cpu left its CPU build, which pip would accept as the requested version.

@@ -212,6 +212,17 @@ def test_the_requested_torch_version_is_installed_with_a_matching_torchvision(se
     assert "--force-reinstall" in wheel
 
 
+def test_torchvision_gets_the_cpu_build_of_the_version_that_fits_the_requested_torch(setup):
+    setup.torch("2.14.0+cpu")
+    setup.pip("""case "$*" in "show torchvision") echo "Version: 0.28.0" ;; esac""")
+    assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.14.0")[0] == 0
+    assert "install --no-deps torchvision==0.28.0+cpu" in setup.calls()
+    # A CUDA build of torch keeps the default build of torchvision.
+    setup.torch("2.6.0+cu1277", "12.77")
+    assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
+    assert not [call for call in setup.calls() if "torchvision==0.28.0+cpu" in call]
+
+
 def test_a_set_up_with_nccl_replaces_the_cpu_build_of_torch(setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
