@@ -244,7 +244,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     """Measure the contenders that can be started with this launch specification."""
     fallbacks = _fallbacks(spec, jobs) if given.contenders is None else {}
     missing = _missing(names, spec)
-    names += tuple(fallbacks[name] for name in missing if fallbacks.get(name, name) not in names)
+    names = tuple(dict.fromkeys(fallbacks.get(name, name) if name in missing else name for name in names))
     for name, reason in missing.items():
         show(f"{ENTRIES[name].title}: left out: {reason}", sys.stderr)
     entries = [name for name in names if name not in missing and jobs_of(ENTRIES[name], jobs)]

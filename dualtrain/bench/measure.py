@@ -145,7 +145,8 @@ class _Rounds:
 
     def _round(self, number: int) -> bool:
         """Run one round. Return whether there was time for all its contenders."""
-        for name in self._entries if number % 2 == 0 else reversed(self._entries):
+        order = self._entries[:] if number % 2 == 0 else self._entries[::-1]
+        for name in order:
             if name in self._results.missing:
                 continue
             if number and not self._pace.fits([name]):
@@ -154,7 +155,9 @@ class _Rounds:
             self._run_one(name, number)
             fallback = self._plan.fallbacks.get(name, name)
             if name in self._results.missing and fallback not in self._entries:
-                self._entries.append(fallback)
+                # The fallback takes this contender's place, beside those that it is compared with, in this round too.
+                for names in (self._entries, order):
+                    names.insert(names.index(name) + 1, fallback)
         return True
 
     def _run_one(self, name: str, number: int) -> None:
