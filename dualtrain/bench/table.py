@@ -95,7 +95,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
         )
     yield (
         "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes the settings of glibc's heap; "
-        "contenders that run in the same process as dualtrain use these settings too, and all others use glibc's defaults"
+        "the script on dualtrain.hvd also requests huge pages, as horovodize does; contenders that run in the same process "
+        "as dualtrain use these settings too, and all others use the defaults"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"

@@ -618,8 +618,12 @@ def test_times_of_contenders_side_by_side_are_compared_with_each_other_and_not_w
 
 
 @pytest.mark.parametrize("module", [ours, dualtrain_hvd])
-def test_the_scale_benchmark_measures_the_time_of_calls_and_steps(module):
+def test_the_scale_benchmark_measures_the_time_of_calls_and_steps(module, monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
+    del os.environ["THP_MEM_ALLOC_ENABLE"]
     contender = module.start("local/native", CPU)
+    # As under horovodize. A script of one's own with dualtrain's interface does not request huge pages.
+    assert ("THP_MEM_ALLOC_ENABLE" in os.environ) == (module is dualtrain_hvd)
     found = worker._scale(contender, "scale", SimpleNamespace(start=2.0))
     list(contender.train(Task("tiny", CPU, 0.5)))
     assert contender.metric(torch.tensor(2.5)).item() == 2.5

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 
 import dualtrain.hvd as hvd
-from dualtrain import keep_freed_memory
 from dualtrain.bench.contenders import Contender
 from dualtrain.bench.horovod_script import HorovodScript
+from dualtrain.heap import keep_freed_memory, use_huge_pages
 
 
 def start(option: str, device: torch.device) -> Contender:
     """Join the world and return the contender; see ``contenders``.
 
-    On the CPU, also call ``keep_freed_memory``, because ``dualtrain horovodize`` does so before it runs a script.
+    On the CPU, also make the settings of memory that ``dualtrain horovodize`` makes before it runs a script.
     """
     if device.type == "cpu":
         keep_freed_memory()
+        use_huge_pages()
     return HorovodScript(hvd, device)
