@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 
 TIMEOUT_SECONDS = 60.0
+
+
+def free_port() -> int:
+    """Return a free port of this host below the ephemeral range, so that no other socket gets it before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def meet(path: Path) -> None:
@@ -29,9 +39,7 @@ def meet(path: Path) -> None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.rendezvous[0], str(world.rendezvous[1])
         return
     if world.rank == 0:
-        with socket.socket() as one:
-            one.bind(("", 0))
-            address = f"{socket.gethostname() if world.local_size < world.size else '127.0.0.1'} {one.getsockname()[1]}"
+        address = f"{socket.gethostname() if world.local_size < world.size else '127.0.0.1'} {free_port()}"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(address)
         temporary.replace(path)

@@ -26,6 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
+from dualtrain.bench.meet import free_port
 from dualtrain.bench.plan import GLOO, MPI, OURS, TRAINER, Entry
 from dualtrain.bench.virtual_nodes import INTERFACE, Node
 from dualtrain.bench.worker import MARK
@@ -106,7 +107,7 @@ def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str,
     address = spec.nodes[0].address if spec.nodes else "127.0.0.1"
     if starter != GLOO:
         shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": worlds[0].local_size}
-        shared |= {"MASTER_ADDR": address, "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
+        shared |= {"MASTER_ADDR": address, "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "bench"}
         shared |= {"GLOO_SOCKET_IFNAME": INTERFACE} if spec.nodes else {}
         ranks = [{"RANK": world.rank, "LOCAL_RANK": world.local_rank, "GROUP_RANK": world.cross_rank} for world in worlds]
         yield [_as_text({**shared, **each}) for each in ranks]
@@ -210,10 +211,3 @@ def _program_path(command: str) -> str:
     """Return the program's path in this Python environment, or else on the PATH."""
     own = Path(sys.executable).parent / command
     return str(own) if own.exists() else shutil.which(command) or command
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port

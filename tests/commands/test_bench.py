@@ -29,6 +29,7 @@ from dualtrain.bench.bench_page import page
 from dualtrain.bench.contenders import Contender, alone, dualtrain_hvd, ours, trainers
 from dualtrain.bench.forked_ranks import run_forked
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
+from dualtrain.bench.meet import meet
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
     ABOUT,
@@ -804,9 +805,6 @@ def test_a_node_that_cannot_mount_a_file_is_an_error(tmp_path, monkeypatch):
         pass
 
 
-# -- launching ----------------------------------------------------------------------------------------------------
-
-
 def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
     said = f'[1]<stdout>:{MARK}{{"rank": 1}}\nnoise\n{MARK}{{"rank": 0}}\n'
     assert found_in(said) == [{"rank": 1}, {"rank": 0}]
@@ -851,6 +849,15 @@ def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     assert sorted((w.rank, w.local_rank, w.size, w.local_size) for w in worlds) == [(0, 0, 2, 2), (1, 1, 2, 2)]
     assert {w.launcher for w in worlds} == {"horovodrun --gloo"}
     assert {env["HOROVOD_CONTROLLER"] for env in said} == {"gloo"}
+
+
+def test_the_port_of_the_rendezvous_is_not_one_that_linux_gives_to_other_sockets(tmp_path, monkeypatch):
+    with start_contender.rank_environments("ranks", LaunchSpec(2, "cpu", tmp_path)) as ranks:
+        ports = {env["MASTER_PORT"] for env in ranks}
+    monkeypatch.setattr(os, "environ", {})
+    meet(tmp_path / "meet")
+    assert len(ports) == 1
+    assert all(20000 <= int(port) < 32768 for port in (*ports, os.environ["MASTER_PORT"]))
 
 
 def test_a_failure_is_reported_in_one_line_and_ends_all_ranks(tmp_path):
