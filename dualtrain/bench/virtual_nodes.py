@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shutil
 import subprocess
 import threading
@@ -116,11 +117,10 @@ def _keep(stack: ExitStack, unshare: list[str], script: str, *arguments: str) ->
     stack.enter_context(process)  # closes the pipes and waits; the process ends at the end of its standard input
     assert process.stdout is not None
     assert process.stderr is not None
-    timer = threading.Timer(_SECONDS, process.kill)
-    timer.start()
-    line = process.stdout.readline()
-    timer.cancel()
-    if line != "up\n":  # the line is empty if the process has exited
+    if not select.select([process.stdout], [], [], _SECONDS)[0]:
+        process.kill()
+        raise NodesError(f"{' '.join(unshare)!r} did not end within {_SECONDS:.0f} s")
+    if process.stdout.readline() != "up\n":  # the line is empty if the process has exited
         raise NodesError(f"virtual nodes need root and Linux namespaces: {process.stderr.read().strip()}")
     return process.pid
 

@@ -23,6 +23,7 @@ import torch
 
 from dualtrain.bench import __main__ as bench
 from dualtrain.bench import measure, pace, scale, scale_page, start_contender, timed_steps, worker
+from dualtrain.bench import virtual_nodes as nodes_of_bench
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
@@ -796,13 +797,21 @@ def test_ranks_on_two_virtual_nodes_connect_and_the_nodes_end_afterwards(name, t
     assert not any(Path(f"/proc/{node.pid}").exists() for node in nodes)
 
 
-def test_a_node_that_cannot_mount_a_file_is_an_error(tmp_path, monkeypatch):
+def test_a_node_that_cannot_mount_a_file_or_hangs_is_an_error(tmp_path, monkeypatch):
     require_hosts()
     (tmp_path / "mount").write_text("#!/bin/sh\necho refused >&2\nexit 1\n")
     (tmp_path / "mount").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(NodesError, match=r"virtual nodes need root .*: refused"), virtual_nodes(1, tmp_path):
         pass
+    (tmp_path / "unshare").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setattr(nodes_of_bench, "_SECONDS", 0.0)
+    with pytest.raises(NodesError, match="'unshare --net' did not end within 0 s"), virtual_nodes(1, tmp_path):
+        pass
+
+
+# -- launching ----------------------------------------------------------------------------------------------------
 
 
 def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
