@@ -103,8 +103,14 @@ def _note_own_folder() -> None:
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
         # A process that multiprocessing has started uses its parent's folder, so it must not remove the folder.
-        inherited = config.get("tempdir") is not None
+        inherited = config.get("tempdir") is not None and not _made_folder()
         config[_OWN_FOLDER] = os.getpid(), None if inherited else util.get_temp_dir()
+
+
+def _made_folder() -> bool:
+    """Return whether multiprocessing has made a temporary folder in this process, for example for the user's Manager."""
+    finalizers = list(util._finalizer_registry.values())  # type: ignore[attr-defined]
+    return any(each._pid == os.getpid() and each._callback is util._remove_temp_dir for each in finalizers)  # type: ignore[attr-defined]
 
 
 def _end_with_parent() -> None:

@@ -34,6 +34,8 @@ def work(ready):
 if __name__ == "__main__":
     if "ABOVE" in os.environ:  # as in a child of multiprocessing, which uses its parent's temporary folder
         multiprocessing.current_process()._config["tempdir"] = os.environ["ABOVE"]
+    if "EARLIER" in os.environ:  # as in a program that has used multiprocessing itself
+        util.get_temp_dir()
     start_forkserver([])
     helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -85,9 +87,9 @@ def gone(helpers: list[int], folder: Path | None = None) -> bool:
     return False
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed):
-    with started(tmp_path) as (process, folder, helpers):
+@pytest.mark.parametrize(("killed", "earlier"), [(False, {}), (True, {}), (True, {"EARLIER": "1"})])
+def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed, earlier):
+    with started(tmp_path, **earlier) as (process, folder, helpers):
         assert len(helpers) == 4
         assert folder.parent == tmp_path
         if killed:
