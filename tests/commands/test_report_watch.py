@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -123,6 +123,8 @@ def test_the_version_changes_if_a_file_is_replaced_by_one_of_the_same_length(tmp
     with server_of([str(folder)], 0) as server:
         before = server.version()
         assert server.version() == before
-        (folder / "new").write_text(json.dumps({"dataset": "digits"}))
+        status = (folder / "config.json").stat()
+        (folder / "new").write_bytes(b" " * status.st_size)
+        os.utime(folder / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
         (folder / "new").rename(folder / "config.json")
         assert server.version() != before

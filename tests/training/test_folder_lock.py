@@ -66,13 +66,18 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, capl
     assert ["waiting up to 0.2 s" in record.getMessage() for record in caplog.records] == ([True] if resume else [])
 
 
-def test_a_restart_waits_for_the_end_of_the_old_process(tmp_path):
+def test_a_restart_waits_for_the_end_of_the_old_process(tmp_path, monkeypatch):
     train(tmp_path)
-    lock = FolderLock()
+    lock, said = FolderLock(), []
     lock.take(tmp_path, LIMIT)
-    ends = threading.Timer(0.3, lock.release)
-    ends.start()
+
+    def end(text: str, *arguments: object) -> None:
+        said.append(text % arguments)
+        lock.release()
+
+    monkeypatch.setattr(folder_lock.log, "warning", end)  # the old process ends after the restart has begun to wait
     assert train(tmp_path, "--resume", "auto", "--epochs", "2")["epochs"] == 2
+    assert ["waiting up to" in text for text in said] == [True]
 
 
 def test_the_lock_is_released_after_the_run_and_after_an_error(tmp_path, monkeypatch):
