@@ -6,7 +6,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 activate=${DUALTRAIN_VENV:-$root/.venv}/bin/activate
 if [ -f "$activate" ]; then source "$activate"; fi
 
+refuse() { printf '%s: error: %s\n' "${0##*/}" "$*" >&2; exit 2; }
+
+# need PROGRAM: refuses to start without a launcher.
+need() { command -v "$1" >/dev/null || refuse "no $1 found: run bash launch/setup.sh, or activate the environment that has it"; }
+
 nproc=${NPROC:-2}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || refuse "NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default, here for all launchers
 if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
 IFS=, read -ra names <<<"${HOSTS:-localhost}"
@@ -17,6 +23,7 @@ count_ranks() {
   hosts='' ranks=0
   for host in "${names[@]}"; do
     if [[ $host != *:* ]]; then host=$host:$nproc; fi
+    [[ $host =~ ^[^:]+:[1-9][0-9]*$ ]] || refuse "HOSTS=$HOSTS has the entry '$host': write each host as a name, or as name:ranks"
     hosts+=${hosts:+,}$host ranks=$((ranks + ${host##*:}))
   done
 }

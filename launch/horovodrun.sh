@@ -11,5 +11,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 count_ranks
 
+need horovodrun
 exec horovodrun --gloo -np "$ranks" --hosts "$hosts" ${IFACE:+--network-interfaces "$IFACE"} \
   python -m dualtrain.main "$@"

@@ -19,5 +19,6 @@ if [ -n "${IFACE:-}" ]; then
   options+=(--mca btl_tcp_if_include "$IFACE" --mca oob_tcp_if_include "$IFACE")
   options+=(-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x HOROVOD_GLOO_IFACE)
 fi
+need mpirun
 # If mpirun is started by its full path, it uses the same path on the other hosts.
 exec "$(command -v mpirun)" "${options[@]}" -np "$ranks" --host "$hosts" python -m dualtrain.main "$@"

@@ -11,8 +11,6 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-refuse() { echo "torchrun.sh: error: $*" >&2; exit 2; }
-
 # Find the number of ranks on this host. It is in this host's entry of HOSTS; if there is no such entry, all entries must have
 # the same number.
 count_ranks
@@ -39,4 +37,5 @@ if [ "${#names[@]}" -gt 1 ]; then
   fi
   rendezvous=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
 fi
+need torchrun
 exec torchrun "${rendezvous[@]}" --nproc-per-node="$nproc" -m dualtrain.main "$@"
