@@ -81,9 +81,12 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
             assert not (folder / "summary.json").exists(), f"the run has ended before {what}: it needs more steps"
             time.sleep(0.02)
 
-    def trains(count: int, ranks: int) -> bool:
-        opened = log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
-        return len(events(folder, "recovery")) >= count and opened > 0
+    def opened(ranks: int) -> int:
+        return log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
+
+    def trains(count: int, ranks: int, earlier: int = 0) -> bool:
+        """Return whether there are ``count`` recoveries, and more than ``earlier`` starts on this number of ranks."""
+        return len(events(folder, "recovery")) >= count and opened(ranks) > earlier
 
     agents = [Agent(first, port, folder, log) for first in (True, False)]
     try:
@@ -92,15 +95,16 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
             wait(lambda: progress(folder) >= 10 * number + 1, "progress")  # noqa: B023
             pids: list[int] = []
             wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023
+            earlier = opened(2)
             os.kill(pids[0], signal.SIGKILL)
-            wait(lambda: trains(number + 1, 2), f"recovery {number + 1}")  # noqa: B023
+            wait(lambda: trains(number + 1, 2, earlier), f"recovery {number + 1}")  # noqa: B023
         # The rank of a killed agent saves and exits; the other agent's rank continues alone.
         agents[1].kill()
         wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
-        opened = log.read_text().count(" on 2 × cpu")
+        earlier = opened(2)
         # When a new agent joins, the running rank gets SIGTERM, saves and exits. Then each agent starts a rank.
         agents[1] = Agent(False, port, folder, log)
-        wait(lambda: trains(KILLS + 2, 2) and log.read_text().count(" on 2 × cpu") > opened, "the recovery with two ranks")
+        wait(lambda: trains(KILLS + 2, 2, earlier), "the recovery with two ranks")
         assert [agent.process.wait(3 * SECONDS) for agent in agents] == [0, 0], log.read_text()
     finally:
         for agent in agents:
@@ -112,7 +116,8 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
     seconds = sorted(one["seconds"] for one in found["recoveries"])
     with capsys.disabled():
         print(f"\n{len(seconds)} recoveries: median {seconds[len(seconds) // 2]:.1f} s, longest {seconds[-1]:.1f} s")
-    assert run(("-m", "dualtrain.main", *FLAGS, "--run-dir", tmp_path / "whole"), tmp_path / "output").returncode == 0
+    command = ("-m", "dualtrain.main", *FLAGS, "--run-dir", tmp_path / "whole")
+    assert run(command, tmp_path / "output", seconds=3 * SECONDS).returncode == 0
     whole = summary(tmp_path / "whole")
     for name in ("weights_sha256", "steps", "val_loss", "best"):
         assert found[name] == whole[name], name
