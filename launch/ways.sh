@@ -20,12 +20,18 @@ mkdir -p "$runs"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print five lines about it
 done_runs=()
 
-# way NAME COMMAND…: runs the command, and adds its run to done_runs if it succeeded.
+# way NAME COMMAND…: runs the command, and adds its run to done_runs if it succeeded. Ends the script after Ctrl-C, or if the first
+# way refuses the flags, since all others would.
 way() {
-  local name=$1
+  local name=$1 status=0
   shift
   printf '\n== %s ==\n' "$name"
-  if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: failed, see above)"; fi
+  "$@" --run-dir "$runs/$name" || status=$?
+  case $status-$name in
+    0-*) done_runs+=("$runs/$name") ;;
+    130-* | 2-one-process) exit "$status" ;;
+    *) echo "($name: failed, see above)" ;;
+  esac
 }
 
 # All runs train alike, with the same number of optimizer steps: the default recipe sets the global batch size.

@@ -123,6 +123,7 @@ def test_a_run_is_not_compared_with_itself(tmp_path, capsys):
 PROGRAM = """#!/bin/bash
 case "$*" in
   "-m dualtrain.compare"*) exec {python} "$@" ;;
+  "-m dualtrain.report"*) exit ;;
   "-c "*) [ -e "{bin}/no-$3" ]; exit ;;
 esac
 echo "${{0##*/}} $*" >>{log}
@@ -136,14 +137,15 @@ cp {summary} "$run"
 
 
 class Script:
-    """Runs of ``launch/one_result.sh`` in an environment whose programs are fakes."""
+    """Runs of a script of ``launch/``, by default one_result.sh, in an environment whose programs are fakes."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
         self.bin.mkdir()
         self.log.touch()
         (folder / "launch").mkdir()
-        shutil.copy(ROOT / "launch" / "one_result.sh", folder / "launch")
+        for name in ("one_result.sh", "ways.sh"):
+            shutil.copy(ROOT / "launch" / name, folder / "launch")
         (folder / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')
         self.tools = folder / "tools"  # the machine's programs, without its mpirun
         self.tools.mkdir()
@@ -156,9 +158,9 @@ class Script:
             (self.bin / name).write_text(program)
             (self.bin / name).chmod(stat.S_IRWXU)
 
-    def run(self, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *flags: str, name: str = "one_result", **variables: str) -> subprocess.CompletedProcess[str]:
         given = {"DUALTRAIN_VENV": str(self.folder), "RUNS": str(self.folder / "runs"), "PYTHONPATH": str(ROOT)}
-        command = ["bash", str(self.folder / "launch" / "one_result.sh"), *flags]
+        command = ["bash", str(self.folder / "launch" / f"{name}.sh"), *flags]
         return subprocess.run(command, env={**os.environ, **given, **variables}, capture_output=True, text=True, timeout=60)
 
     def started(self) -> list[str]:
@@ -281,3 +283,12 @@ def test_a_short_job_ends_the_chain_early(script):
     assert end.returncode == 0
     assert "left out: the rest of the chain: the job has fewer than 6 steps" in end.stdout
     assert end.stdout.splitlines()[-1] == "3 runs, 1 hash"
+
+
+@pytest.mark.parametrize(("way", "status", "started"), [("one-process", 2, 1), ("torchrun", 130, 4), ("torchrun", 2, 7)])
+def test_the_comparison_of_ways_ends_after_ctrl_c_and_after_wrong_flags(way, status, started, script):
+    (script.bin / f"status-{way}").write_text(str(status))
+    end = script.run("--lr", "1", name="ways")
+    assert len([line for line in script.started() if "dualtrain.main" in line]) == started
+    assert end.returncode == (0 if started == 7 else status)
+    assert ("(torchrun: failed, see above)" in end.stdout) == (started == 7)
