@@ -25,6 +25,7 @@ case ${1:-} in
 esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DUALTRAIN_VENV:-$root/.venv}
+if [[ $venv != /* ]]; then venv=$PWD/$venv; fi # Horovod is built in another folder
 cache=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}
 python=${PYTHON:-python3}
 with=${DUALTRAIN_WITH:-dev}

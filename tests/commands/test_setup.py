@@ -105,6 +105,15 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
     assert setup.run()[0] == 0
 
 
+def test_relative_folders_are_those_of_the_calling_folder(setup, tmp_path, monkeypatch):
+    # pip builds Horovod in a temporary folder, in which relative paths of the compiler and of CMake do not exist.
+    monkeypatch.chdir(tmp_path)
+    setup.pip('case "$1" in wheel) for each in "$CXX" "$HOROVOD_CMAKE"; do [ "${each:0:1}" = / ] || exit 1; done ;; esac')
+    status, output, errors = setup.run(DUALTRAIN_VENV="venv", DUALTRAIN_CACHE="cache", DUALTRAIN_WITH="none")
+    assert status == 0, errors
+    assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
+
+
 def test_a_wheel_that_a_different_build_script_made_is_not_used(setup, tmp_path):
     setup.root = tmp_path / "tree"
     shutil.copytree(ROOT / "launch", setup.root / "launch")
