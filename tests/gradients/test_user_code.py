@@ -437,6 +437,23 @@ def test_averages_of_large_gradients_do_not_overflow_if_the_factor_is_applied_fi
     typical(nearly_overflows)
 
 
+def drops_one_gradient(backend, dropped):
+    """Drop one gradient between two backward passes; the second pass adds to the other one, which lies in the bucket."""
+    params = [nn.Parameter(torch.zeros(numel)) for numel in SIZES]
+    reducer = GradientReducer([(str(number), p) for number, p in enumerate(params)], backend)
+    mean = (backend.size + 1) / 2
+    for _ in range(2):
+        params[dropped].grad = None
+        ((backend.rank + 1) * sum(p.sum() for p in params)).backward()
+    for number, p in enumerate(params):
+        torch.testing.assert_close(p.grad, torch.full_like(p, mean if number == dropped else 2 * mean), **EXACT)
+    reducer.close()
+
+
+def test_a_gradient_in_the_bucket_is_averaged_beside_a_new_one(typical):
+    typical.each(drops_one_gradient, [(0,), (1,)])
+
+
 def casts_a_large_parameter(backend):
     model, last = seeded(nn.Linear(2, 20000)), backend.size - 1
     optimizer = sgd(model, backend)
