@@ -29,6 +29,7 @@ _TINY = 128  # largest number of targets that are counted in Python
 #: The sums of ``NAMES``: a tensor, (4,), or four floats, which need no conversion.
 Sums = torch.Tensor | Sequence[float]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Count = Callable[[torch.Tensor], int]
 
 
 class Objective(Protocol):
@@ -134,11 +135,12 @@ class CrossEntropy:
 class Adapted:
     """The caller's ``loss(outputs, targets)`` as an objective.
 
-    The callable may return the mean over the samples, or the pair that an :class:`Objective` returns.
+    The callable may return the mean over what ``count(targets)`` counts, which is the samples by default, or the pair that
+    an :class:`Objective` returns.
     """
 
-    def __init__(self, loss: Loss | Objective) -> None:
-        self.loss = loss
+    def __init__(self, loss: Loss | Objective, count: Count = len) -> None:
+        self.loss, self.count = loss, count
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. If the callable returns only a mean, correct predictions are not counted.
@@ -161,7 +163,7 @@ class Adapted:
                 else f"a {type(result).__name__}"
             )
             raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
-        weight = float(len(targets))
+        weight = float(self.count(targets))
         return result, [result.item() * weight, weight, -weight, -weight]
 
 
@@ -169,20 +171,18 @@ class TorchCrossEntropy:
     """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it. Counts correct predictions for class indices."""
 
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
-        self._loss, self._other = loss, Adapted(loss)
+        self._loss, self._other = loss, Adapted(loss, self.count)
         self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
         plain = not self._weighted
         self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. With class weights, a target has its class's weight, in the accuracy too.
+        """See :class:`Objective`. A target has weight 1, or its class's weight, in the accuracy too.
 
-        If outputs (n, classes, …) have more than two dimensions, each of a sample's k targets has the weight 1/k, times its
-        class's weight. Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
+        Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
 
-        If the targets are class probabilities, each sample has weight 1. Correct predictions are then not counted. They
-        are not counted either if the outputs have more than two dimensions while neither ``weight`` nor ``ignore_index``
-        is given.
+        If the targets are class probabilities, each has weight 1. Correct predictions are then not counted. They are not
+        counted either if the outputs have more than two dimensions while neither ``weight`` nor ``ignore_index`` is given.
         """
         if targets.dtype != torch.int64 or outputs.dim() < 2:
             return self._other(outputs, targets)
@@ -196,8 +196,6 @@ class TorchCrossEntropy:
             weights = kept.double()
             if self._loss.weight is not None:
                 weights = weights * self._loss.weight.double()[targets.where(kept, 0)]
-            if len(targets):
-                weights = weights * (len(targets) / targets.numel())  # the weights of a sample's pixels add up to about 1
             best = outputs.topk(min(5, outputs.shape[1]), 1).indices == targets[:, None]
             total = weights.sum()
             sums = torch.stack([total, (weights * best[:, 0]).sum(), (weights * best.any(1)).sum()]).tolist()
@@ -211,12 +209,27 @@ class TorchCrossEntropy:
         mean, kept = torch.stack([loss.detach().double(), counted]).tolist()  # waits for the device once
         if not kept:  # torch's mean is then 0/0
             return outputs.sum() * 0.0, [0.0] * len(NAMES)
-        weight = kept * len(targets) / targets.numel()  # exactly the number of samples if no target is ignored
-        return loss, [mean * weight, weight, -weight, -weight]
+        return loss, [mean * kept, kept, -kept, -kept]
+
+    @staticmethod
+    def count(targets: torch.Tensor) -> int:
+        """Return the number of targets, ignored or not. Class probabilities (n, classes, …) are one target per row."""
+        rows = targets.is_floating_point() and targets.dim() > 1
+        return targets.numel() // (targets.shape[1] if rows else 1)
 
 
 #: Loss functions of torch, and the modules that take the same options.
 _MODULES = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
+#: Losses of torch that are means over all elements.
+_OF_ELEMENTS = (
+    *(functional.mse_loss, nn.MSELoss.forward, functional.l1_loss, nn.L1Loss.forward),
+    *(functional.smooth_l1_loss, nn.SmoothL1Loss.forward, functional.huber_loss, nn.HuberLoss.forward),
+    *(functional.binary_cross_entropy, nn.BCELoss.forward),
+    *(functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss.forward),
+    *(functional.kl_div, nn.KLDivLoss.forward, functional.poisson_nll_loss, nn.PoissonNLLLoss.forward),
+    *(functional.soft_margin_loss, nn.SoftMarginLoss.forward),
+    *(functional.hinge_embedding_loss, nn.HingeEmbeddingLoss.forward),
+)
 
 
 def _as_module(loss: Loss | Objective) -> Loss | Objective:
@@ -233,6 +246,18 @@ def _reduction(loss: Loss | Objective) -> object:
     forward = getattr(type(loss), "forward", None)
     of_torch = getattr(forward, "__module__", "") == nn.CrossEntropyLoss.__module__
     return getattr(loss, "reduction", None) if of_torch else None
+
+
+def _is_mean_over_elements(loss: Loss | Objective) -> bool:
+    """Return whether ``loss`` is a loss of torch that averages over all elements of the outputs and targets."""
+    called = loss.func if isinstance(loss, partial) else getattr(type(loss), "forward", loss)
+    return any(called is each for each in _OF_ELEMENTS) and _reduction(loss) in (None, "mean")  # not "batchmean"
+
+
+def count_of(objective: Objective) -> Count | None:
+    """Return the function that counts the targets of which ``objective`` is the mean; ``None`` if it counts samples."""
+    count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else len
+    return None if count is len else count
 
 
 def as_objective(loss: Loss | Objective | None) -> Objective:
@@ -255,7 +280,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
     # A user's subclass may compute a different loss (a focal loss, for example).
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss).forward.__module__ == nn.NLLLoss.__module__:
         return TorchCrossEntropy(loss)
-    return Adapted(loss)
+    return Adapted(loss, torch.numel if _is_mean_over_elements(loss) else len)
 
 
 def added(one: Iterable[float], other: Iterable[float]) -> list[float]:

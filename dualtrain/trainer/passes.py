@@ -10,7 +10,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.trainer.objective import Sums
+from dualtrain.trainer.objective import Count, Sums
 from dualtrain.trainer.precision import Precision
 from dualtrain.trainer.step import Step, StepScalars
 
@@ -27,10 +27,23 @@ class Passes:
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
+        count: counts the targets of a batch, if the weights of ``measure`` are numbers of targets, of which a sample may
+            have any number; ``None`` if they are numbers of samples.
+
+    Attributes:
+        targets_per_sample: with ``count``, how many targets have the weight of one sample, the same number on all ranks:
+            the number that each sample of the first batch has; ``None`` before. So ``expected`` may be a number of samples.
     """
 
     def __init__(
-        self, measure: Measure, optimizer: DistributedOptimizer, precision: Precision, parts: int, *, piggyback: bool
+        self,
+        measure: Measure,
+        optimizer: DistributedOptimizer,
+        precision: Precision,
+        parts: int,
+        *,
+        piggyback: bool,
+        count: Count | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.backend: Backend = optimizer.backend
@@ -38,6 +51,8 @@ class Passes:
         self._scalars = StepScalars()
         self._diverged = False  # whether this rank has computed, in this step, a loss that is not finite
         self._extra = optimizer.extra.numpy()
+        self._count = count
+        self.targets_per_sample: float | None = None
 
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
         """Begin a part of a step with these control flags; ``first`` is true for this rank's first part."""
@@ -66,6 +81,8 @@ class Passes:
             with self._precision.autocast():
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
+            if self._count is not None:
+                found = self._in_samples(found, targets, self._count)
             self._scalars.add(found)
             self._diverged = self._diverged or self._scalars.diverged
             load()
@@ -78,6 +95,24 @@ class Passes:
                 )
             with self._precision.without_autocast():
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
+
+    def _in_samples(self, sums: list[float], targets: torch.Tensor, count: Count) -> list[float]:
+        """Divide ``sums`` over targets by :attr:`targets_per_sample`. Collective for the rank's first batch of all."""
+        if self.targets_per_sample is None:
+            if not len(targets):
+                return sums
+            self._agree(count(targets) / len(targets))
+            assert self.targets_per_sample is not None
+        return [each / self.targets_per_sample for each in sums]
+
+    def _agree(self, mine: float) -> None:
+        """Set :attr:`targets_per_sample` to the number of the first rank that has a batch. Collective.
+
+        With virtual ranks, that batch is the step's first one at any world size: ranks have consecutive shards.
+        """
+        row = torch.tensor([mine], dtype=torch.float64, device="cpu")
+        counts = self.backend.allgather(row, name="targets per sample").tolist()
+        self.targets_per_sample = next(filter(None, counts), None)
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -103,6 +138,8 @@ class Passes:
         Raises:
             DivergedError: on every rank, if a loss is infinite or not a number.
         """
+        if self._count is not None and self.targets_per_sample is None:  # on a rank without samples
+            self._agree(0.0)
         if not self.optimizer.reducer.is_reduced():  # on a rank without samples; otherwise backward has reduced them
             self.optimizer.synchronize()
         step, diverged = StepScalars.result(self._totals())

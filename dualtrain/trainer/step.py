@@ -21,7 +21,8 @@ class Step:
     """Result of one optimizer step, summed over ranks: metric totals and the caller's control flags.
 
     Attributes:
-        totals: the sums of ``objective.NAMES``; cross entropy computes the fourth, ``top5``, only in evaluations.
+        totals: the sums of ``objective.NAMES``; cross entropy computes the fourth, ``top5``, only in evaluations. For a
+            loss of torch over targets, all are divided by ``Passes.targets_per_sample``.
         control_flags: the sums of the caller's numbers.
     """
 

@@ -38,6 +38,7 @@ from dualtrain.trainer.objective import (
     Objective,
     added,
     as_objective,
+    count_of,
     counted_targets,
     metrics,
     training_metrics,
@@ -59,8 +60,9 @@ class Trainer:
     Args:
         model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure.
-        loss: ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples, or an ``Objective``, which
-            returns a pair of that mean and the four sums of ``objective.NAMES``; cross entropy by default.
+        loss: ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples; or a loss of torch, which
+            may be the mean over any number of targets of each sample; or an ``Objective``, which returns a pair of that
+            mean and the four sums of ``objective.NAMES``; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
             after batches in which no target counts.
@@ -142,7 +144,8 @@ class Trainer:
         )
         run, objective = self._forward, self.objective  # not self, which would be in a reference cycle
         measured = measure or (lambda inputs, targets: objective(run(inputs), targets))
-        self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
+        count = count_of(objective) if measure is None else None
+        self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback, count=count)
         self._epochs = 0  # epochs that fit() has completed
         self._steps = 0  # steps since the construction, or since a state was loaded
         self._closed = False
@@ -182,8 +185,8 @@ class Trainer:
             batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
                 ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
                 or ``None``. A list's gradients are sent during the last backward pass, a generator's only after it.
-            expected: an estimate of the total weight (the number of samples, for example) over all ranks, the same on every
-                rank. If the real total differs, the gradients are rescaled.
+            expected: an estimate of the total weight over all ranks, the same on every rank: the number of samples or, with
+                cross entropy by default, of targets. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
             news: deprecated name of ``control_flags``.
 
@@ -275,8 +278,8 @@ class Trainer:
         in evaluation mode keep that mode if the model itself is in training mode.
 
         Returns:
-            One dict for each epoch: the mean loss over all ranks' samples and, if the loss is a cross entropy of class
-            indices or an ``Objective``, the accuracy. With class weights, loss and accuracy use them.
+            One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss is a cross entropy of
+            class indices or an ``Objective``, the accuracy. With class weights, loss and accuracy use them.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
@@ -418,6 +421,7 @@ class Trainer:
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
             "epochs": self._epochs,
             "loss": self._loss_state(),
+            "targets_per_sample": self._passes.targets_per_sample,
             **self._parts.state_dict(),
         }
 
@@ -451,6 +455,7 @@ class Trainer:
             restore_buffers(self._loss, state["loss"], self.backend, trained_ranks(state.get("ranks", [])))
         self._steps = 0
         self._epochs = state.get("epochs", 0)  # not in states of versions before 0.3.0
+        self._passes.targets_per_sample = state.get("targets_per_sample")  # not in states of versions before 0.3.0
         self._parts.load_state_dict(state)
         if self.ema is not None:
             if state["ema"] is None:  # the average begins with the loaded weights

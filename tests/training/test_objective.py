@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from dualtrain import Trainer, connect
 from dualtrain.trainer.objective import as_objective
+from tests.threads import run_threads
 
 
 def batch(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,11 +153,110 @@ def test_a_step_with_only_ignored_pixels_on_all_ranks_has_gradients_of_zero(typi
     typical(ignored_pixels)
 
 
-def test_a_sample_has_weight_1_if_none_of_its_pixels_are_ignored():
+def weight_of_images(backend):
+    model = nn.Conv1d(1, 6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, compress="fp16")
+    inputs, targets = torch.full((3, 1, 100_000), 10.0), torch.zeros(3, 100_000, dtype=torch.int64)
+    # If each pixel had weight 1, the gradients would not fit into fp16, since ``expected`` is the number of samples.
+    step = trainer.step([(inputs, targets)], 3.0 * backend.size)
+    trainer.close()
+    return step.totals[1]
+
+
+def test_a_sample_of_a_step_has_weight_1_if_none_of_its_pixels_are_ignored():
     outputs, targets = torch.randn(3, 6, 7), torch.randint(0, 6, (3, 7))
     loss, sums = as_objective(nn.CrossEntropyLoss())(outputs, targets)
     assert torch.equal(loss, functional.cross_entropy(outputs, targets))
-    assert sums == [loss.item() * 3, 3.0, -3.0, -3.0]
+    assert sums == [loss.item() * 21, 21.0, -21.0, -21.0]
+    assert run_threads(2, weight_of_images) == [6.0, 6.0]
+
+
+LENGTHS = 3, 9, 5, 2, 7, 4  # of the batches of sequences
+
+
+def sequences(kind):
+    """Return the batches of one step: targets (n, length), (n, 6, length) if they are probabilities."""
+    draw = torch.Generator().manual_seed(4)
+    found = []
+    for number, length in enumerate(LENGTHS):
+        shape = (1 + number % 3, length)
+        targets = torch.rand(shape, generator=draw)
+        if kind == "probabilities":
+            targets = torch.rand(shape[0], 6, length, generator=draw).softmax(1)
+        if kind == "classes":
+            targets = torch.where(targets < 0.3, -100, (targets * 6).long())
+            if number in (1, 4):  # the only batches of rank 1 of 3
+                targets[:] = -100
+        found.append((torch.randn(*shape, 2, generator=draw), targets))
+    return found
+
+
+class OfTokens(nn.Module):
+    """Model for (n, length, 2), whose outputs have the shape that the loss needs."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(2, 1 if kind == "numbers" else 6, bias=False)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.linspace(-1, 1, len(self.linear.weight))[:, None].sin())
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y[..., 0] if self.kind == "numbers" else y.transpose(1, 2)
+
+
+def over_sequences(backend, loss, kind, virtual_ranks):
+    """Train two steps, the second after a resume; return the weights, the losses of the steps and of an evaluation."""
+    batches, losses, state = sequences(kind), [], None
+    mine = batches[backend.rank :: backend.size]
+    for _ in range(2):
+        model = OfTokens(kind)
+        optimizer, options = torch.optim.SGD(model.parameters(), 0.5), {"clip_norm": 0.2, "virtual_ranks": virtual_ranks}
+        trainer = Trainer(model, optimizer, loss, backend=backend, **options)
+        if virtual_ranks is not None:
+            mine = [batches[shard::virtual_ranks] for shard in trainer.shards]
+        if state is not None:
+            trainer.load_state_dict(state)
+        losses.append(trainer.step(mine, 7.0).loss)
+        evaluated = trainer.evaluate(mine)["val_loss"]
+        state = copy.deepcopy(trainer.state_dict())
+        trainer.close()
+    return model.linear.weight.detach(), losses, evaluated
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (nn.CrossEntropyLoss(), "classes"),
+        (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), "classes"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), "probabilities"),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), "numbers"),
+        (partial(functional.smooth_l1_loss, beta=0.5), "numbers"),
+    ],
+)
+def test_each_target_counts_alike_if_batches_have_unequal_numbers_of_targets_per_sample(loss, kind):
+    batches, model, losses = sequences(kind), OfTokens(kind), []
+    weights = WEIGHTS if getattr(loss, "weight", None) is not None else torch.ones(6)
+    of = [
+        weights[y.clamp(0)][y >= 0].sum() if kind == "classes" else torch.tensor(x.shape[0] * x.shape[1])
+        for x, y in batches
+    ]
+
+    def mean():
+        return sum(loss(model(x), y) * w for (x, y), w in zip(batches, of, strict=True) if w) / sum(of)
+
+    for _ in range(2):
+        total = mean()
+        losses.append(total.item())
+        model.zero_grad()
+        total.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        torch.optim.SGD(model.parameters(), 0.5).step()
+    for size, virtual_ranks in ((1, None), (3, None), (2, 4)):
+        for weight, found, evaluated in run_threads(size, over_sequences, loss, kind, virtual_ranks):
+            torch.testing.assert_close(weight, model.linear.weight.detach())
+            assert [*found, evaluated] == pytest.approx([*losses, mean().item()])
 
 
 def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics():
