@@ -75,6 +75,8 @@ def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
                 "of logits for each target, with the axes in the order of the targets"
             )
         logits, targets = logits.flatten(0, -2), targets.flatten()
+    if targets.dtype == torch.uint8:  # torch accepts it for class indices, but -100 is 156 as uint8
+        targets = targets.long()
     if logits.dtype != torch.float32:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits, targets if targets.device == logits.device else targets.to(logits.device)
@@ -184,8 +186,9 @@ class TorchCrossEntropy:
         If the targets are class probabilities, each has weight 1. Correct predictions are then not counted. They are not
         counted either if the outputs have more than two dimensions while neither ``weight`` nor ``ignore_index`` is given.
         """
-        if targets.dtype != torch.int64 or outputs.dim() < 2:
+        if targets.is_floating_point() or outputs.dim() < 2:
             return self._other(outputs, targets)
+        targets = targets.long()  # not uint8, which torch accepts too, and which cannot select class weights
         if outputs.dim() > 2 and not self._weighted:
             return self._of_kept_targets(outputs, targets)
         if self._counting is not None:

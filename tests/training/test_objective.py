@@ -276,3 +276,15 @@ def test_the_results_have_no_accuracy_if_the_targets_are_not_class_indices(loss)
         _, trained, evaluated = one_step(backend, loss, [(inputs, functional.one_hot(targets, 6).float())])
     assert list(trained) == ["loss"]
     assert list(evaluated) == ["val_loss"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "loss", [None, nn.CrossEntropyLoss(ignore_index=3), nn.NLLLoss(weight=torch.arange(200.0)), nn.CrossEntropyLoss()]
+)
+def test_class_indices_of_dtype_uint8_count_as_those_of_dtype_int64(loss, training):
+    targets = torch.tensor([156, 3, 199])
+    outputs = functional.one_hot(targets, 200).float().requires_grad_(training)
+    found = as_objective(loss)(outputs, targets.to(torch.uint8))[1]
+    assert found == as_objective(loss)(outputs, targets)[1]
+    assert found[2] == found[1] > 0
