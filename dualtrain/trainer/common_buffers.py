@@ -4,8 +4,9 @@ Shards (virtual ranks) are the parts of a global batch. A rank may compute sever
 
 Every shard of a step begins with the same values. At the end of the step, a floating-point buffer (running statistics)
 gets the mean of the shards' values. Running statistics are updated linearly, so the result is the same as if each shard
-kept separate statistics over all steps, and these were averaged at the end. An integer buffer of one element (a count
-of batches) gets the value of shard 0, and must change by the same amount in every forward pass of every shard. All
+kept separate statistics over all steps, and these were averaged at the end. Shards without samples do not count: they
+would slow the updates down. An integer buffer of one element (a count of batches) gets the value of shard 0 (after one
+forward pass, if shard 0 has no samples), and must change by the same amount in every forward pass of every shard. All
 other buffers must not change.
 """
 
@@ -153,7 +154,7 @@ class CommonBuffers:
     def numbers(self, shard: int, passes: int, *, refused: bool = False) -> torch.Tensor:
         """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
 
-        The last number is 1 if this rank refuses the step, and 0 otherwise.
+        A shard without passes adds zeros. The last number is 1 if this rank refuses the step, and 0 otherwise.
 
         Raises:
             ValueError: a buffer that must stay constant has changed, the shape of an averaged buffer has changed, or a
@@ -189,7 +190,7 @@ class CommonBuffers:
         counters = [*first, *each, *(change * change for change in each), float(passes > 0), float(refused)]
         # NumPy: on small arrays, its operations take a fraction of the time of torch's.
         numbers = numpy.empty(self.count)
-        numbers[: len(vector)] = vector
+        numbers[: len(vector)] = vector if passes else 0.0
         if len(vector):
             changed = numpy.logical_or.reduceat(vector != self._vector, self._starts)
             numbers[len(vector) : len(vector) + len(changed)] = changed
@@ -216,12 +217,11 @@ class CommonBuffers:
         return torch.stack(counters).tolist() if counters else []
 
     @torch.no_grad()
-    def become_mean(self, total: torch.Tensor, shards: int) -> None:
+    def become_mean(self, total: torch.Tensor) -> None:
         """Set all buffers to the values that the next step begins with.
 
         Args:
             total: the sum of the results of :meth:`numbers` over all shards.
-            shards: the number of shards.
 
         Raises:
             ValueError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
@@ -241,16 +241,17 @@ class CommonBuffers:
         if not self._are_writable(now):
             self.restore()
             now = self._read()
-        means = sums_of_values.mul(1.0 / shards).split(self._sizes)
+        weight = 1.0 / max(shards_with_passes, 1.0)
+        means = sums_of_values.mul(weight).split(self._sizes)
         values = list(self._began)
         for number, (mean, some) in enumerate(zip(means, changed.tolist(), strict=True)):  # averaged buffers come first
             if some:
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
         copy_all(now, values)
         counters_now = now[len(self._averaged) :]
-        for buffer, count, change in zip(counters_now, self._counts, changes, strict=False):
-            if change:
-                buffer.fill_(count + int(change))
+        for buffer, count, change, each in zip(counters_now, self._counts, changes, sums, strict=False):
+            if change or each:  # shard 0 may have had no passes
+                buffer.fill_(count + round(change or each * weight))
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

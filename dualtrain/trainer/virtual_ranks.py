@@ -98,7 +98,7 @@ class VirtualRanks:
             step = passes.reduce()
             if passes.more[-1]:
                 self._fixed.refuse(self._backend)
-            self._buffers.become_mean(passes.more, self.count)
+            self._buffers.become_mean(passes.more)
         return step
 
     def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:

@@ -179,6 +179,30 @@ def test_each_kind_of_buffer_is_averaged_or_counted_or_kept():
             torch.testing.assert_close(torch.tensor(found), mean)
 
 
+def buffers_of_some_shards(backend):
+    """Take steps in which shards have no samples; return the buffers."""
+
+    def change(model, x):
+        model.mean.lerp_(x.mean(0), 0.5)
+        model.count += 1
+
+    model = Buffers(change, mean=torch.zeros(4), count=torch.tensor(0))
+    trainer = trainer_with(model, backend, 4)
+    batch = vector_batch(3)
+    for parts in ([batch, None, batch, None], [None, batch, None, None], [None] * 4):
+        trainer.step([parts[shard] for shard in trainer.shards], 6.0)
+    trainer.close()
+    return model.mean, model.count
+
+
+def test_shards_without_samples_do_not_count_in_the_mean_of_a_buffer():
+    whole = vector_batch(3)[0].mean(0)
+    for size in (1, 2, 3):
+        for mean, count in run_threads(size, buffers_of_some_shards):
+            torch.testing.assert_close(mean, 0.75 * whole)
+            assert count == 2
+
+
 def refused_buffer(backend, name, message):
     def change(model, x):
         if name == "table":
@@ -230,7 +254,7 @@ def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(d
             buffers.restore()
             model.samples += different if shard == 57 else 409
             total += buffers.numbers(shard, 1)
-        buffers.become_mean(total.double(), 100)
+        buffers.become_mean(total.double())
     if not message:
         assert model.samples.item() == 7 + 409
 
