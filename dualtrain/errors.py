@@ -110,6 +110,22 @@ class DivergedError(RuntimeError):
     """
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of ``error`` in one line. Report an exception that its ``__str__`` raises, in place of it."""
+    try:
+        return " ".join(str(error).split())
+    except Exception as problem:  # a class of the user may raise anything
+        return f"its __str__ raised {type(problem).__name__}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of ``error``, or its type if it has no message. See :func:`one_line`."""
+    try:
+        return str(error).partition("\n")[0] or type(error).__name__
+    except Exception:
+        return one_line(error)
+
+
 def is_final(error: BaseException) -> bool:
     """Return whether a restart of a run that ended with ``error`` would end in the same way."""
     return isinstance(error, DivergedError) or (isinstance(error, UserError) and not error.transient)
@@ -131,5 +147,6 @@ def is_too_large(error: BaseException) -> bool:
     """Return whether the cause of an error is a size that is too large, or too little memory."""
     if isinstance(error, MemoryError | OverflowError):
         return True
-    reason = str(error).partition("\n")[0]
-    return isinstance(error, RuntimeError | TypeError) and _TOO_LARGE.search(reason) is not None
+    if not isinstance(error, RuntimeError | TypeError):
+        return False
+    return _TOO_LARGE.search(first_line(error)) is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dualtrain.backends import Backend
-from dualtrain.errors import RanksDifferError, UserError
+from dualtrain.errors import RanksDifferError, UserError, one_line
 
 T = TypeVar("T")
 #: A UserError's message, and its attributes ``transient`` and ``forbids_restart``.
@@ -49,7 +49,8 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
         except (UserError, OSError) as error:
             answer = (None, _problem(what, error))
         except Exception as error:
-            failure, answer = error, (None, (f"{what}: rank 0 failed with {type(error).__name__}: {error}", False, False))
+            reason = f"{what}: rank 0 failed with {type(error).__name__}: {one_line(error)}"
+            failure, answer = error, (None, (reason, False, False))
     result, problem = backend.broadcast_object(answer, name=what)
     if failure is not None:
         raise failure

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from dualtrain.errors import BackendError, UserError, is_too_large
+from dualtrain.errors import BackendError, UserError, first_line, is_too_large, one_line
 from dualtrain.torchvision_shim import with_torchvision_shim
 
 
@@ -80,7 +80,7 @@ def user_code(what: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{what} failed: {in_one_line(error)}"
         if is_too_large(error) and not isinstance(error, OverflowError):
-            reason = f"{what} is too large for this machine ({_first_line(error)}): make it smaller"
+            reason = f"{what} is too large for this machine ({first_line(error)}): make it smaller"
         raise UserError(reason, trace=user_traceback(error)) from error
 
 
@@ -99,11 +99,7 @@ def enough_memory(cure: str) -> Iterator[None]:
         trace = user_traceback(error)
         if not is_too_large(error) or (trace and isinstance(error, OverflowError)):
             raise
-        raise UserError(f"too large for this machine ({_first_line(error)}): {cure}", trace=trace) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"too large for this machine ({first_line(error)}): {cure}", trace=trace) from error
 
 
 def in_one_line(error: BaseException) -> str:
@@ -112,7 +108,7 @@ def in_one_line(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_users(frame.filename):
             line = f", in {os.path.basename(frame.filename)}:{frame.lineno}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{f', in layer {layer}' if layer else ''}{line}"
+    return f"{type(error).__name__}: {one_line(error)}{f', in layer {layer}' if layer else ''}{line}"
 
 
 def user_traceback(error: BaseException) -> str:

@@ -28,7 +28,7 @@ import torch
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.watch import Watch
-from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
+from dualtrain.errors import BackendError, PeerFailedError, PeerFailure, one_line
 from dualtrain.launchers import World
 
 T = TypeVar("T")
@@ -427,7 +427,7 @@ class Primitives(ABC):
         Raises:
             PeerFailedError: a rank is known to have failed.
         """
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         if self.watch is not None and not isinstance(error, TimeoutError):
             if waited:
                 self.watch.report_wait(what)

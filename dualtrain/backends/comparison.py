@@ -14,7 +14,7 @@ from pathlib import Path
 from dualtrain.backends.agreement import Call, agree, fingerprint
 from dualtrain.backends.collectives import Backend
 from dualtrain.differences import Difference, ranks_in_words
-from dualtrain.errors import BackendError, RanksDifferError, UserError
+from dualtrain.errors import BackendError, RanksDifferError, UserError, one_line
 
 _FAILED = -1  # sent instead of a hash if the values could not be read
 
@@ -76,7 +76,7 @@ def _reason(what: str, error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}, in {Path(frame.filename).name}:{frame.lineno}"
+    text = f"{type(error).__name__}: {one_line(error)}, in {Path(frame.filename).name}:{frame.lineno}"
     return f"the {what} cannot be compared between the ranks ({text})"
 
 

@@ -13,7 +13,7 @@ from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError
 from dualtrain.backends.watch import Watch
 from dualtrain.differences import ranks_in_words, refuse_unlike
-from dualtrain.errors import BackendError, UserError
+from dualtrain.errors import BackendError, UserError, one_line
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import identity, listening_address
 from dualtrain.version import __version__
@@ -138,7 +138,7 @@ def connect(
         return _share_memory(backend, transport)
     except BaseException as error:
         if backend.watch is not None:
-            backend.watch.announce(f"{type(error).__name__}: {error}")
+            backend.watch.announce(f"{type(error).__name__}: {one_line(error)}")
             backend.watch.leave()
         backend.disconnect()
         raise

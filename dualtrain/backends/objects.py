@@ -23,6 +23,8 @@ from typing import Any
 import numpy
 import torch
 
+from dualtrain.errors import one_line
+
 
 def _numpy_globals() -> list[Any]:
     """Return what pickled arrays and scalars refer to: numpy's own constructors, and the classes of its dtypes."""
@@ -87,12 +89,19 @@ def encode(obj: Any) -> torch.Tensor:
         data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
         decode(data)
     except Exception as error:  # pickle and the weights-only reader raise many types
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise TypeError(
-            f"an object of type {type(obj).__name__} cannot be sent to other ranks ({reason}): "
+            f"an object of type {type(obj).__name__} cannot be sent to other ranks ({_reason(error)}): "
             "send numbers, text, bytes, dates, paths, tensors, numpy arrays, and lists, tuples, sets or dicts of them"
         ) from error
     return data
+
+
+def _reason(error: Exception) -> str:
+    """Return the part of a message that says what cannot be sent: torch surrounds it by advice on files."""
+    text = one_line(error)
+    if isinstance(error, pickle.UnpicklingError):
+        text = text.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or text
+    return text or type(error).__name__
 
 
 def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
@@ -100,7 +109,7 @@ def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
     try:
         return encode(obj), None
     except TypeError as error:
-        return torch.frombuffer(bytearray(_REFUSED + str(error).encode()), dtype=torch.uint8), error
+        return torch.frombuffer(bytearray(_REFUSED + str(error).encode(errors="replace")), dtype=torch.uint8), error
 
 
 def decode(data: torch.Tensor) -> Any:

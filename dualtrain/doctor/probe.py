@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, connect
-from dualtrain.errors import BackendError, UserError
+from dualtrain.errors import BackendError, UserError, one_line
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -58,7 +58,7 @@ def probe(name: str, world: World, timeout: float) -> Probe:
         try:
             found.seconds = [_measure(found.backend, size) for size in SIZES]
         except (BackendError, RuntimeError) as error:
-            found.error = " ".join(str(error).split())
+            found.error = one_line(error)
     return found
 
 
@@ -67,7 +67,7 @@ def _join(found: Probe, world: World, timeout: float) -> None:
         found.backend = connect(found.name, world=world, timeout=timeout, groups=False)
     except Exception as error:  # a library may raise anything, and the doctor reports it
         known = isinstance(error, UserError | BackendError)
-        found.error = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
+        found.error = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
 
 
 def _measure(backend: Backend, size: int) -> float:

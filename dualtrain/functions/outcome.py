@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dualtrain.errors import BackendError, RankFailedError
+from dualtrain.errors import BackendError, RankFailedError, one_line
 from dualtrain.functions.payload import dumps, loads
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -68,11 +68,7 @@ def _failed(error: BaseException) -> Outcome:
 
 
 def _in_one_line(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception as problem:
-        text = f"its __str__ raised {type(problem).__name__}"
-    return " ".join(f"{type(error).__name__}: {text}".split())
+    return f"{type(error).__name__}: {one_line(error)}".strip()
 
 
 def _without_own_frames(error: BaseException) -> BaseException:

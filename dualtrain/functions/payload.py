@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, one_line
 
 #: A function, its positional arguments and its keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -55,7 +55,7 @@ def pickled_call(
     try:
         return dumps(call, pickler)
     except Exception as error:  # the pickling methods of the user's own classes may raise anything
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         cure = "pip install cloudpickle, or define the function in a module that other processes can import"
         if pickler or _cloudpickle():
             cure = "create such objects inside the function"

@@ -24,7 +24,7 @@ from dualtrain.data import Source, Task
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import contents_of
 from dualtrain.differences import in_words
-from dualtrain.errors import RanksDifferError
+from dualtrain.errors import RanksDifferError, one_line
 from dualtrain.trainer.description import Text, class_name, describe, of_module, of_object, of_weights
 from dualtrain.trainer.machine import PROCESSOR, pin_cpus, processor
 from dualtrain.version import __version__
@@ -265,7 +265,7 @@ def _checksums(title: str, source: Source) -> dict[str, str]:
             except Exception as error:
                 # A sample that all ranks fail to read with the same error counts as equal: the run raises the error when it
                 # reaches that sample.
-                found[name] = f"{_UNREADABLE} ({' '.join(str(error).split()) or type(error).__name__})"
+                found[name] = f"{_UNREADABLE} ({one_line(error) or type(error).__name__})"
                 break
             if time.monotonic() - began > _SECONDS:
                 break

@@ -27,6 +27,15 @@ def found(backend, values) -> list[str] | str:
         return str(error) if error.shared else "not shared"
 
 
+class SilentError(Exception):
+    """An exception without text, and a value without one."""
+
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+    __repr__ = __str__
+
+
 CASES = [
     ([{"a": 1, "b": "x"}, {"b": "x", "a": 1}], []),
     ([{"a": 1}, {"a": 1.0}], ["a is 1 on rank 0 and 1.0 on rank 1"]),
@@ -43,6 +52,8 @@ CASES = [
     ([UserError("no such file"), {"a": 1}], "rank 0: no such file"),
     ([UserError("no such file"), UserError("no such file")], "no such file"),
     ([{"a": 1}, KeyError("lost")], "rank 1: the settings cannot be compared between the ranks (KeyError: 'lost', in "),
+    ([SilentError(), {}], "rank 0: the settings cannot be compared between the ranks (SilentError: its __str__ raised Key"),
+    ([{}, {"a": SilentError()}], "rank 1: the settings cannot be compared between the ranks (KeyError: 'text', in "),
 ]
 
 

@@ -15,7 +15,7 @@ from dualtrain import Trainer, connect
 from dualtrain import main as command
 from dualtrain.errors import UserError
 from dualtrain.on_ranks import on_all_ranks
-from dualtrain.user_code import call_user_code
+from dualtrain.user_code import call_user_code, user_code
 from tests.threads import run_threads
 
 
@@ -203,6 +203,15 @@ def test_a_module_with_a_syntax_error_shows_the_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--model 'broken_model:build' failed: SyntaxError") as error:
         call_user_code("broken_model:build", "--model", "nothing")
     assert "def build(:" in error.value.trace
+
+
+def test_an_exception_without_text_is_named_by_its_class():
+    class SilentError(RuntimeError):
+        def __str__(self):
+            raise KeyError("text")
+
+    with pytest.raises(UserError, match=r"^--model failed: SilentError: its __str__ raised KeyError"), user_code("--model"):
+        raise SilentError
 
 
 def fail_on(backend, ranks: tuple[int, ...]) -> tuple[str, str]:
