@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from dualtrain.backends import Backend, ReduceOp
+from dualtrain.backends.wire import dense
 
 T = TypeVar("T")
 Backward = Callable[[torch.Tensor], torch.Tensor]
@@ -28,14 +29,14 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
         ValueError: ``op`` is neither sum nor average.
         BackendError: as :meth:`dualtrain.Backend.allreduce`. All functions of this module raise it.
     """
-    op = _linear(op)
+    op = _linear("allreduce", op, backend)
     result, graded = _forward(tensor, backend, lambda: backend.allreduce(tensor, op, name="allreduce"))
     return _with_backward(tensor, result, graded, lambda grad: allreduce(grad, backend, op))
 
 
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return every rank's rows, in rank order. The gradient of a row is the sum of all ranks' gradients of this row."""
-    shape, here = tensor.shape, backend.rank
+    shape, here = _checked("allgather", tensor, backend).shape, backend.rank
     own_rows = torch.tensor([shape[0] if tensor.dim() else 1], device="cpu")
     rows = backend.allgather(own_rows, name="allgather.rows").tolist()
     result, graded = _forward(tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
@@ -67,7 +68,7 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
     Raises:
         ValueError: ``op`` is neither sum nor average, or ``tensor`` has no dimension.
     """
-    op = _linear(op)
+    op = _linear("reducescatter", op, backend)
     result, graded = _forward(tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter"))
     divisor = backend.size if op is ReduceOp.AVERAGE else 1
     return _with_backward(tensor, result, graded, lambda grad: allgather(grad / divisor, backend))
@@ -92,16 +93,26 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     return _with_backward(tensor, result, graded, backward)
 
 
-def _linear(op: ReduceOp | str) -> ReduceOp:
-    chosen = ReduceOp.of(op)
-    if chosen not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ValueError(f"{chosen.value} has no gradient over ranks: use sum or average")
+def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
+    try:
+        chosen = ReduceOp.of(op)
+        if chosen not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ValueError(f"{chosen.value} has no gradient over ranks: use sum or average")
+    except Exception as problem:  # the other ranks wait for this rank's call
+        backend.refuse(kind, kind, problem)
     return chosen
+
+
+def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
+    try:
+        return dense(tensor)
+    except (TypeError, ValueError) as problem:  # the other ranks wait for this rank's call
+        backend.refuse(kind, kind, problem)
 
 
 def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
     """Return the result of ``call``, and whether the ``tensor`` of any rank requires a gradient."""
-    return backend.with_flag(call, tensor.requires_grad and torch.is_grad_enabled())
+    return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
 
 def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, backward: Backward) -> torch.Tensor:

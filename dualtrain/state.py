@@ -11,7 +11,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.comparison import agree_on_list
-from dualtrain.backends.wire import as_bytes, from_bytes
+from dualtrain.backends.wire import as_bytes, dense, from_bytes, shares_elements
 
 _CHUNK_BYTES = 25 << 20
 
@@ -30,14 +30,17 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Raises:
         ValueError: ``root`` is no rank; ``params`` has a container of tensors as an entry; ``params`` has entries, but no
-            tensor; or a tensor's elements share memory (``expand``), so that it cannot be written.
-        BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
-            timed out.
+            tensor; a tensor is sparse; or a tensor's elements share memory (``expand``), so that it cannot be written.
+        BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, the call is invalid on some
+            ranks only, a rank failed, or the call timed out.
     """
-    tensors = tensors_among(_named(params))
     note = ", whose elements share memory"
-    shared = [name for name, t in tensors if backend.size > 1 and shares_elements(t)]
-    described = [_described(name, t) + note * (name in shared) for name, t in tensors]
+    try:
+        tensors = tensors_among(_named(params))
+        shared = [name for name, t in tensors if backend.size > 1 and shares_elements(t)]
+        described = [_described(name, t) + note * (name in shared) for name, t in tensors]
+    except Exception as problem:  # of any type: ``params`` may be a generator of the user
+        backend.refuse("broadcast_parameters", "parameters", problem)
     agree_on_list(backend, "parameters", described, "broadcast_parameters")
     if shared:
         raise ValueError(
@@ -60,9 +63,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
     Raises:
         TypeError: on the root, if an option is neither a plain value nor a tensor; the other ranks raise BackendError.
-        BackendError: a rank failed, or the call timed out.
+        BackendError: the root's ``state_dict()`` has raised, a rank failed, or the call timed out.
     """
-    state = optimizer.state_dict() if backend.rank == root else None
+    try:
+        state = optimizer.state_dict() if backend.rank == root else None
+    except Exception as problem:  # of any type, since the optimizer may be the user's
+        backend.refuse("broadcast_object", "optimizer state", problem)
     received = backend.broadcast_object(state, root, name="optimizer state")
     load_optimizer_state(optimizer, received)
 
@@ -206,14 +212,12 @@ def _named(params: Params) -> list[tuple[str, Any]]:
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:
+    try:
+        dense(tensor)
+    except ValueError as problem:
+        raise ValueError(f"{name!r} cannot be broadcast: {problem}") from None
     device = "" if tensor.is_cpu else f", {tensor.device.type}"
     return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}{device})"
-
-
-def shares_elements(tensor: torch.Tensor) -> bool:
-    """Return whether torch refuses to write into ``tensor``, since several of its elements share one memory location."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.layout is torch.strided and tensor.numel() > 1 and any(n > 1 and stride == 0 for n, stride in steps)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

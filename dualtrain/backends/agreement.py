@@ -4,8 +4,9 @@ If calls do not match, Horovod reports an error; Gloo may hang, abort the proces
 int32 1 on one rank and float32 1.0 on another). So every checked call first exchanges two integers: a fingerprint of the
 call, and an extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal,
 every rank gets the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise
-the same error. The backend stays usable. Data is sent after this comparison. Only short data may be sent together with the
-fingerprints; it is used only if they are equal.
+the same error. The backend stays usable. A rank whose arguments are wrong sends a refusal in place of its call, so the
+other ranks raise too. Data is sent after this comparison. Only short data may be sent together with the fingerprints; it is
+used only if they are equal.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import NoReturn
 import torch
 
 from dualtrain.backends.base import Primitives, Short
-from dualtrain.errors import BackendError
+from dualtrain.errors import BackendError, UserError, one_line
 
 _DESCRIPTION_BYTES = 512
 #: Added to a call's fingerprint once for each sum of gradients that this rank has started in the call's process group.
 #: The number is odd, so different counts of sums give different fingerprints.
 _PER_SUM = 0x9E3779B97F4A7C15
 _OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint if a second thread of the rank makes the call
+_PLAIN = (ValueError, TypeError, UserError)  # their messages say enough without the name of the type
 _IN_SECOND_THREAD = " in a second thread, which needs a channel()"
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
@@ -46,6 +48,7 @@ class Call:
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
     device: str = "cpu"  # the type of the tensor's device: the libraries hang if only some ranks send from a GPU
+    problem: str = ""  # why the rank cannot make the call: a refusal is compared in place of the call
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
@@ -76,7 +79,8 @@ class Call:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
         if self.device != "cpu":
             details.append(self.device)
-        return f"{text} ({', '.join(details)})" if details else text
+        text = f"{text} ({', '.join(details)})" if details else text
+        return f"{text}, refused since {self.problem}" if self.problem else text
 
     @lru_cache(maxsize=1024)  # noqa: B019 - keyed by the call's values, and a program repeats the same few calls
     def fingerprint(self) -> int:
@@ -104,6 +108,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
     numbers = [~mine if backend.flag else mine, extent]
+    backend.compared = True
     rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
     fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a rank whose flag is set has sent the complement, which is negative
@@ -117,14 +122,17 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 
-def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
+def refuse(backend: Primitives, call: Call, problem: Exception) -> NoReturn:
     """Raise ``problem``, an error in this rank's own arguments. Collective: the other ranks raise too, and do not hang.
 
     Raises:
-        ValueError: on every rank, if all of them make this call and have this problem.
+        Exception: ``problem``, on every rank, if all of them make this call and have this problem.
         BackendError: on every rank, if their calls or problems differ.
     """
-    agree(backend, replace(call, kind=f"{call.kind}, refused since {problem},"))
+    text = one_line(problem)
+    if type(problem) not in _PLAIN or not text:
+        text = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+    agree(backend, replace(call, problem=text))
     raise problem
 
 

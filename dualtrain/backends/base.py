@@ -187,6 +187,7 @@ class Primitives(ABC):
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
+        compared: whether the running call has begun to compare itself with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
             See :meth:`whole_call`.
@@ -200,6 +201,7 @@ class Primitives(ABC):
     watch: Watch | None = None
     flag = False
     any_flag = False
+    compared = False
     in_second_thread = False
     interrupted: type[BaseException] | None = None
     scales_sums = False

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import index
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, NoReturn, Self, TypeVar, overload
 
 import torch
 
@@ -63,7 +63,10 @@ class Backend(Primitives):
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
-    call, and the backend stays usable.
+    call, and the backend stays usable. A call with wrong arguments also raises on every rank: the ValueError or TypeError
+    itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. In place of the
+    call, a refusal is compared, so this needs no further message. If an error occurs on one rank after the comparison, such
+    as too little memory for the result, the other ranks wait until that rank stops, or until the timeout.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
     included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
@@ -104,28 +107,33 @@ class Backend(Primitives):
             name: shown in errors and reports.
 
         Raises:
-            ValueError: the operation is unknown, or has no meaning for the dtype.
+            ValueError: the operation is unknown, or has no meaning for the dtype; or ``tensor`` is sparse.
+            TypeError: ``tensor`` is no tensor.
             BackendError: the ranks' calls do not match, a rank failed, or the call timed out.
         """
-        return self._now(partial(self._allreduce, tensor, ReduceOp.of(op), name))
+        return self._now("allreduce", name, partial(self._allreduce, tensor, op, name))
 
     def allreduce_(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> torch.Tensor:
-        """:meth:`allreduce` in place. Return ``tensor``, whose content is undefined if the call raises."""
-        return self._now(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
+        """:meth:`allreduce` in place. Return ``tensor``, whose content is undefined if the call raises.
+
+        Raises:
+            ValueError: elements of ``tensor`` share memory (``expand``); otherwise as :meth:`allreduce`.
+        """
+        return self._now("allreduce", name, partial(self._allreduce_, tensor, op, name))
 
     def allreduce_async(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> Work[torch.Tensor]:
         """:meth:`allreduce` without blocking."""
-        return self._later(partial(self._allreduce, tensor, ReduceOp.of(op), name))
+        return self._later("allreduce", name, partial(self._allreduce, tensor, op, name))
 
     def allreduce_async_(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> Work[torch.Tensor]:
         """:meth:`allreduce_` without blocking."""
-        return self._later(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
+        return self._later("allreduce", name, partial(self._allreduce_, tensor, op, name))
 
     def reducescatter(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
@@ -139,13 +147,13 @@ class Backend(Primitives):
             ValueError: ``tensor`` has no dimension; otherwise as :meth:`allreduce`.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
+        return self._now("reducescatter", name, partial(self._reducescatter, tensor, op, name))
 
     def reducescatter_async(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> Work[torch.Tensor]:
         """:meth:`reducescatter` without blocking."""
-        return self._later(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
+        return self._later("reducescatter", name, partial(self._reducescatter, tensor, op, name))
 
     # -- data movement ------------------------------------------------------------------------------------------
 
@@ -156,19 +164,23 @@ class Backend(Primitives):
             ValueError: ``root`` is no rank of this backend.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._broadcast_, _fresh(tensor), root, name))
+        return self._now("broadcast", name, partial(self._broadcast, tensor, root, name))
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
         """:meth:`broadcast` in place. Return ``tensor``."""
-        return self._now(partial(self._broadcast_, tensor, root, name))
+        return self._now("broadcast", name, partial(self._broadcast_, tensor, root, name))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast` without blocking."""
-        return self._later(partial(self._broadcast_, _fresh(tensor), root, name))
+        try:
+            call: Callable[[], torch.Tensor] = partial(self._broadcast_, _fresh(tensor), root, name)
+        except Exception as problem:  # raised by ``wait``, on every rank
+            call = partial(_raise, problem)
+        return self._later("broadcast", name, call)
 
     def broadcast_async_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast_` without blocking."""
-        return self._later(partial(self._broadcast_, tensor, root, name))
+        return self._later("broadcast", name, partial(self._broadcast_, tensor, root, name))
 
     def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         """Concatenate every rank's ``tensor`` in rank order, on every rank.
@@ -179,11 +191,11 @@ class Backend(Primitives):
         Raises:
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._allgather, tensor, name))
+        return self._now("allgather", name, partial(self._allgather, tensor, name))
 
     def allgather_async(self, tensor: torch.Tensor, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`allgather` without blocking."""
-        return self._later(partial(self._allgather, tensor, name))
+        return self._later("allgather", name, partial(self._allgather, tensor, name))
 
     @overload
     def alltoall(self, tensor: torch.Tensor, splits: None = None, name: str | None = None) -> torch.Tensor: ...
@@ -209,14 +221,14 @@ class Backend(Primitives):
             ValueError: ``tensor`` has no dimension or cannot be split equally, or ``splits`` does not fit it.
             BackendError: as :meth:`allreduce`.
         """
-        rows, received = self._now(partial(self._alltoall, tensor, splits, name))
+        rows, received = self._now("alltoall", name, partial(self._alltoall, tensor, splits, name))
         return rows if splits is None else (rows, received)
 
     def alltoall_async(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> Work[tuple[torch.Tensor, torch.Tensor]]:
         """:meth:`alltoall` without blocking; the result always includes how many rows came from each rank."""
-        return self._later(partial(self._alltoall, tensor, splits, name))
+        return self._later("alltoall", name, partial(self._alltoall, tensor, splits, name))
 
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
         """Return the result of ``call``, and whether any rank's ``flag`` is true.
@@ -240,7 +252,7 @@ class Backend(Primitives):
             TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._broadcast_object, obj, root, name))
+        return self._now("broadcast_object", name, partial(self._broadcast_object, obj, root, name))
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
         """Gather every rank's ``obj`` (plain values and tensors, never code) in rank order, on every rank. Blocks.
@@ -249,7 +261,7 @@ class Backend(Primitives):
             TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._allgather_object, obj, name))
+        return self._now("allgather_object", name, partial(self._allgather_object, obj, name))
 
     def barrier(self, name: str | None = None) -> None:
         """Block until every rank has called this method.
@@ -257,7 +269,7 @@ class Backend(Primitives):
         Raises:
             BackendError: as :meth:`allreduce`.
         """
-        self._now(partial(agree, self, Call("barrier", name)))
+        self._now("barrier", name, partial(self._barrier, name))
 
     def group(self, ranks: Sequence[int]) -> Backend | None:
         """Return a backend over some of this backend's ranks; ``None`` on ranks that are not in ``ranks``.
@@ -269,12 +281,7 @@ class Backend(Primitives):
             ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is a group.
             BackendError: as :meth:`allreduce`.
         """
-        if self.is_group:
-            raise ValueError("a group cannot be divided into groups: make them from the backend that connect() returned")
-        members = sorted(ranks)
-        if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
-            raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
-        return self._now(partial(self._group, members))
+        return self._now("group", None, partial(self._checked_group, ranks))
 
     def channel(self) -> Backend:
         """Return a channel: a second backend over the same ranks. Collective; blocks.
@@ -282,7 +289,7 @@ class Backend(Primitives):
         The operations of a channel and those of this backend may be interleaved in a different order on each rank. The
         channel is closed with this backend.
         """
-        channel = self._now(partial(self._group, list(range(self.size))))
+        channel = self._now("channel", None, partial(self._group, list(range(self.size))))
         assert channel is not None
         return channel
 
@@ -311,7 +318,7 @@ class Backend(Primitives):
                 if places[host] == number:
                     ranks.append(rank)
                 places[host] += 1
-            group = self._now(partial(self._group, ranks))
+            group = self._now("group", None, partial(self._group, ranks))
             mine = group if group is not None else mine
         assert mine is not None
         return mine
@@ -413,37 +420,59 @@ class Backend(Primitives):
 
     # -- implementation -------------------------------------------------------------------------------------------
 
-    def _now(self, call: Callable[[], T]) -> T:
+    def refuse(self, kind: str, name: str | None, problem: Exception) -> NoReturn:
+        """Raise ``problem``, which this rank has found before its call ``kind``, on every rank. Collective; blocks.
+
+        Call this in place of the first collective call of an operation that consists of several steps.
+
+        Raises:
+            Exception: ``problem``, on every rank, if all of them refuse this call for this reason.
+            BackendError: on every rank, if their calls or problems differ; the message names each rank's.
+        """
+        self._now(kind, name, partial(_raise, problem))
+        raise AssertionError("a call that raises has returned")
+
+    def _now(self, kind: str, name: str | None, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return self.whole_call(partial(self._in_thread, call, self._is_second_thread()))
+        return self.whole_call(partial(self._in_thread, kind, name, call, self._is_second_thread()))
 
-    def _later(self, call: Callable[[], T]) -> Work[T]:
+    def _later(self, kind: str, name: str | None, call: Callable[[], T]) -> Work[T]:
         self._check_open()
-        call = partial(self._in_thread, call, self._is_second_thread())
+        call = partial(self._in_thread, kind, name, call, self._is_second_thread())
         return self._queue.submit(partial(self.whole_call, call))
 
     def _is_second_thread(self) -> bool:
         """Return whether this backend was made by a different thread than the calling one."""
         return not hasattr(self._of_thread, "made_this")
 
-    def _in_thread(self, call: Callable[[], T], second: bool) -> T:
-        """Return the result of ``call``; ``second`` says whether a second thread makes it."""
-        before, self.in_second_thread = self.in_second_thread, second
+    def _in_thread(self, kind: str, name: str | None, call: Callable[[], T], second: bool) -> T:
+        """Return the result of ``call``; ``second`` says whether a second thread makes it.
+
+        If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not
+        wait for a rank that was called with wrong arguments. ``kind`` and ``name`` describe this rank's call to them.
+        """
+        before = self.in_second_thread, self.compared
+        self.in_second_thread, self.compared = second, False
         try:
             return call()
+        except BackendError:
+            raise
+        except Exception as problem:  # of any type: the arguments may run the user's code
+            if self.compared:
+                raise
+            refuse(self, Call(kind, name if isinstance(name, str) else None), problem)
         finally:
-            self.in_second_thread = before
+            self.in_second_thread, self.compared = before
 
     def _check_open(self) -> None:
         if not self._open:
             raise BackendError("this backend is closed: make its last call before close()")
 
-    def _checked_root(self, kind: str, root: int) -> int:
+    def _checked_root(self, root: int) -> int:
         root = index(root)  # convert any integer type to int: the ranks compare the text of the call
         if not 0 <= root < self.size:
-            problem = f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}"
-            refuse(self, Call(kind, root=root), ValueError(problem))
+            raise ValueError(f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}")
         return root
 
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None, *, in_place: bool) -> torch.Tensor:
@@ -452,7 +481,7 @@ class Backend(Primitives):
         The result is a new tensor. With ``in_place``, it is ``tensor`` itself if no conversion is needed.
         """
         call = Call.on(op.value, tensor, name)
-        primitive = self._primitive(tensor, op, call)
+        primitive = wire.wire_op(tensor.dtype, op)
         packed = wire.pack(tensor)
         converted = packed.data_ptr() != tensor.data_ptr()  # then nothing else uses the memory of ``packed``
         reduced = self.reduce_checked(call, packed, primitive, name or op.value, in_place=in_place or converted)
@@ -482,21 +511,17 @@ class Backend(Primitives):
         """
         return self.start_allreduce(tensor, op, name)
 
-    def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
-        """Return the primitives' operation for ``op`` on ``tensor``; if there is none, raise on every rank."""
-        try:
-            wire.wire_dtype(tensor.dtype.to_real())
-            return wire.wire_op(tensor.dtype, op)
-        except ValueError as problem:
-            refuse(self, call, problem)
+    def _barrier(self, name: str | None) -> None:
+        agree(self, Call("barrier", name))
 
-    def _allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
+    def _allreduce(self, tensor: torch.Tensor, op: ReduceOp | str, name: str | None) -> torch.Tensor:
+        tensor = wire.dense(tensor)
         detached = tensor.detach() if tensor.requires_grad else tensor
-        return wire.unpack(self._reduce_wire(detached, op, name, in_place=False), detached)
+        return wire.unpack(self._reduce_wire(detached, ReduceOp.of(op), name, in_place=False), detached)
 
-    def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        detached = ordinary(tensor.detach())
-        reduced = self._reduce_wire(detached, op, name, in_place=True)
+    def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp | str, name: str | None) -> torch.Tensor:
+        detached = ordinary(wire.writable(tensor).detach())
+        reduced = self._reduce_wire(detached, ReduceOp.of(op), name, in_place=True)
         if reduced is detached:
             return tensor
         reduced = wire.unpack(reduced, detached)
@@ -505,14 +530,14 @@ class Backend(Primitives):
         return tensor
 
     @torch.no_grad()
-    def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
+    def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp | str, name: str | None) -> torch.Tensor:
         # An all-to-all and a local reduction in rank order work for any operation and dtype, need no padding, and give
         # equal bits on every backend.
-        call = Call.on(f"reducescatter ({op.value})", tensor, name)
-        if tensor.dim() == 0:
-            refuse(self, call, ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)"))
-        primitive = self._primitive(tensor, op, call)
-        agree(self, call)
+        op = ReduceOp.of(op)
+        if wire.dense(tensor).dim() == 0:
+            raise ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)")
+        primitive = wire.wire_op(tensor.dtype, op)
+        agree(self, Call.on(f"reducescatter ({op.value})", tensor, name))
         total, like = self.reduce_rows(tensor, primitive, name or "reducescatter")
         return wire.unpack(wire.average_(total, self.size) if op is ReduceOp.AVERAGE else total, like)
 
@@ -524,9 +549,13 @@ class Backend(Primitives):
         parts = (wire.pack(part) for part in received.split(mine)) if mine else iter([wire.pack(received)])
         return reduce(FOLD[primitive], parts).clone(), received[:mine]
 
+    def _broadcast(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
+        return self._broadcast_(_fresh(tensor), root, name)
+
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
-        root = self._checked_root("broadcast", root)
+        tensor = wire.writable(tensor)
+        root = self._checked_root(root)
         data = wire.as_bytes(tensor)
         short = Broadcast(root, data if self.rank == root else None)
         agree(self, Call.on("broadcast", tensor, name, root=root), data=short)
@@ -540,7 +569,8 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _allgather(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        tensor = wire.dense(tensor).detach()
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         short = Gather(wire.as_bytes(tensor), tensor.shape[1:].numel() * tensor.element_size())
         rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0], short)
         if short.result is not None:
@@ -568,12 +598,8 @@ class Backend(Primitives):
     def _alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, name: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        call = Call.on("alltoall", tensor, name, free=True)
-        try:
-            sent = rows_to_send(tensor, splits, self.size)
-        except ValueError as problem:
-            refuse(self, call, problem)
-        agree(self, call)
+        sent = rows_to_send(wire.dense(tensor), None if splits is None else [index(n) for n in splits], self.size)
+        agree(self, Call.on("alltoall", tensor, name, free=True))
         received = [theirs[self.rank] for theirs in self.exchange_short(sent)]
         rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")
         return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
@@ -589,7 +615,7 @@ class Backend(Primitives):
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
 
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
-        root = self._checked_root("broadcast_object", root)
+        root = self._checked_root(root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = -1 if problem else 0 if data is None else len(data)
         short = Broadcast(root, data)
@@ -620,6 +646,14 @@ class Backend(Primitives):
             raise problem
         raise BackendError(f"{ranks_in_words(refused)} could not send an object: {reasons[refused[0]]}")
 
+    def _checked_group(self, ranks: Sequence[int]) -> Backend | None:
+        if self.is_group:
+            raise ValueError("a group cannot be divided into groups: make them from the backend that connect() returned")
+        members = sorted(map(index, ranks))
+        if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
+            raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
+        return self._group(members)
+
     def _group(self, members: list[int]) -> Backend | None:
         agree(self, Call("group", shape=tuple(members)))
         hosts = [self.hosts[rank] for rank in members]
@@ -644,7 +678,11 @@ class Backend(Primitives):
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return wire.dense(tensor).detach().clone(memory_format=torch.contiguous_format)
+
+
+def _raise(problem: Exception) -> NoReturn:
+    raise problem
 
 
 def _encoded(obj: Any) -> tuple[torch.Tensor | None, TypeError | None]:

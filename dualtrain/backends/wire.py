@@ -35,6 +35,39 @@ _WIDER = {
 _LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` if its elements can be sent.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor.
+        ValueError: ``tensor`` is not dense.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ValueError(f"a tensor with the layout {layout} cannot be sent: convert it with to_dense()")
+    return tensor
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` if its elements can be sent, and overwritten with a result.
+
+    Raises:
+        TypeError, ValueError: as :func:`dense`.
+        ValueError: elements of ``tensor`` share memory.
+    """
+    if not dense(tensor).is_contiguous() and shares_elements(tensor):
+        raise ValueError("elements of the tensor share memory, as after expand(), and cannot be written: pass a clone()")
+    return tensor
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Return whether torch refuses to write into ``tensor``, since several of its elements share one memory location."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.layout is torch.strided and tensor.numel() > 1 and any(n > 1 and stride == 0 for n, stride in steps)
+
+
 @cache
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the wire dtype of tensors of ``dtype`` (not complex).
@@ -56,8 +89,9 @@ def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
     """Return the primitives' operation that implements ``op`` for tensors of ``dtype``.
 
     Raises:
-        ValueError: the operation has no meaning for the dtype.
+        ValueError: the operation has no meaning for the dtype, or no wire dtype holds sums of this dtype.
     """
+    wire_dtype(dtype.to_real())
     if dtype == torch.bool and op is ReduceOp.AVERAGE:
         raise ValueError("bool tensors have no average: convert to a floating-point dtype first")
     if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from dualtrain.backends.wire import shares_elements
 from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.state import shares_elements
 
 Options = dict[str, Any]
 

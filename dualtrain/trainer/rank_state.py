@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
+from dualtrain.backends.wire import shares_elements
 from dualtrain.data.draws import derived
-from dualtrain.state import shares_elements
 
 
 def seed_all(seed: int) -> None:

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp, broadcast_parameters, connect, functional
+from dualtrain import BackendError, ReduceOp, broadcast_optimizer_state, broadcast_parameters, connect, functional
 from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
 from dualtrain.backends.inference import ordinary
@@ -1139,7 +1139,34 @@ INVALID_CALLS = {
     "no such root": lambda b: b.broadcast(torch.ones(2), 0 if b.rank == 0 else b.size),
     "no rows": lambda b: b.reducescatter(torch.ones(2) if b.rank == 0 else torch.tensor(1.0)),
     "uneven rows": lambda b: b.alltoall(torch.ones(b.size + (b.rank > 0))),
+    "splits with fractions": lambda b: b.alltoall(torch.ones(b.size), [1.5 if b.rank else 1] * b.size),
+    "no such operation": lambda b: b.allreduce(torch.ones(2), "mean" if b.rank else "average"),
+    "no such operation later": lambda b: b.allreduce_async_(torch.ones(2), "mean" if b.rank else "sum").wait(),
+    "an argument that raises": lambda b: b.allreduce(torch.ones(1), Loud() if b.rank else "sum"),
+    "sparse": lambda b: b.allreduce(torch.eye(2).to_sparse() if b.rank else torch.eye(2)),
+    "sparse rows": lambda b: b.reducescatter(torch.eye(3).to_sparse() if b.rank else torch.eye(3)),
+    "no tensor": lambda b: b.allgather(1.0 if b.rank else torch.ones(1)),
+    "no tensor later": lambda b: b.broadcast_async(None if b.rank else torch.ones(1)).wait(),
+    "no memory for the result": lambda b: b.allreduce_(torch.ones(1).expand(2) if b.rank else torch.ones(2)),
+    "no members": lambda b: b.group([] if b.rank else [0]),
+    "a name that is no text": lambda b: b.barrier(["x"] if b.rank else "x"),
+    "no gradient": lambda b: functional.allreduce(torch.ones(1), b, "max" if b.rank else "sum"),
+    "no tensor with a gradient": lambda b: functional.allgather([1.0] if b.rank else torch.ones(1), b),
+    "no parameters": lambda b: broadcast_parameters([None] if b.rank else [torch.ones(1)], b),
+    "a sparse parameter": lambda b: broadcast_parameters([torch.eye(2).to_sparse() if b.rank else torch.eye(2)], b),
+    "no optimizer": lambda b: broadcast_optimizer_state(None if b.rank == 0 else torch.optim.SGD([torch.ones(1)]), b),
 }
+
+
+class Loud:
+    """An argument whose text raises an exception that cannot be described either."""
+
+    def __str__(self):
+        raise LoudError
+
+
+class LoudError(Exception):
+    __str__ = Loud.__str__
 
 
 def invalid_call_on_some_ranks(backend, which):
