@@ -113,4 +113,8 @@ class TreeSum(Work[None]):
         return total
 
     def done(self) -> bool:
-        return self._ended
+        """Return whether :meth:`wait` would return at once. If the sum is not gathered whole, only ``wait`` makes it true.
+
+        ``wait`` then gathers the slices. The ranks must start this exchange in the same order, so polling cannot start it.
+        """
+        return self._ended or (self._whole and self._work.done())

@@ -960,6 +960,11 @@ def done_by_itself(backend):
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
+    short = torch.ones(3)  # a sum along a tree, whose parts are gathered whole
+    work = backend.start_tree_sum(short, [], sum_order(backend.size, backend.size), "tree")
+    await_done(work)
+    work.wait()
+    check(short, torch.full((3,), float(backend.size)))
 
 
 def test_asynchronous_calls_complete_without_a_wait_and_ranks_may_wait_in_any_order(spmd):
