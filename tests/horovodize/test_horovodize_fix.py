@@ -90,7 +90,17 @@ REPAIRS = [
         "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
     ),
     ("torch.save(x, best)\nx = torch.load(best)\n", None),  # not repaired: every rank reads the file
+    (  # both paths are options of the script
+        "opt = parser.parse_args()\ny = torch.load(opt.old)\ntorch.save(x, opt.new)\n",
+        "opt = parser.parse_args()\ny = torch.load(opt.old)\nif hvd.rank() == 0:\n    torch.save(x, opt.new)\n",
+    ),
     ("ok = torch.save(x, 'x')\n", None),
+    (  # not only torch.save: otherwise, a different rank's open() may erase what rank 0 has written
+        "with open(p, 'wb') as f:  # best\n    torch.save(x, f)\n",
+        "if hvd.rank() == 0:\n    with open(p, 'wb') as f:  # best\n        torch.save(x, f)\n",
+    ),
+    ("with open(p, 'wb') as f:\n    f.write(x)\n    torch.save(x, f)\n", None),
+    ("f = open(p, 'wb')\ntorch.save(x, f)\n", None),
     ("hvd.allreduce(total, name='t')\n", "hvd.allreduce_(total, name='t')\n"),
     ("def f(value):\n    hvd.allreduce(value)\n", None),  # not repaired: the tensor is the caller's
     ("hvd.allgather(total, name='t')\n", None),

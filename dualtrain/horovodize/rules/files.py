@@ -47,7 +47,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
             continue
         if _depends_on_process(source, file) or _is_for_some(source, guards, call):
             continue
-        edits = _save_on_rank_zero(source, call, file) if source.name(call.func) == "torch.save" else []
+        edits = _save_on_rank_zero(source, call, file)
         message = "all ranks write this file, perhaps at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
         yield Finding(call.lineno, "trap", message, tuple(edits))
 
@@ -81,16 +81,43 @@ def _has_text(value: ast.expr) -> bool:
 
 
 def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[Edit]:
-    statement, rank = source.statement(call), source.spell("rank", call)
-    alone = isinstance(statement, ast.Expr) and statement.value is call
-    gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(call))
-    if not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
+    block = _block_of_file(source, call)
+    statement = block or source.statement(call)
+    path = block.items[0].context_expr.args[0] if block else file  # type: ignore[attr-defined]
+    saves = _saves_to(source, block) if block else source.name(call.func) == "torch.save" and not _is_open(source, file)
+    rank = source.spell("rank", call)
+    alone = block is not None or (isinstance(statement, ast.Expr) and statement.value is call)
+    gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(statement))
+    if not saves or not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
         return []
     if any(statement in nodes_after(source, shutdown) for shutdown in source.hvd_calls("shutdown")):
         return []  # rank() would raise an error
-    if _is_read_by_all(source, file):
+    if _is_read_by_all(source, path):
         return []  # without a common file system, each host needs the file
     return source.layout.wrap(statement, f"if {rank}() == 0:")
+
+
+def _block_of_file(source: Source, call: ast.Call) -> ast.With | None:
+    """Return the ``with open(path, "wb") as file:`` that ``call``, an ``open`` or ``torch.save``, belongs to, or None."""
+    statement = source.statement(call)
+    block = statement if isinstance(statement, ast.With) else source.parents[statement]
+    if not isinstance(block, ast.With) or len(block.items) != 1:
+        return None
+    opened, variable = block.items[0].context_expr, block.items[0].optional_vars
+    file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
+    mine = opened is call or (variable is not None and file is not None and ast.unparse(file) == ast.unparse(variable))
+    return block if mine and isinstance(opened, ast.Call) and _written(source, opened) is not None else None
+
+
+def _saves_to(source: Source, block: ast.With) -> bool:
+    """Return whether ``block`` consists of calls of torch.save."""
+    calls = [part.value if isinstance(part, ast.Expr) else part for part in block.body]
+    return all(isinstance(call, ast.Call) and source.name(call.func) == "torch.save" for call in calls)
+
+
+def _is_open(source: Source, file: ast.expr) -> bool:
+    """Return whether ``file`` is perhaps an open file: every rank would still open it, and so erase what rank 0 writes."""
+    return any(isinstance(value, ast.Call) and last_name(value.func) == "open" for value in (file, *_origins(source, file)))
 
 
 def _is_read_by_all(source: Source, file: ast.expr) -> bool:
@@ -98,12 +125,13 @@ def _is_read_by_all(source: Source, file: ast.expr) -> bool:
     guards = Guards(source)
     loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
     everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
-    return any(_words(call.args[0]) & _words(file) for call in everywhere)
+    return any(_words(source, call.args[0]) & _words(source, file) for call in everywhere)
 
 
-def _words(path: ast.expr) -> set[str]:
-    """Return the variables, attributes and string constants in the expression of a path."""
-    nodes = list(ast.walk(path))
+def _words(source: Source, path: ast.expr) -> set[str]:
+    """Return the variables, attributes and string constants in the expression of a path, except the parsed options."""
+    options = {part.value for part in ast.walk(path) if isinstance(part, ast.Attribute) and _is_option(source, part)}
+    nodes = [node for node in ast.walk(path) if node not in options]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {last_name(node) for node in nodes if last_name(node)} - {"args", "os", "path", "join", "format", "self"}
 
