@@ -1171,6 +1171,23 @@ CASES = [
         "from lib import seed_all\nseed_all(seed)\n" + WRAP,
     ),
     (
+        "never_broadcast",  # a broadcast of one model leaves another model's weights different
+        "d, model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\nhvd.broadcast_parameters(model.state_dict(), 0)\n"
+        + WRAP
+        + "other = hvd.DistributedOptimizer(base, d.named_parameters())  # HERE",
+        "d, model = torch.nn.Linear(1, 1), torch.nn.Sequential(d)\nhvd.broadcast_parameters(model.state_dict(), 0)\n"
+        + WRAP
+        + "other = hvd.DistributedOptimizer(base, d.named_parameters())",
+    ),
+    (
+        "never_broadcast",  # a loop, or a function of the script, may broadcast any model
+        "torch.manual_seed(1 + hvd.rank())\n" + WRAP.replace("\n", "  # HERE\n"),
+        "torch.manual_seed(1)\ntorch.manual_seed(1 + hvd.rank())\n"
+        + WRAP
+        + "torch.manual_seed(1 + hvd.rank())\nfor one in models:\n    hvd.broadcast_parameters(one.state_dict(), 0)\n"
+        + WRAP,
+    ),
+    (
         "half_precision",
         "args = parser.parse_args()\nif not cuda:\n    args.fp16 = False\n"
         "c = hvd.Compression.fp16 if args.fp16 else hvd.Compression.none  # HERE",

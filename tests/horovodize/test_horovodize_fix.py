@@ -16,6 +16,7 @@ from dualtrain.horovodize.source import Source
 
 HEAD = "import torch\nimport dualtrain.hvd as hvd\nhvd.init()\n"
 WRAP = "optimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
+MODELS = "d, model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\n"
 START = f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 
 #: (script, script after --fix or None if nothing is repaired). Both scripts are appended to START.
@@ -128,6 +129,11 @@ WHOLE = [
         f"{START[len(HEAD) :]}",
         f"{HEAD}from torchvision import transforms\ntorch.manual_seed(args.seed + hvd.rank())\ntransforms.RandomCrop(3)\n"
         f"{START[len(HEAD) :]}",
+    ),
+    (  # weights of several models
+        f"{HEAD}{MODELS}{WRAP}other = hvd.DistributedOptimizer(o, d.named_parameters())\n",
+        f"{HEAD}{MODELS}{START[len(HEAD) :]}other = hvd.DistributedOptimizer(o, d.named_parameters())\n"
+        "hvd.broadcast_parameters(d.state_dict(), root_rank=0)\n",
     ),
     (
         f"{START}def f(args):\n  for i, x in d:\n    x.backward()\n    if i % 4 == 0: optimizer.step()\n",

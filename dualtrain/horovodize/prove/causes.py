@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dualtrain.files import read_text
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, wrapping
+from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, weights, wrapping
 from dualtrain.horovodize.source import Source, wrapped_names
 
 #: Rules whose findings can change numbers, the likeliest cause first.
@@ -23,7 +23,7 @@ CAUSES: tuple[Rule, ...] = (
     single_calls.half_precision,
     single_calls.adasum,
     single_calls.join_with_other_operations,
-    wrapping.never_broadcast,
+    weights.never_broadcast,
     wrapping.frozen_after_wrapping,
     wrapping.group_after_wrapping,
     wrapping.checkpoint_before_wrapping,

@@ -19,6 +19,7 @@ from dualtrain.horovodize.rules import (
     steps,
     undefined,
     unwrapped,
+    weights,
     wrapping,
 )
 from dualtrain.horovodize.source import Finding, Source
@@ -86,5 +87,5 @@ RULES: tuple[Rule, ...] = (
     wrapping.optimizer_state,
     wrapping.frozen_after_wrapping,
     wrapping.several_evaluations,
-    wrapping.never_broadcast,
+    weights.never_broadcast,
 )

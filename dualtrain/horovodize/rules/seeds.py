@@ -71,10 +71,27 @@ _SEEDING = re.compile(
 
 def seeds_torch(source: Source) -> bool:
     """Return whether the script seeds torch's default generator, itself or by a function whose name says so."""
-    if _seeds_by_name(source):
-        return True
-    seeding = (node for node in source.nodes if last_name(node) in ("manual_seed", "manual_seed_all"))
-    return not all(isinstance(node, ast.Attribute) and _is_generator(source, node.value) for node in seeding)
+    return _seeds_by_name(source) or any(True for _ in _seeding(source))
+
+
+def _seeding(source: Source) -> Iterator[ast.AST]:
+    """Yield the uses of manual_seed and manual_seed_all, except those of a torch.Generator."""
+    for node in source.nodes:
+        of_generator = isinstance(node, ast.Attribute) and _is_generator(source, node.value)
+        if last_name(node) in ("manual_seed", "manual_seed_all") and not of_generator:
+            yield node
+
+
+def seeds_ranks_alike(source: Source) -> bool:
+    """Return whether the script may seed torch's default generator alike on all ranks; seeds with the rank do not count."""
+    guards = Guards(source)
+    calls = [call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and call.args]
+    ranked = [call.func for call in calls if any(guards.rank(part) for part in _expressions(call.args[0]))]
+    return _seeds_by_name(source) or any(node not in ranked for node in _seeding(source))
+
+
+def _expressions(value: ast.expr) -> Iterator[ast.expr]:
+    return (node for node in ast.walk(value) if isinstance(node, ast.expr))
 
 
 def seeds_numpy(source: Source) -> bool:

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
-from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
-
-_START_ALIKE = re.compile(
-    r"load_state_dict|pretrained|broadcast(?!_optimizer_state)|\.load\(|load_?(model|weights|checkpoint|ckpt|state)|restore|resume|"
-    r"sync(hroni[sz]e)?_?(model|param|weight|state|net|all|init)|bcast"
-)
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:
@@ -283,32 +277,6 @@ def several_evaluations(source: Source) -> Iterator[Finding]:
 
 
 _CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
-
-
-def never_broadcast(source: Source) -> Iterator[Finding]:
-    """Initial weights that differ between ranks."""
-    alike = any(file.uses_elastic or seeds_torch(file) or _START_ALIKE.search(file.code) for file in source.program)
-    if not source.wraps or alike or _START_ALIKE.search(source.code):
-        return
-    guards = Guards(source)
-    _, wrap = source.wraps[0]
-    if source.scope(wrap) is not source.tree and not any(True for _ in source.hvd_calls("init")):
-        return  # other files may call this function, then broadcast
-    named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
-    function = named.func if isinstance(named, ast.Call) and last_name(named.func) == "named_parameters" else None
-    model = function.value if isinstance(function, ast.Attribute) else None
-    if not isinstance(model, ast.Name | ast.Attribute):
-        return
-    made = any(isinstance(value, ast.Call) for value in source.values.get(ast.unparse(model), ()))
-    unless = "" if made else ", unless the code that makes the model gives all ranks the same weights"
-    message = (
-        f"each rank starts with its own weights, so that the ranks train different models{unless}; call "
-        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) after wrapping"
-    )
-    spelled, statement = source.spell("broadcast_parameters", wrap), source.statement(wrap)
-    code = f"{spelled}({ast.unparse(model)}.state_dict(), root_rank=0)"
-    certain = spelled and not guards.is_conditional(wrap) and isinstance(statement, ast.Assign)
-    yield Finding(wrap.lineno, "trap", message, tuple(source.layout.insert_after(statement, code)) if certain else ())
 
 
 def _methods(source: Source, name: str) -> Iterator[ast.Call]:
