@@ -170,12 +170,17 @@ class Adapted:
 
 
 class TorchCrossEntropy:
-    """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it. Counts correct predictions for class indices."""
+    """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it. Counts correct predictions for class indices.
 
-    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
-        self._loss, self._other = loss, Adapted(loss, self.count)
+    ``compiled``, if given, is what ``torch.compile`` has made of the loss, and is called in its place.
+    """
+
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss, compiled: Callable[..., Any] | None = None) -> None:
+        self._loss = loss
+        self._compute: Callable[..., Any] = loss if compiled is None else compiled
+        self._other = Adapted(self._compute, self.count)
         self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
-        plain = not self._weighted
+        plain = not self._weighted and compiled is None
         self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
@@ -193,7 +198,7 @@ class TorchCrossEntropy:
             return self._of_kept_targets(outputs, targets)
         if self._counting is not None:
             return self._counting(outputs, targets)
-        loss: torch.Tensor = self._loss(outputs, targets)
+        loss: torch.Tensor = self._compute(outputs, targets)
         with torch.no_grad():
             kept = targets != self._loss.ignore_index
             weights = kept.double()
@@ -207,7 +212,7 @@ class TorchCrossEntropy:
         return loss, [loss.item() * sums[0], *sums]
 
     def _of_kept_targets(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        loss: torch.Tensor = self._loss(outputs, targets)
+        loss: torch.Tensor = self._compute(outputs, targets)
         counted = torch.count_nonzero(targets != IGNORED)
         mean, kept = torch.stack([loss.detach().double(), counted]).tolist()  # waits for the device once
         if not kept:  # torch's mean is then 0/0
@@ -273,17 +278,19 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
         return CrossEntropy()
     if isinstance(loss, CrossEntropy):
         return loss
-    loss = _as_module(loss)
-    reduction = _reduction(loss)
+    # ``torch.compile`` of a module keeps it under this private name, which is the same in torch 2.5 to 2.15.
+    original = loss._modules.get("_orig_mod") if isinstance(loss, nn.Module) else None
+    known, compiled = (_as_module(loss), None) if original is None else (original, loss)
+    reduction = _reduction(known)
     if reduction in ("sum", "none"):
         raise UserError(
             f"the loss has reduction={reduction!r}, but the trainer averages the losses of the ranks, and needs means, so "
             'that steps do not depend on the number of ranks: use reduction="mean", and adapt the learning rate'
         )
     # A user's subclass may compute a different loss (a focal loss, for example).
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss).forward.__module__ == nn.NLLLoss.__module__:
-        return TorchCrossEntropy(loss)
-    return Adapted(loss, torch.numel if _is_mean_over_elements(loss) else len)
+    if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss) and type(known).forward.__module__ == nn.NLLLoss.__module__:
+        return TorchCrossEntropy(known, compiled)
+    return Adapted(loss, torch.numel if _is_mean_over_elements(known) else len)
 
 
 def added(one: Iterable[float], other: Iterable[float]) -> list[float]:

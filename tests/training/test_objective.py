@@ -157,7 +157,7 @@ def weight_of_images(backend):
     model = nn.Conv1d(1, 6, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, compress="fp16")
-    inputs, targets = torch.full((3, 1, 100_000), 10.0), torch.zeros(3, 100_000, dtype=torch.int64)
+    inputs, targets = torch.full((3, 1, 30_000), 10.0), torch.zeros(3, 30_000, dtype=torch.int64)
     # If each pixel had weight 1, the gradients would not fit into fp16, since ``expected`` is the number of samples.
     step = trainer.step([(inputs, targets)], 3.0 * backend.size)
     trainer.close()
@@ -288,3 +288,13 @@ def test_class_indices_of_dtype_uint8_count_as_those_of_dtype_int64(loss, traini
     found = as_objective(loss)(outputs, targets.to(torch.uint8))[1]
     assert found == as_objective(loss)(outputs, targets)[1]
     assert found[2] == found[1] > 0
+
+
+def test_a_module_that_torch_has_compiled_is_still_known():
+    inputs, targets = batch()
+    outputs = inputs[:, :6]
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=2)):
+        objective = as_objective(torch.compile(loss, backend="eager"))
+        assert objective(outputs, targets)[1] == pytest.approx(as_objective(loss)(outputs, targets)[1])
+    with pytest.raises(ValueError, match="the loss has reduction='sum'"):
+        as_objective(torch.compile(nn.MSELoss(reduction="sum"), backend="eager"))
