@@ -37,8 +37,6 @@ from dualtrain.trainer.objective import (
     Loss,
     Objective,
     added,
-    as_objective,
-    count_of,
     counted_targets,
     metrics,
     training_metrics,
@@ -51,6 +49,7 @@ from dualtrain.trainer.rank_state import buffers_of, restore_buffers, trained_ra
 from dualtrain.trainer.same_run import compare_arguments, compare_trainer
 from dualtrain.trainer.same_weights import compare_weights
 from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars
+from dualtrain.trainer.torch_losses import as_objective, count_of
 from dualtrain.trainer.virtual_ranks import VirtualRanks
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import Trainer, connect
-from dualtrain.trainer.objective import as_objective
+from dualtrain.trainer.torch_losses import as_objective
 from tests.threads import run_threads
 
 

@@ -1,0 +1,141 @@
+"""Losses of torch as objectives, with the weights that make their means over any batches and ranks exact."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dualtrain.data.sources import IGNORED
+from dualtrain.errors import UserError
+from dualtrain.trainer.objective import NAMES, Adapted, Count, CrossEntropy, Loss, Objective, Sums
+
+
+class TorchCrossEntropy:
+    """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it. Counts correct predictions for class indices.
+
+    ``compiled``, if given, is what ``torch.compile`` has made of the loss, and is called in its place.
+    """
+
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss, compiled: Callable[..., Any] | None = None) -> None:
+        self._loss = loss
+        self._compute: Callable[..., Any] = loss if compiled is None else compiled
+        self._other = Adapted(self._compute, self.count)
+        self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
+        plain = not self._weighted and compiled is None
+        self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        """See :class:`Objective`. A target has weight 1, or its class's weight, in the accuracy too.
+
+        Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
+
+        If the targets are class probabilities, each has weight 1. Correct predictions are then not counted. They are not
+        counted either if the outputs have more than two dimensions while neither ``weight`` nor ``ignore_index`` is given.
+        """
+        if targets.is_floating_point() or outputs.dim() < 2:
+            return self._other(outputs, targets)
+        if targets.dtype != torch.int64:  # torch accepts uint8 too, which cannot select class weights
+            targets = targets.long()
+        if outputs.dim() > 2 and not self._weighted:
+            return self._of_kept_targets(outputs, targets)
+        if self._counting is not None:
+            return self._counting(outputs, targets)
+        loss: torch.Tensor = self._compute(outputs, targets)
+        with torch.no_grad():
+            kept = targets != self._loss.ignore_index
+            weights = kept.double()
+            if self._loss.weight is not None:
+                weights = weights * self._loss.weight.double()[targets.where(kept, 0)]
+            best = outputs.topk(min(5, outputs.shape[1]), 1).indices == targets[:, None]
+            total = weights.sum()
+            sums = torch.stack([total, (weights * best[:, 0]).sum(), (weights * best.any(1)).sum()]).tolist()
+        if not sums[0]:  # torch's mean is then 0/0
+            return outputs.sum() * 0.0, [0.0] * len(NAMES)
+        return loss, [loss.item() * sums[0], *sums]
+
+    def _of_kept_targets(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        loss: torch.Tensor = self._compute(outputs, targets)
+        counted = torch.count_nonzero(targets != IGNORED)
+        mean, kept = torch.stack([loss.detach().double(), counted]).tolist()  # waits for the device once
+        if not kept:  # torch's mean is then 0/0
+            return outputs.sum() * 0.0, [0.0] * len(NAMES)
+        return loss, [mean * kept, kept, -kept, -kept]
+
+    @staticmethod
+    def count(targets: torch.Tensor) -> int:
+        """Return the number of targets, ignored or not. Class probabilities (n, classes, …) are one target per row."""
+        rows = targets.is_floating_point() and targets.dim() > 1
+        return targets.numel() // (targets.shape[1] if rows else 1)
+
+
+#: Loss functions of torch, and the modules that take the same options.
+_MODULES = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
+#: Losses of torch that are means over all elements.
+_OF_ELEMENTS = (
+    *(functional.mse_loss, nn.MSELoss.forward, functional.l1_loss, nn.L1Loss.forward),
+    *(functional.smooth_l1_loss, nn.SmoothL1Loss.forward, functional.huber_loss, nn.HuberLoss.forward),
+    *(functional.binary_cross_entropy, nn.BCELoss.forward),
+    *(functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss.forward),
+    *(functional.kl_div, nn.KLDivLoss.forward, functional.poisson_nll_loss, nn.PoissonNLLLoss.forward),
+    *(functional.soft_margin_loss, nn.SoftMarginLoss.forward),
+    *(functional.hinge_embedding_loss, nn.HingeEmbeddingLoss.forward),
+)
+
+
+def _as_module(loss: Loss | Objective) -> Loss | Objective:
+    """Return the module for a function in ``_MODULES``, also for one in ``functools.partial``; else ``loss`` itself."""
+    function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
+    made = _MODULES.get(function) if isinstance(function, types.FunctionType) else None
+    return made(**options) if made is not None else loss
+
+
+def _reduction(loss: Loss | Objective) -> object:
+    """Return the option ``reduction`` of a loss of torch: of a module, or of a function in ``functools.partial``."""
+    if isinstance(loss, partial):
+        return loss.keywords.get("reduction") if getattr(loss.func, "__module__", "") == functional.__name__ else None
+    forward = getattr(type(loss), "forward", None)
+    of_torch = getattr(forward, "__module__", "") == nn.CrossEntropyLoss.__module__
+    return getattr(loss, "reduction", None) if of_torch else None
+
+
+def _is_mean_over_elements(loss: Loss | Objective) -> bool:
+    """Return whether ``loss`` is a loss of torch that averages over all elements of the outputs and targets."""
+    called = loss.func if isinstance(loss, partial) else getattr(type(loss), "forward", loss)
+    return any(called is each for each in _OF_ELEMENTS) and _reduction(loss) in (None, "mean")  # not "batchmean"
+
+
+def count_of(objective: Objective) -> Count | None:
+    """Return the function that counts the targets of which ``objective`` is the mean; ``None`` if it counts samples."""
+    count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else len
+    return None if count is len else count
+
+
+def as_objective(loss: Loss | Objective | None) -> Objective:
+    """Return ``loss`` as an objective; ``None`` is cross entropy.
+
+    Raises:
+        UserError: a loss of torch returns a sum, or one value per sample.
+    """
+    if loss is None:
+        return CrossEntropy()
+    if isinstance(loss, CrossEntropy):
+        return loss
+    # ``torch.compile`` of a module keeps it under this private name, which is the same in torch 2.5 to 2.15.
+    original = loss._modules.get("_orig_mod") if isinstance(loss, nn.Module) else None
+    known, compiled = (_as_module(loss), None) if original is None else (original, loss)
+    reduction = _reduction(known)
+    if reduction in ("sum", "none"):
+        raise UserError(
+            f"the loss has reduction={reduction!r}, but the trainer averages the losses of the ranks, and needs means, so "
+            'that steps do not depend on the number of ranks: use reduction="mean", and adapt the learning rate'
+        )
+    # A user's subclass may compute a different loss (a focal loss, for example).
+    if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss) and type(known).forward.__module__ == nn.NLLLoss.__module__:
+        return TorchCrossEntropy(known, compiled)
+    return Adapted(loss, torch.numel if _is_mean_over_elements(known) else len)
