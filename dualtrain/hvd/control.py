@@ -20,7 +20,7 @@ from dualtrain.backends import Backend
 from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.coordinator import Coordinator
 from dualtrain.hvd.disagreement import Message
-from dualtrain.rendezvous.connection import Connection, open_control_channel
+from dualtrain.rendezvous.connection import Connection, frame, open_control_channel
 
 _CLOSING_SECONDS = 2.5
 
@@ -83,6 +83,35 @@ class _WorkerEnd:
         self._connection.socket.close()
 
 
+class _Outbox:
+    """Messages to one rank, some of which may be unsent because the rank does not read them now.
+
+    The rank may execute a long call, or its process may be stopped. Sending does not wait for it: the coordinator's thread
+    also serves the other ranks, and reports which rank a call waits for.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._socket = connection.socket
+        self._unsent = bytearray()
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # The system must not take such a wait for a broken connection; ``watch.py`` detects a host that is cut off.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+    def send(self, message: Message) -> bool:
+        """Send ``message`` after the earlier messages; return as :meth:`flush`. Raises OSError if the connection ended."""
+        self._unsent += frame(message)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send as much as the system accepts now, and return whether all is sent."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            return False
+        return True
+
+
 class _CoordinatorEnd:
     """The channel's end on rank 0: the coordinator and its thread."""
 
@@ -95,6 +124,8 @@ class _CoordinatorEnd:
         cycle: Callable[[], None],
     ) -> None:
         self._connections = {connection.rank: connection for connection in connections}
+        self._outboxes = {connection.rank: _Outbox(connection) for connection in connections}
+        self._selector = selectors.DefaultSelector()
         self._cycle = cycle
         self._own: deque[Message] = deque()  # this rank's messages
         self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -127,10 +158,14 @@ class _CoordinatorEnd:
             self._answers.put(message)
             return
         with suppress(OSError):  # reading from this connection fails too, and _receive handles that
-            self._connections[rank].send(message)
+            if not self._outboxes[rank].send(message):
+                self._await(self._connections[rank], selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _await(self, connection: Connection, events: int) -> None:
+        self._selector.modify(connection.socket, events, connection)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self._wake_up, selectors.EVENT_READ)
             for connection in self._connections.values():
                 connection.socket.settimeout(None)
@@ -139,19 +174,22 @@ class _CoordinatorEnd:
                 for connection in self._connections.values():
                     for message in connection.buffered():
                         self._coordinator.receive(connection.rank, message)
-                self._match(selector)
+                self._match()
             except Exception as error:  # otherwise the ranks would wait for an answer forever
                 log.exception("rank 0 cannot match calls any more")
                 self._coordinator.shut_down(f"rank 0 cannot match calls any more ({type(error).__name__}: {error})")
-            self._close_connections(selector)
+            self._close_connections()
 
-    def _match(self, selector: selectors.BaseSelector) -> None:
+    def _match(self) -> None:
         looked = time.monotonic()
         while not self._closing.is_set():
-            for key, _ in selector.select(self._period):
+            for key, events in self._selector.select(self._period):
+                if key.data is not None and not events & selectors.EVENT_READ:
+                    self._flush(key.data)
+                    continue
                 self._cycle()
                 if key.data is not None:
-                    self._receive(selector, key.data)
+                    self._receive(key.data)
                 else:
                     for _ in self._wake_up.recv(4096):
                         if self._own:
@@ -160,30 +198,48 @@ class _CoordinatorEnd:
                 looked = time.monotonic()
                 self._coordinator.look_for_stalls()
 
-    def _receive(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+    def _flush(self, connection: Connection) -> bool:
+        """Send more of the unsent messages, and return whether all are sent."""
+        try:
+            sent = self._outboxes[connection.rank].flush()
+        except OSError:
+            sent = True  # reading from this connection fails too
+        if sent:
+            self._await(connection, selectors.EVENT_READ)
+        return sent
+
+    def _receive(self, connection: Connection) -> None:
         try:
             for message in connection.receive():
                 self._coordinator.receive(connection.rank, message)
         except (OSError, ValueError):
-            self._drop(selector, connection)
+            self._drop(connection)
             self._coordinator.receive(connection.rank, {"kind": "shutdown"})
 
-    def _drop(self, selector: selectors.BaseSelector, connection: Connection) -> None:
-        selector.unregister(connection.socket)
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _close_connections(self, selector: selectors.BaseSelector) -> None:
+    def _close_connections(self) -> None:
         """Shut the connections down, and wait until the other ends have read all messages and closed; at most 2.5 s."""
-        for connection in self._connections.values():
-            with suppress(OSError):
-                connection.socket.shutdown(socket.SHUT_WR)
+        selector, deadline = self._selector, time.monotonic() + _CLOSING_SECONDS
         selector.unregister(self._wake_up)
-        deadline = time.monotonic() + _CLOSING_SECONDS
+        for key in list(selector.get_map().values()):
+            if self._flush(key.data):
+                _end_sending(key.data)
         while selector.get_map() and time.monotonic() < deadline:
-            for key, _ in selector.select(0.1):
-                try:
-                    key.data.receive()
-                except (OSError, ValueError):
-                    self._drop(selector, key.data)
+            for key, events in selector.select(0.1):
+                if events & selectors.EVENT_WRITE and self._flush(key.data):
+                    _end_sending(key.data)
+                if events & selectors.EVENT_READ:
+                    try:
+                        key.data.receive()
+                    except (OSError, ValueError):
+                        self._drop(key.data)
         for connection in self._connections.values():
             connection.socket.close()
+
+
+def _end_sending(connection: Connection) -> None:
+    with suppress(OSError):
+        connection.socket.shutdown(socket.SHUT_WR)

@@ -138,7 +138,7 @@ class Connection:
         Raises:
             OSError: the connection ended or timed out.
         """
-        data = json.dumps(message).encode() + b"\n"
+        data = frame(message)
         with self._sending:
             self.socket.sendall(data)
 
@@ -176,6 +176,11 @@ class Connection:
             self._unread += data
             if len(self._unread) > self._max_bytes:
                 raise ValueError("a message is too long")
+
+
+def frame(message: Any) -> bytes:
+    """Return the bytes in which a message is sent."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: str, port: int) -> str:
