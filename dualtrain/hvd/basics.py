@@ -62,7 +62,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         mention_others(os.environ)
         owned = not isinstance(comm, Backend)
         backend = _connect(comm, settings) if owned else comm
-        engine = Engine(backend, settings, listening_address(backend.world), exchangers)
+        engine = _start_engine(backend, settings, owned)
         _generations += 1
         _current = _Current(engine, owned, _generations, os.getpid())
         atexit.register(shutdown)
@@ -81,6 +81,17 @@ def _connect(comm: Any, settings: Settings) -> Backend:
     # device="cpu": the script itself chooses a GPU, and a script for CPUs may have more ranks than there are GPUs.
     name = "torch" if world.size > 1 else "local"
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
+
+
+def _start_engine(backend: Backend, settings: Settings, owned: bool) -> Engine:
+    """Return an engine on ``backend``. If that fails, report why to the other ranks, and close an owned backend."""
+    try:
+        return Engine(backend, settings, listening_address(backend.world), exchangers)
+    except BaseException as error:
+        if owned:
+            backend.abort(f"{type(error).__name__}: {error}")
+            backend.close()
+        raise
 
 
 def _some_of(world: World, ranks: list[int]) -> World:

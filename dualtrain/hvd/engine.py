@@ -66,8 +66,14 @@ class Engine:
         self._several_threads = False  # whether the program also makes calls in threads of its own
         if settings.timeline is not None and backend.rank == 0:
             self.timeline.start(settings.timeline, settings.mark_cycles)
-        self._control = control(backend, address, settings, self._note, self.timeline.cycle)
+        try:
+            self._control = control(backend, address, settings, self._note, self.timeline.cycle)
+        except BaseException:
+            self.timeline.stop()
+            raise
+        self._earlier_report: Callable[[PeerFailure], None] | None = None
         if backend.watch is not None:
+            self._earlier_report = backend.watch.on_peer_failure
             backend.watch.on_peer_failure = self._on_peer_failure
         backend.on_wait = self.while_waiting
         self._worker = threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)
@@ -364,6 +370,8 @@ class Engine:
 
     def _on_peer_failure(self, failure: PeerFailure) -> None:
         self.fail(failure.describe())
+        if self._earlier_report is not None:
+            self._earlier_report(failure)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -375,4 +383,6 @@ class Engine:
         self._control.close()
         self.timeline.stop()
         self.backend.on_wait = None
+        if self.backend.watch is not None:
+            self.backend.watch.on_peer_failure = self._earlier_report
         self.channels.close()

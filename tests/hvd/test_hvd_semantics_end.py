@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+import dualtrain
+from dualtrain.launchers import World
 from tests.forked import holds, in_child
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
 from tests.pool import free_port
@@ -283,3 +286,31 @@ def initializes_for_cpus(backend, port):
 @OURS_2
 def test_init_neither_initializes_cuda_nor_makes_the_default_process_group(real):
     real(initializes_for_cpus, free_port())
+
+
+def test_shutdown_restores_the_callback_of_a_backend_that_the_program_passed():
+    hvd, received = ours(), []
+    with dualtrain.connect("local", world=World(0, 1, 0, 1, launcher="none")) as backend:
+        report = backend.watch.on_peer_failure = received.append
+        hvd.init(comm=backend)
+        failure = dualtrain.PeerFailure(1, "died")
+        backend.watch.on_peer_failure(failure)
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="rank 1 died"):
+            hvd.barrier()
+        hvd.shutdown()
+        assert received == [failure]
+        assert backend.watch.on_peer_failure is report
+
+
+def test_a_failed_init_leaves_no_connection(tmp_path):
+    hvd, hook = ours(), sys.excepthook
+    for path, error in ((tmp_path / "missing" / "trace.json", FileNotFoundError), (tmp_path / "trace.json", None)):
+        with mock.patch.dict(os.environ, {"HOROVOD_TIMELINE": str(path)}):
+            if error is None:
+                hvd.init()
+                hvd.shutdown()
+            else:
+                with pytest.raises(error):
+                    hvd.init()
+        assert not hvd.is_initialized()
+        assert sys.excepthook is hook  # a connected backend installs a hook
