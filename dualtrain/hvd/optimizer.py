@@ -23,7 +23,7 @@ from dualtrain.hvd.base_reducer import HorovodReducer
 from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
 from dualtrain.hvd.compression import AnyCompressor, Compression
-from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
+from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built, size
 from dualtrain.hvd.optimizer_options import NARROW, FixedOption, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.hvd.wrapped_values import values_of
@@ -129,7 +129,8 @@ class _Optimizer(NativeOptimizer):
         self.gradient_predivide_factor, self.sparse_as_dense = 1 / transfer.before, transfer.sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
-        several = _several(process_set) or os.environ.get("HOROVOD_ELASTIC") == "1"
+        # As on Horovod, the only rank of a set has hooks too, which give every parameter a gradient.
+        several = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         self._alone = not (several and process_set.included())
         if not self._alone:
             self.reducer = self._make_reducer(first_names(named, optimizer), compression, transfer)

@@ -212,6 +212,23 @@ def test_an_optimizer_whose_set_is_not_in_use_raises_instead_of_stepping_alone(f
     fresh(optimizer_before_its_set)
 
 
+def optimizer_of_one_rank(backend):
+    with library(backend) as hvd:
+        sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+        used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        sgd = torch.optim.SGD([used, unused], 1.0, weight_decay=0.5)
+        optimizer = hvd.DistributedOptimizer(sgd, [("used", used), ("unused", unused)], process_set=sets[hvd.rank()])
+        (used.sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        hvd.barrier()
+        return used.tolist(), unused.tolist(), unused.grad.tolist()
+
+
+@PAIR
+def test_in_a_set_of_one_rank_weight_decay_changes_parameters_without_gradient(fresh):
+    assert fresh(optimizer_of_one_rank) == [([-0.5 - rank] * 2, [0.5, 0.5], [0, 0]) for rank in range(2)]
+
+
 def adasum_outside(backend):
     with library(backend) as hvd:
         pair = hvd.add_process_set([0, 1])
