@@ -39,9 +39,11 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     return start(ALLGATHER, [tensor], call_options(name, process_set), finish=first)
 
 
-def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensors:
-    """As :func:`allgather`, for several tensors in one call."""
-    return differentiable(ALLGATHER, tensors, call_options(name, process_set), grouped=True)
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`allgather`, for several tensors in one call. The result is a tuple, as on Horovod."""
+    return tuple(differentiable(ALLGATHER, tensors, call_options(name, process_set), grouped=True))
 
 
 def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
