@@ -81,12 +81,12 @@ def broadcast_object(
 
     Raises:
         TypeError: on every rank of the set, if the object contains anything else. Later calls can succeed.
-        ValueError, HorovodInternalError: as :func:`broadcast`.
+        ValueError, HorovodInternalError: as :func:`broadcast`. Before ``init``, ValueError.
     """
+    is_root = rank() == root_rank
     set_id = usable_set(process_set)
     if root_rank not in (process_set.ranks or []):
         raise ValueError(f"root_rank {root_rank} is not in {process_set}: pass one of its ranks, in the world's numbering")
-    is_root = rank() == root_rank
     data, problem = objects.encode_or_refuse(obj) if is_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
     [received] = engine().submit("objects", name and f"broadcast.{name}", set_id, [data], root=root_rank).wait()
     return obj if is_root and problem is None else _decoded(received, root_rank)

@@ -38,8 +38,15 @@ class ProcessSet:
         self.ranks = ranks
 
     def size(self) -> int | None:
-        """Return the number of ranks; ``None`` while the set is not usable."""
-        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+        """Return the number of ranks; ``None`` while the set is not usable.
+
+        Raises:
+            ValueError: this is the global set, and this process is not in a world.
+        """
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        _connected()
+        return len(self.ranks)
 
     def rank(self) -> int | None:
         """Return this process's rank in the set; ``None`` while the set is not usable.

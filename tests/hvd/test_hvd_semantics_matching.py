@@ -204,7 +204,8 @@ def not_initialized(backend):
 
     hvd = ours()
     assert not hvd.is_initialized()
-    for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.cross_size, hvd.stop_timeline, lambda: hvd.start_timeline("/x")):
+    others = hvd.global_process_set.size, lambda: hvd.start_timeline("/x"), lambda: hvd.broadcast_object(1)
+    for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.cross_size, hvd.stop_timeline, *others):
         with pytest.raises(ValueError, match="not been initialized"):
             call()
     with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="not been initialized"):
