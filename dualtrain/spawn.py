@@ -236,11 +236,10 @@ class _Job:
 
     def _note_failure(self) -> None:
         failed = self._failed()
+        if self._stopped is not None and failed:
+            self._note_stop(failed, self._stopped[0])
         if self._status is not None or not failed:
             return
-        if self._stopped is not None:
-            self._status = 128 + self._stopped[0]
-            return  # the ranks were asked to stop: don't limit the time that they need to save
         # A rank can detect that another rank was killed, and exit, before the system reports the killed rank.
         deadline = time.monotonic() + REPORT_SECONDS
         while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
@@ -252,6 +251,14 @@ class _Job:
         if code < 0:
             by = signal.Signals(-code).name
             print_error(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
+
+    def _note_stop(self, failed: Mapping[int, int], number: int) -> None:
+        """Note the exit statuses of ranks after the signal ``number``, which asked all ranks to stop."""
+        self._status = 128 + number if self._status is None else self._status
+        # Don't limit the time that the ranks need to save. But if a rank has failed, the others cannot save, and a rank
+        # that still runs after the grace period is stopped (SIGSTOP) or hangs.
+        if self._deadline is None and failed.keys() - {128 + number, -number}:
+            self._deadline = time.monotonic() + GRACE_SECONDS
 
     def _escalate(self) -> bool:
         """Send the next stronger signal to the ranks; return False if none is left."""

@@ -154,6 +154,16 @@ def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
     assert "saved" in job.output
 
 
+def test_a_rank_that_hangs_is_ended_if_another_one_fails_after_sigterm(start):
+    fails = "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
+    fails += "print(f'pid {rank} {os.getpid()};', flush=True)\n"
+    fails += "os.kill(os.getpid(), signal.SIGSTOP) if rank else received.wait(60)\nreturn 1"
+    job = start(fails, settings=QUICK)
+    job.await_ranks(2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(SECONDS) == 143
+
+
 def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
     job = start(IGNORE_SIGTERM + WAIT, settings=QUICK)
     job.await_ranks(2)
