@@ -25,6 +25,8 @@ from dualtrain.processes import begin_worker, forkserver_pid, is_stopped, kill_f
 T = TypeVar("T")
 #: Sample indices and seed of a batch. The indices are a list, because a tensor sent to a worker takes a file descriptor.
 Wanted = tuple[list[int], int]
+#: Least limit on the start of the workers: the fork server imports torch first, which may take long on a busy host.
+START_SECONDS = 60.0
 _LESS = (
     "raise the limits of open files and processes (ulimit -n, -u), or give fewer --workers (0: the rank reads the samples)"
 )
@@ -194,12 +196,14 @@ class _Waits:
             began = since is not None and since != before
             waited = 0.0 if since is None else min(tick, time.monotonic() - since) if began else waited + tick
             before = since
-            if since is None or waited < self._limit:
+            workers = self._workers()
+            limit = self._limit if workers else max(self._limit, START_SECONDS)
+            if since is None or waited < limit:
                 continue
-            self._late = self._describe()
-            if workers := self._workers():
-                for worker in workers:
-                    worker.kill()
+            self._late = self._describe(limit)
+            for worker in workers:
+                worker.kill()
+            if workers:
                 return
             kill_forkserver()
 
@@ -219,17 +223,20 @@ class _Waits:
                 )
         return ""
 
-    def _describe(self) -> str:
+    def _describe(self, seconds: float) -> str:
         """Describe a wait that was too long."""
         if not self._workers():
             server = forkserver_pid() or 0
-            what = f"waited {self._limit:g} s for the start of the data workers by the fork server (process {server})"
+            what = f"waited {seconds:g} s for the start of the data workers by the fork server (process {server})"
             if is_stopped(server):
                 return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
-            return f"{what}: its imports hang or are slow; repair the storage of the Python packages, or give --workers 0"
+            return (
+                f"{what}: its imports hang or are slow; repair the storage of the Python packages, give a longer "
+                "--timeout, or --workers 0"
+            )
         named = {worker: f"data worker {number} (process {worker.pid})" for number, worker in enumerate(self._workers())}
         stopped = [name for worker, name in named.items() if is_stopped(worker.pid or 0)]
-        what = f"waited {self._limit:g} s for a batch from {', '.join(stopped or named.values())}"
+        what = f"waited {seconds:g} s for a batch from {', '.join(stopped or named.values())}"
         if stopped:
             return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
         return f"{what}: the storage hangs or is slow; repair it, or give a longer --timeout"

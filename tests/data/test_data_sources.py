@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dualtrain import processes
-from dualtrain.data import Batch, Source, Task, load_data
+from dualtrain.data import Batch, Source, Task, load_data, loader
 from dualtrain.data import draws as hashed
 from dualtrain.data.loader import LoaderSource, _Waits
 from dualtrain.data.text import CLS, IGNORED, MASK, PAD
@@ -387,7 +387,8 @@ def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
     if stopped:
         os.kill(server.pid, signal.SIGSTOP)
         assert holds(lambda: processes.is_stopped(server.pid))
-    waits = _Waits(list, 0.3)
+    monkeypatch.setattr(loader, "START_SECONDS", 0.3)
+    waits = _Waits(list, 0.2)
     try:
         with pytest.raises(UserError, match=rf"waited 0.3 s for the start .*fork server \(process {server.pid}\).*{said}"):
             waits.bound(lambda: forkserver.read_signed(status))
