@@ -69,6 +69,25 @@ def closes(port):
     return not is_open(port)
 
 
+def test_a_client_repeats_its_request_until_the_value_is_there_or_the_wait_ends(job, join, monkeypatch):
+    server, port = job
+    monkeypatch.setattr(store, "_SLICE_SECONDS", 0.0)
+    client, requests = join([port], 1), []
+    ask = client._ask
+
+    def counted(request):
+        requests.append(request)
+        if len(requests) % 3 == 0:
+            server.call("set", request[1] or request[2][0], "here")
+        return ask(request)
+
+    monkeypatch.setattr(client, "_ask", counted)
+    assert client.call("get", "one", wait=60.0) == "here"
+    assert client.call("has", "", ["two"], wait=60.0) is True
+    assert len(requests) == 6
+    assert client.call("get", "three") is None
+
+
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_the_store_behaves_like_torchs_own(job, end, join):
     server, port = job
