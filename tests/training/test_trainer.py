@@ -450,6 +450,20 @@ def test_a_trainer_is_freed_without_the_garbage_collector():
             gc.enable()
 
 
+def test_the_norm_that_is_clipped_is_that_of_gradients_without_the_scale_of_fp16():
+    weights = []
+    for clip_norm in (None, 100.0):  # above the norm of the gradients, and below that of the scaled gradients
+        model = net()
+        with connect("local") as backend:
+            optimizer = torch.optim.SGD(model.parameters(), 0.5)
+            trainer = Trainer(model, optimizer, amp="fp16", clip_norm=clip_norm, backend=backend)
+            trainer.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+            trainer.step([data(8)], 8.0)
+        weights.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert not any(map(torch.equal, weights[0], net().parameters()))  # the scaler has not skipped the step
+
+
 def own_loss(outputs, targets):
     """A loss of the user's own: its mean over no samples is not a number."""
     return (outputs[:, 0] - targets).square().mean()
