@@ -263,13 +263,14 @@ def centered(backend, **options) -> Trainer:
 
 def test_a_resume_restores_the_extra_state_of_each_rank(tmp_path):
     def body(backend) -> None:
-        trainer, batch = centered(backend), data(backend)
+        trainer, batch = centered(backend, ema=0.5), data(backend)
         for number in range(4):
             if number == 2:
                 trainer.save(tmp_path / "state.safetensors")
             trainer.step([batch], 16.0)
-        resumed = centered(backend)
+        resumed = centered(backend, ema=0.5)
         resumed.resume(tmp_path / "state.safetensors")
+        assert torch.equal(resumed.evaluated[0]._mean, resumed.model[0]._mean)
         for _ in range(2):
             resumed.step([batch], 16.0)
         assert torch.equal(resumed.model[0].weight, trainer.model[0].weight)
