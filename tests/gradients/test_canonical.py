@@ -68,16 +68,15 @@ def test_canonical_sums_have_the_bits_of_the_tree_of_ranks_in_threads(size):
         assert found == expected(size)
 
 
-def sharded(backend, shards, dtype):
+def sharded(backend, shards, dtype, before=1.0):
     """Return a step's gradients and its extra scalar. Only shard 1 uses ``rare``, and no shard uses ``never``."""
     model = perceptron(dtype=dtype)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
     model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))
     order = sum_order(shards, backend.size)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = DistributedOptimizer(
-        inner, model.named_parameters(), backend=backend, sum_order=order, unused="none", extra=1
-    )
+    options = {"sum_order": order, "unused": "none", "extra": 1, "transfer": Transfer(before=before)}
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, **options)
     optimizer.reducer.begin_shards()
     mine = order.ranges[backend.rank]
     for shard in mine:
@@ -90,7 +89,8 @@ def sharded(backend, shards, dtype):
             optimizer.reducer.add_shard()
     optimizer.step()
     optimizer.close()
-    found = {name: None if p.grad is None else p.grad.float().numpy().tobytes() for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    found = {name: None if grad is None else (grad / before).float().numpy().tobytes() for name, grad in grads.items()}
     return found, optimizer.extra.item()
 
 
@@ -103,6 +103,11 @@ def test_shards_on_any_number_of_ranks_have_the_same_bits(shards, dtype):
     for size in (*range(2, shards + 1), shards + 1):
         for found in run_threads(size, sharded, shards, dtype):
             assert found == alone, size
+
+
+def test_the_factor_before_the_sum_applies_to_every_shard():
+    expected = run_threads(2, sharded, 7, torch.float32)
+    assert run_threads(2, sharded, 7, torch.float32, 0.5) == expected
 
 
 def scattered(backend):
