@@ -7,16 +7,20 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from dualtrain.horovodize.gradient_changes import changing_functions, is_change
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.source import Source, last_name
 
-Kind = Literal["backward", "clip", "scaled step", "step", "synchronize", "unscale", "zero_grad"]
+Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "zero_grad"]
 _CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
 STEPS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step, and the name and expression of the wrapped optimizer that it uses, if there is one."""
+    """A call in a training step, and the name and expression of the wrapped optimizer that it uses, if there is one.
+
+    An event of the kind "change" may also be an assignment to a gradient.
+    """
 
     kind: Kind
     node: ast.Call
@@ -26,12 +30,18 @@ class Event(NamedTuple):
 
 def steps(source: Source) -> Iterator[list[Event]]:
     """Yield the events of each function and of the module, in source order, except those that run only without Horovod."""
-    guards, passes = Guards(source), _backward_functions(source)
+    guards, passes, changes = Guards(source), _backward_functions(source), changing_functions(source)
     for _, nodes in source.scopes:
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
+        changed = (node for node in nodes if is_change(source, node) or _is_call_of(node, changes))
+        found += [Event("change", node) for node in changed]  # type: ignore[arg-type]  # all rules accept statements here
         events = [event for event in found if not guards.is_without_horovod(event.node)]
         # Sort by the end of a call: `scaler.scale(loss).backward()` calls backward last.
         yield sorted(events, key=lambda event: (event.node.end_lineno or 0, event.node.end_col_offset or 0))
+
+
+def _is_call_of(node: ast.AST, functions: set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
 
 
 def _backward_functions(source: Source) -> set[str]:

@@ -822,6 +822,25 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
+        "clip_before_synchronize",  # no finding if the gradient may be of no parameter, is only zeroed, or is used up
+        WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
+        WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
+        "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",
+    ),
+    (
+        "clip_before_synchronize",  # no finding if the function that changes gradients also averages them
+        WRAP + "def scale(params):\n    for p in params:\n        p.grad = p.grad / 2\nloss.backward()\n"
+        "scale(params)  # HERE\noptimizer.step()",
+        WRAP + "def scale(params):\n    for p in params:\n        p.grad = hvd.allreduce(p.grad) / 2\nloss.backward()\n"
+        "scale(params)\noptimizer.step()",
+    ),
+    (
+        "clip_before_synchronize",
+        WRAP + "loss.backward()\nmodel.weight.grad[:2] /= 2  # HERE\noptimizer.step()",
+        WRAP + "loss.backward()\noptimizer.synchronize()\nmodel.weight.grad[:2] /= 2\n"
+        "with optimizer.skip_synchronize():\n    optimizer.step()",
+    ),
+    (
         "clip_before_synchronize",  # no finding for an optimizer that the function itself makes
         WRAP + "def train(optimizer):\n    loss.backward()\n    clip_grad_norm_(p, 1)  # HERE\n    optimizer.step()",
         WRAP + "def alone():\n    optimizer = torch.optim.SGD(p, 1.0)\n    loss.backward()\n    clip_grad_norm_(p, 1)\n"

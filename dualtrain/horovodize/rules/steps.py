@@ -14,19 +14,26 @@ _CURE = "call optimizer.synchronize() after backward, and step inside `with opti
 
 
 def clip_before_synchronize(source: Source) -> Iterator[Finding]:
-    """Gradients are clipped before they are averaged."""
+    """Gradients are clipped, or changed in another way, before they are averaged."""
     for events in steps(source):
         for number, event in enumerate(events):
             before = since_backward(source, events, number)
-            if event.kind != "clip" or has(before, "synchronize") or has(before, "unscale"):
+            if event.kind not in ("clip", "change") or has(before, "synchronize") or has(before, "unscale"):
                 continue  # scaler_before_synchronize reports the line with unscale_
             if _may_be_synchronized(source, events, number) or _is_of_another_optimizer(source, event):
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later):
-                own = "values" if last_name(event.node.func) == "clip_grad_value_" else "norm"
-                message = f"gradients are clipped before they are averaged: each rank clips by its own {own}; {_CURE}"
+                message = f"{_early(event)}; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_before(source, events, number)))
+
+
+def _early(event: Event) -> str:
+    """Return the mistake of an event that comes before the gradients are averaged."""
+    if event.kind == "change":
+        return "gradients are changed before they are averaged: the change may be lost, because param.grad is overwritten"
+    own = "values" if last_name(event.node.func) == "clip_grad_value_" else "norm"
+    return f"gradients are clipped before they are averaged: each rank clips by its own {own}"
 
 
 def scaler_before_synchronize(source: Source) -> Iterator[Finding]:

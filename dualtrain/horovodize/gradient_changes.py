@@ -1,0 +1,57 @@
+"""Changes of parameters' gradients that a script makes itself, such as ``p.grad.clamp_(-1, 1)``."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from dualtrain.horovodize.source import Source, last_name
+
+#: Methods that change a tensor. Zeroing does not count, because scripts do so before backward, or for frozen parameters.
+_METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
+#: Calls by which a function that changes gradients may also average them.
+_AVERAGING = re.compile(r"reduce|synchronize|broadcast|gather|backward|^step$")
+
+
+def is_change(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` changes the gradient ``p.grad`` of a parameter, by a method or an assignment that uses it."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and _is_gradient(source, node.func.value)
+    if isinstance(node, ast.AugAssign):
+        return _is_gradient(source, node.target)
+    if not isinstance(node, ast.Assign) or not any(_is_gradient(source, target) for target in node.targets):
+        return False
+    called = {last_name(part.func) for part in ast.walk(node.value) if isinstance(part, ast.Call)}
+    uses = any(_is_gradient(source, part) for part in ast.walk(node.value))
+    return uses and not any(_AVERAGING.search(name) for name in called)
+
+
+def changing_functions(source: Source) -> set[str]:
+    """Return the names of the program's functions, without methods, that change gradients and do not average them."""
+    found = set()
+    for file in source.program:
+        for name, function in file.functions.items():
+            inside = list(ast.walk(function))
+            called = {last_name(node.func) for node in inside if isinstance(node, ast.Call)}
+            if file.is_ambiguous(name) or any(_AVERAGING.search(one) for one in called):
+                continue
+            if any(is_change(file, node) for node in inside):
+                found.add(name)
+    return found
+
+
+def _is_gradient(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is ``p.grad``, ``p.grad.data`` or a part of them, and ``p`` is certainly a parameter."""
+    while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
+        node = node.value
+    if not isinstance(node, ast.Attribute) or node.attr != "grad":
+        return False
+    if last_name(node.value) in ("bias", "weight") and isinstance(node.value, ast.Attribute):
+        return True
+    loops = [above for above in source.above(node) if isinstance(above, ast.For)]
+    named = (loop for loop in loops if last_name(node.value) in _names(loop.target))
+    return isinstance(node.value, ast.Name) and any("param" in ast.unparse(loop.iter) for loop in named)
+
+
+def _names(target: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
