@@ -1,4 +1,4 @@
-"""Hooks on parameters. They call a reducer when a gradient is ready, or when a module has replaced a parameter.
+"""Hooks on parameters. They call a reducer when a gradient is ready, or when a parameter or its module was replaced.
 
 A hook holds a weak reference to its reducer, so that the reducer is freed with the object that uses it. If no reducer of a
 parameter is left, the parameter's hook raises an error: otherwise each rank would silently continue with its own gradients.
@@ -9,13 +9,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from dualtrain.gradients.compilation import not_compiled
@@ -35,11 +39,28 @@ class Reducer(Protocol):
     def gradient_ready(self, slot: Slot) -> None:
         """Handle a gradient that autograd has accumulated. Called for each gradient in every backward pass."""
 
-    def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Handle the replacement of parameter ``name`` in ``place`` (module id, attribute name) by a new one.
+    def parameter_replaced(self, place: Place, name: str) -> None:
+        """Handle the replacement, in ``place``, of parameter ``name`` or of a module that has it."""
 
-        ``name`` is ``None`` if this reducer has the new parameter already.
-        """
+
+@dataclass(frozen=True)
+class Place:
+    """Attribute ``key`` of the module ``owner``, where a parameter or a module was replaced."""
+
+    owner: weakref.ref[nn.Module]
+    key: str
+
+    def unaveraged(self) -> str | None:
+        """Return what is there now, "parameter" or "module", if it has trained parameters without a reducer."""
+        owner = self.owner()
+        if owner is None:
+            return None
+        # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
+        p, module = owner._parameters.get(self.key), owner._modules.get(self.key)
+        found = [p] if p is not None else [] if module is None else module.parameters()
+        if any(p.requires_grad and not reducers_of(p) for p in found):
+            return "module" if p is None else "parameter"
+        return None
 
 
 class ParameterHooks:
@@ -195,7 +216,7 @@ def has_later_hook(reducer: Reducer, slot: Slot) -> bool:
     return False
 
 
-def reducers_of(p: nn.Parameter) -> list[Reducer]:
+def reducers_of(p: torch.Tensor) -> list[Reducer]:
     """Return the reducers that have a hook on ``p``."""
     return [reducer for ref, _ in _watchers(p) if (reducer := ref()) is not None]
 
@@ -207,25 +228,30 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
 
 
 def _observe_replacements() -> None:
-    """Make modules report when a new parameter replaces one with a hook. Only a process's first call has an effect."""
+    """Make modules report what replaces a parameter with a hook, or its module. Only the first call has an effect."""
     global _observing
     if not _observing:
         _observing = True
-        register_module_parameter_registration_hook(_on_registration)
+        register_module_parameter_registration_hook(_on_parameter)
+        register_module_module_registration_hook(_on_module)
 
 
-def _on_registration(module: nn.Module, name: str, new: Any) -> None:
+def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
     # ``_parameters`` is private in torch 2.5 to 2.15. During registration, getattr() may return an attribute of the class.
-    old = module._parameters.get(name)
-    if new is None or new is old:
-        return
-    place = id(module), name
-    keepers = [ref() for ref, _ in _watchers(new)]
-    for keeper in keepers:
-        if keeper is not None:
-            keeper.parameter_replaced(place, None)
-    # Ignore a frozen new parameter. Ignore tied parameters too: the same reducer has the new parameter already.
-    for ref, old_name in _watchers(old) if new.requires_grad else ():
+    old = owner._parameters.get(key)
+    if old is not None and new is not None and new is not old:
+        _report_replacement(owner, key, [old])
+
+
+def _on_module(owner: nn.Module, key: str, new: Any) -> None:
+    old = owner._modules.get(key)  # private in torch 2.5 to 2.15, as ``_parameters`` is
+    if old is not None and new is not None and new is not old:
+        _report_replacement(owner, key, old.parameters())
+
+
+def _report_replacement(owner: nn.Module, key: str, replaced: Iterable[torch.Tensor]) -> None:
+    watchers = [watcher for p in replaced for watcher in _watchers(p)]
+    for ref, name in watchers[::-1]:  # the last report of a reducer counts, and names its first parameter
         reducer = ref()
-        if reducer is not None and not any(reducer is keeper for keeper in keepers):
-            reducer.parameter_replaced(place, old_name)
+        if reducer is not None:
+            reducer.parameter_replaced(Place(weakref.ref(owner), key), name)

@@ -22,7 +22,7 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.exchange import Exchange, Unused
-from dualtrain.gradients.hooks import ParameterHooks, has_later_hook
+from dualtrain.gradients.hooks import ParameterHooks, Place, has_later_hook
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.parameter_order import refuse_other_order
 from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
@@ -283,11 +283,8 @@ class GradientReducer:
 
     # -- during backward ------------------------------------------------------------------------------------------
 
-    def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to reduce, because a module's parameter ``name`` was replaced by a new one.
-
-        ``place`` is (module id, attribute name). ``None`` as ``name`` ends the refusal for this place.
-        """
+    def parameter_replaced(self, place: Place, name: str) -> None:
+        """Refuse exchanges while ``place``, where parameter ``name`` was replaced, has parameters without a reducer."""
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -19,7 +19,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
-from dualtrain.gradients.hooks import ParameterHooks
+from dualtrain.gradients.hooks import ParameterHooks, Place
 from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -27,6 +27,7 @@ _NEW_LAYOUT = (
     "parameters were unfrozen, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
     "before the same backward"
 )
+_AFTER_REPLACEMENT = "make the optimizer after the replacement, or call add_param_group on every rank"
 _SAME_STEPS = "step or skip on all ranks, and call optimizer.zero_grad() after a backward whose step is skipped"
 
 
@@ -52,7 +53,8 @@ class Refusals:
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found all of them in ``hooks.known``.
         self._in_groups: list[list[torch.Tensor]] = []
-        self._replaced: dict[tuple[int, str], str] = {}  # place of a new parameter → name of the replaced one
+        #: (module id, attribute) → place of a new parameter or module, and the name of a replaced parameter.
+        self._replaced: dict[tuple[int, str], tuple[Place, str]] = {}
         self._flag = torch.zeros(1, device="cpu")
         self._late: _LateFlag | None = None
 
@@ -60,12 +62,9 @@ class Refusals:
         """Record the ``named`` parameters, which must not change from now on; ``flag`` is sent with their gradients."""
         self._forms, self._flag, self._late = Forms(named), flag, None
 
-    def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """Record that a new parameter replaced ``name`` in ``place``; ``None`` as ``name`` removes the record."""
-        if name is None:
-            self._replaced.pop(place, None)
-        else:
-            self._replaced[place] = name
+    def replace(self, place: Place, name: str) -> None:
+        """Record that parameter ``name``, or a module that has it, was replaced in ``place``."""
+        self._replaced[id(place.owner()), place.key] = place, name
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
         """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
@@ -92,13 +91,7 @@ class Refusals:
                     f"parameter {bucket.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
                     "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
                 )
-        if self._replaced:
-            return (
-                f"parameter {next(iter(self._replaced.values()))!r} was replaced in its module by a new one "
-                "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
-                "after the replacement"
-            )
-        return self._lost() or self._unknown() or self._dropped()
+        return self._unknown() or self._unaveraged() or self._lost() or self._dropped()
 
     def drop_gradients(self) -> None:
         """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
@@ -108,6 +101,24 @@ class Refusals:
         for slot in self.hooks.slots:
             slot.param.grad = None
             self.dropped = True
+
+    def _unaveraged(self) -> str | None:
+        # Places are checked here, and not when something is replaced: the program may then call add_param_group.
+        while self._replaced:
+            key, (place, name) = next(iter(self._replaced.items()))
+            new = place.unaveraged()
+            if new == "parameter":
+                return (
+                    f"parameter {name!r} was replaced in its module by a new one (load_state_dict(assign=True), or an "
+                    f"assignment), which the optimizer does not have: {_AFTER_REPLACEMENT}"
+                )
+            if new == "module":
+                return (
+                    f"the module of parameter {name!r} was replaced by one with parameters that the optimizer does not "
+                    f"have: {_AFTER_REPLACEMENT}"
+                )
+            del self._replaced[key]
+        return None
 
     def _dropped(self) -> str | None:
         if self.dropped:

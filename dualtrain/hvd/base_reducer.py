@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from dualtrain.errors import BackendError
-from dualtrain.gradients.hooks import ParameterHooks, reducers_of
+from dualtrain.gradients.hooks import ParameterHooks, Place, reducers_of
 from dualtrain.gradients.parameters import check_supported
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.slots import Slot
@@ -376,11 +376,8 @@ class HorovodReducer(ABC):
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges, because a module's parameter ``name`` was replaced by a new one.
-
-        ``place`` is (module id, attribute name). ``None`` as ``name`` ends the refusal for this place.
-        """
+    def parameter_replaced(self, place: Place, name: str) -> None:
+        """Refuse exchanges while ``place``, where parameter ``name`` was replaced, has parameters without a reducer."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -124,11 +124,11 @@ def test_torch_has_private_accessors_of_uncoalesced_sparse_tensors():
     assert grad._indices().tolist() == [[1, 1]]
 
 
-def test_torch_keeps_the_parameters_of_a_module_in_a_dict():
-    layer = nn.Linear(2, 2)
-    found = getattr(layer, "_parameters", {})
-    assert found.get("weight") is layer.weight, (
-        f"{VERSION} does not keep a module's parameters in _parameters: change _on_registration in gradients/hooks.py"
+def test_torch_keeps_the_parameters_and_submodules_of_a_module_in_dicts():
+    model = nn.Sequential(nn.Linear(2, 2))
+    found = [getattr(model[0], "_parameters", {}).get("weight"), getattr(model, "_modules", {}).get("0")]
+    assert found == [model[0].weight, model[0]], (
+        f"{VERSION} keeps parameters or submodules elsewhere: change _on_parameter and _on_module in gradients/hooks.py"
     )
 
 

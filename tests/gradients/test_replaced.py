@@ -166,6 +166,13 @@ def load_assigned(model, optimizer):
     return r"parameter '0\.weight' was replaced in its module", back
 
 
+def replace_module(model, optimizer):
+    before, model[2] = model[2], nn.Identity()
+    model[2] = before
+    model[2] = nn.Linear(6, 3)
+    return r"the module of parameter '2\.weight' was replaced by one with", lambda: model.__setitem__(2, before)
+
+
 def append(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     params.append(nn.Parameter(torch.ones(2)))
@@ -228,7 +235,10 @@ def refused(backend, change):
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape, reshape_equally])
+CHANGES = [cast, load_assigned, replace_module, append, exchange_equal, misplace, reshape, reshape_equally]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_parameter_that_one_rank_changed_is_named_in_an_error_on_every_rank(change):
     run_threads(2, refused, change)
 
@@ -631,6 +641,32 @@ def tied_later(backend):
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert same_on_all(backend, list(model.parameters()))
+
+
+def added_later(backend):
+    """Replace a parameter and a module, and add the new parameters to the optimizer before or after that."""
+    model = seeded(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)))
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    bias, head = nn.Parameter(torch.ones(3)), nn.Linear(3, 2)
+    optimizer.add_param_group({"params": head.parameters()})
+    model[1].bias, model[2] = bias, nn.Sequential(seeded(head), nn.Dropout(0.5)).eval()
+    optimizer.add_param_group({"params": [bias]})
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in range(backend.size)])
+        vector_loss(model, backend.rank).backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        optimizer.step()
+    model[2] = model[2][0]
+    vector_loss(model, backend.rank).backward()
+    optimizer.close()
+
+
+def test_new_parameters_of_a_module_may_be_added_to_the_optimizer():
+    run_threads(2, added_later)
 
 
 def test_parameters_may_be_tied_or_restored_or_replaced_by_frozen_ones():
