@@ -86,9 +86,9 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     device = next(model.parameters()).device
     what = f"--model {name} and --dataset {dataset} do not fit"
     with evaluation_mode(model):
-        _try_sample(model, first_validation_sample(task, device), what)
+        _try_sample(model, first_validation_sample(task, device), task.classes, what)
         for inputs, targets in ready_samples(task.train, [0]):
-            _try_sample(model, (inputs.to(device), targets.to(device)), what)
+            _try_sample(model, (inputs.to(device), targets.to(device)), task.classes, what)
     training_mode(model)  # the user's own function may return a model in evaluation mode
     check_state(model, name)
 
@@ -126,8 +126,11 @@ def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
     return None
 
 
-def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
-    """Check that the model fits ``sample``, a batch of one sample. Error messages begin with ``what``."""
+def _try_sample(model: nn.Module, sample: Tensors, classes: int, what: str) -> None:
+    """Check that the model fits ``sample``, a batch of one sample, and has an output for each of the data's ``classes``.
+
+    Error messages begin with ``what``.
+    """
     # Use the sample twice: then an output without a batch dimension has the wrong shape, and BatchNorm has several values
     # per channel.
     inputs, targets = (torch.cat([part, part]) for part in sample)
@@ -150,6 +153,11 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
         kind = str(outputs.dtype).removeprefix("torch.")
         raise UserError(f"{what}: the model returns values of type {kind}; it must return logits, such as float32")
     _check_targets(targets, outputs.shape[-1], what)
+    if outputs.shape[-1] < classes:  # a later sample may have a class that the model lacks
+        raise UserError(
+            f"{what}: the model returns {outputs.shape[-1]} logits for each target, and the data has {classes} classes; "
+            "it must return a logit for each class"
+        )
 
 
 def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:

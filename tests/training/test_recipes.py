@@ -214,6 +214,18 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
             ],
             ["from 0 to 2, since the model has 3 outputs, and one target is 7"],
         ),
+        # The first targets are 0, but later ones may be up to 9.
+        (
+            [
+                "--model",
+                "tests.training.test_recipes:narrow",
+                "--dataset",
+                "tests.training.test_recipes:zeros",
+                "--classes",
+                "10",
+            ],
+            ["3 logits for each target", "the data has 10 classes"],
+        ),
         (["--model", "tests.training.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
         (["--model", ":build"], ["':build'", "pkg.mod:function"]),
         (["--dataset", "tests.training.test_recipes:nothing", "--classes", "10"], ["no samples to evaluate on"]),
@@ -267,6 +279,11 @@ def misfit():
 
 def threes():
     samples = [(torch.zeros(1, 8, 8), 3)] * 20
+    return samples, samples
+
+
+def zeros():
+    samples = [(torch.zeros(1, 8, 8), 0)] * 20
     return samples, samples
 
 
