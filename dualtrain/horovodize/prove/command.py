@@ -28,6 +28,7 @@ from typing import Any
 
 from dualtrain.console import (
     ending_by_signals,
+    given_path,
     parser_of,
     print_error,
     printable,
@@ -100,10 +101,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=seconds, default=300.0, help="seconds without a step after which a run is ended (default: 300)"
     )
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="run on Horovod alone, once, and keep the record")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with this record; do not run Horovod")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as a page to this file")
+    parser.add_argument(
+        "--record", type=_given_path, metavar="FOLDER", help="run on Horovod alone, once, and keep the record"
+    )
+    parser.add_argument(
+        "--against", type=_given_path, metavar="FOLDER", help="compare with this record; do not run Horovod"
+    )
+    parser.add_argument("--json", type=_given_path, metavar="FILE", help="write all results to this file")
+    parser.add_argument("--html", type=_given_path, metavar="FILE", help="write the results as a page to this file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script", help="path of the script, or name of the module after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -117,9 +122,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if given.record is not None:
         _check_new(given.record)
     for path in (given.json, given.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"cannot write {str(path)!r} (no such folder): check its path")
+        if path is not None:
+            _check_file(path)
     return given
+
+
+def _given_path(text: str) -> Path:
+    return Path(given_path(text))
+
+
+def _check_file(path: Path) -> None:
+    """Raise UserError unless results can be written to the file ``path``: the runs take minutes, so check this first."""
+    above = path.absolute().parent
+    if not above.is_dir():
+        raise UserError(f"cannot write {str(path)!r} (no such folder): check its path")
+    if path.is_dir():
+        raise UserError(f"cannot write {str(path)!r} (it is a folder): name a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {str(above)!r}: name a file in another folder")
 
 
 def _prove(given: argparse.Namespace) -> int:
