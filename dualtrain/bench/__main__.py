@@ -115,11 +115,15 @@ def _without_groups(jobs: str | None) -> str | None:
 
 
 def _prefix(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return ()
     try:
-        words = tuple(shlex.split(text or ""))
+        words = tuple(shlex.split(text))
     except ValueError as error:
         raise UserError(f"--launch {text!r} cannot be split into words ({error}): fix its quotes") from None
-    if words and shutil.which(words[0]) is None:
+    if not words:  # as from an unset variable: the bench would measure this host alone
+        raise UserError("--launch has no command: give the command that starts your jobs, or leave --launch out")
+    if shutil.which(words[0]) is None:
         raise UserError(f"--launch: there is no program {words[0]!r}: give the command that starts your jobs")
     return words
 

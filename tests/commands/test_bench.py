@@ -1146,6 +1146,7 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),
+        (["--launch", " "], "--launch has no command"),
         (["extra"], "unrecognized"),
         (["--ranks", "2"], "--ranks has no effect without --scale"),
         (["--scale", "--ranks", "2,1"], "--ranks must be numbers of ranks from 2 to 1024"),
