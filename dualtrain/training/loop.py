@@ -403,6 +403,11 @@ class Run:
 
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
+        whole, epoch = cursor.batch == self.sampler.batches, cursor.epoch + 1
+        if whole and not cursor.sums[1]:
+            raise UserError(
+                f"no training target has a loss, since all are {IGNORED}: correct the training data", shared=True
+            )
         progress = self.records.progress
         parts = self.plan.validation(len(self.task.val))
         progress.phase("evaluating", sum(map(len, parts)))
@@ -415,7 +420,6 @@ class Run:
             numbers = torch.arange(len(self.task.val))
             what = "the validation loss became infinite or not a number on all ranks"
             self._diverge(what, cursor.step, "validation", self.task.val, numbers)
-        whole, epoch = cursor.batch == self.sampler.batches, cursor.epoch + 1
         best = cursor.update_best(evaluation, output.best)
         if whole:
             cursor.next_epoch()

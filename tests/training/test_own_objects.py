@@ -281,9 +281,10 @@ def layer(shape, classes):
     return nn.Linear(*shape, classes)
 
 
-def test_a_validation_set_with_only_ignored_targets_is_refused(tmp_path):
-    flags = ["--dataset", f"{__name__}:ignored", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
-    with connect("local") as backend, pytest.raises(UserError, match="no validation target has a loss"):
+@pytest.mark.parametrize(("dataset", "split"), [("ignored", "validation"), ("unlabelled", "training")])
+def test_data_with_only_ignored_targets_are_refused(dataset, split, tmp_path):
+    flags = ["--dataset", f"{__name__}:{dataset}", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
+    with connect("local") as backend, pytest.raises(UserError, match=f"no {split} target has a loss"):
         loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
 
 
@@ -299,6 +300,10 @@ def data(folder):
 
 def ignored(folder):
     return Numbered(*batch(8)), Numbered(batch(8)[0], torch.full((8,), -100))
+
+
+def unlabelled(folder):
+    return Numbered(batch(8)[0], torch.full((8,), -100)), Numbered(*batch(8))
 
 
 def lazy(shape, classes):
