@@ -46,12 +46,21 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
         show(recipe_list())
         raise SystemExit(0)
     config = Config.of({**_without_overridden(load_recipe(recipe), flags), **flags})
-    if "batch_size" in flags and "global_batch_size" in flags:
-        raise UserError("--batch-size (of each rank) and --global-batch-size (of all) exclude each other: give one")
+    _check_exclusive(flags)
     _check_run(config.run, config.model)
     _check_restarts(config.run)
     _check_step(config)
     return config
+
+
+def _check_exclusive(flags: dict[str, Any]) -> None:
+    """Raise UserError if two flags of the command line set the same value."""
+    if "batch_size" in flags and "global_batch_size" in flags:
+        raise UserError("--batch-size (of each rank) and --global-batch-size (of all) exclude each other: give one")
+    options = {part.partition("=")[0].strip() for part in flags.get("optimizer_options", "").split(",")}
+    for name in ("momentum", "weight_decay"):  # a recipe's value is no contradiction: the option overrides it
+        if name in flags and name in options:
+            raise UserError(f"{SETTINGS[name].flag} and {name} in --optimizer-options exclude each other: give one")
 
 
 def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

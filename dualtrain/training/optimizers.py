@@ -67,10 +67,15 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
         name, sign, text = part.strip().partition("=")
         if not sign:
             raise UserError(f"--optimizer-options must be name=value pairs as in nesterov=true, not {part!r}")
-        if name not in known or name in ("lr", "params"):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(list(known)[1:])}"
+        if name == "lr":
+            raise UserError(f"--optimizer-options {part!r}: the learning rate has its own flag: give --lr")
+        if name not in known:
+            others = [other for other in known if other != "lr"]
+            near = difflib.get_close_matches(name, others, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(others)}"
             raise UserError(f"--optimizer-options {part!r}: {step.optimizer} has no option {name!r}{hint}")
+        if name in options:
+            raise UserError(f"--optimizer-options {step.optimizer_options!r}: {name!r} has two values: give one")
         options[name] = option_value(text)
         if isinstance(options[name], str) and isinstance(known[name], bool | int | float | tuple):
             raise UserError(f"--optimizer-options {part!r}: {text!r} is not a valid value; give a number, true or false")
