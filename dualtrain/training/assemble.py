@@ -221,7 +221,8 @@ def check_batches(sampler: Sampler, size: int, accumulate: int, *, sync_batchnor
     """Raise UserError if there is no whole batch, or if a rank would have no samples for SyncBatchNorm."""
     if not sampler.batches:
         raise UserError(
-            f"--drop-last drops all {sampler.samples} samples, since a batch has {sampler.global_batch}: lower --batch-size"
+            f"--drop-last drops all {sampler.samples} samples, since a batch has {sampler.global_batch} over all ranks: "
+            "give a smaller batch size"
         )
     if sync_batchnorm and sampler.smallest // size < accumulate:
         raise UserError(

@@ -14,6 +14,7 @@ from dualtrain.config import StepSection, parse
 from dualtrain.data.memory import TensorSource
 from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import Task
+from dualtrain.training.assemble import check_batches
 from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.one_sample import check_one_sample, smallest_pass
 
@@ -108,6 +109,11 @@ def test_the_smallest_pass_is_the_one_of_the_batch_plan():
                 plan = BatchPlan(Sampler(size, size, 0), parts, range(parts), accumulate)
                 found = [len(one) for part in plan.passes(torch.arange(size)) for one in part]
                 assert smallest_pass(size, parts, accumulate) == min(found)
+
+
+def test_dropping_all_samples_is_refused():
+    with pytest.raises(UserError, match="a batch has 16 over all ranks: give a smaller batch size"):
+        check_batches(Sampler(10, 16, 0, True), 1, 1, sync_batchnorm=False)
 
 
 def test_a_run_is_refused_before_its_first_step(tmp_path):
