@@ -134,9 +134,9 @@ class _Variables:
         try:
             return int(value)
         except ValueError:
-            raise UserError(
-                f"{name}={self.env[name]!r} is not a whole number; {self.launcher} sets it: do not override it"
-            ) from None
+            by_hand = self.launcher == "environment"  # the user's own script, or an unknown program
+            cure = "correct or unset it" if by_hand else f"{self.launcher} sets it, so do not override it"
+            raise UserError(f"{name}={self.env[name]!r} is not a whole number: {cure}") from None
 
     def rendezvous(self) -> tuple[str, int] | None:
         """Return (MASTER_ADDR, MASTER_PORT), or None if they are not set."""

@@ -47,7 +47,7 @@ ALONE = {
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
         "SLURM_NTASKS is not set, but ",
     ),
-    "a variable is not a number": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' is not a whole number"),
+    "a variable is not a number": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' is not a whole number: correct"),
     "the rank is not below the size": (
         rank(5, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500),
         "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
