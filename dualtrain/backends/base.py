@@ -18,7 +18,8 @@ import enum
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -336,14 +337,7 @@ class Primitives(ABC):
             BackendError: an earlier call was stopped, or another thread is in a call.
         """
         if self.interrupted is not None and self.size > 1:
-            number = self.members[self.rank]
-            reason = (
-                f"a collective call on rank {number} was interrupted by {self.interrupted.__name__}, so that the calls of "
-                f"rank {number} no longer match those of the other ranks: restart the ranks"
-            )
-            if self.watch is not None:
-                self.watch.announce(reason)
-            raise BackendError(reason)
+            raise BackendError(self._report_interruption(self.interrupted))
         acquired: list[bool] = []
         try:
             # This is one call, so no signal handler can run after the lock is acquired and before ``acquired`` shows it.
@@ -360,6 +354,34 @@ class Primitives(ABC):
         finally:
             if True in acquired:
                 self._turn.release()
+
+    @contextmanager
+    def awaited_data(self) -> Iterator[None]:
+        """Report an exception of the block, which sends data that the other ranks wait for, to these ranks.
+
+        Later calls of this rank fail, as after an interruption. Otherwise, a library that matches operations by their order
+        would give the other ranks the data of this rank's next operation.
+        """
+        try:
+            yield
+        except BackendError:
+            raise
+        except Exception as error:  # most likely, there is too little memory for the result
+            self.interrupted = type(error)
+            if self.size > 1:
+                self._report_interruption(self.interrupted)
+            raise
+
+    def _report_interruption(self, by: type[BaseException]) -> str:
+        """Report to the other ranks that an exception of the type ``by`` has stopped a call of this rank; return why."""
+        number = self.members[self.rank]
+        reason = (
+            f"a collective call on rank {number} was interrupted by {by.__name__}, so that the calls of rank {number} no "
+            "longer match those of the other ranks: restart the ranks"
+        )
+        if self.watch is not None:
+            self.watch.announce(reason)
+        return reason
 
     def await_bounded(self, what: str, finished: Callable[[float], bool]) -> None:
         """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.

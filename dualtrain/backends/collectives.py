@@ -65,8 +65,9 @@ class Backend(Primitives):
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. A call with wrong arguments also raises on every rank: the ValueError or TypeError
     itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. In place of the
-    call, a refusal is compared, so this needs no further message. If an error occurs on one rank after the comparison, such
-    as too little memory for the result, the other ranks wait until that rank stops, or until the timeout.
+    call, a refusal is compared, so this needs no further message. An error on one rank after the comparison, such as too
+    little memory for the result, is reported to the other ranks, whose calls raise PeerFailedError; the backend cannot be
+    used any more.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
     included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
@@ -500,8 +501,9 @@ class Backend(Primitives):
         agree(self, call, data=reduction)
         if reduction.result is not None:
             return tensor.copy_(reduction.result) if in_place else reduction.result.clone()
-        output = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
-        self.start_allreduce(output, op, name).wait()
+        with self.awaited_data():
+            output = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
+            self.start_allreduce(output, op, name).wait()
         return output
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -589,9 +591,10 @@ class Backend(Primitives):
         The bytes are padded to the greatest length, since ``start_allgather`` gathers only tensors of equal length.
         """
         width = max(lengths)
-        output = data.new_empty(self.size * width)
-        if width:
-            self.start_allgather(output, torch.nn.functional.pad(data, (0, width - len(data))), name).wait()
+        with self.awaited_data():
+            output = data.new_empty(self.size * width)
+            if width:
+                self.start_allgather(output, torch.nn.functional.pad(data, (0, width - len(data))), name).wait()
         return [part[:n] for part, n in zip(output.view(self.size, width), lengths, strict=True)]
 
     @torch.no_grad()
@@ -607,11 +610,12 @@ class Backend(Primitives):
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
-        output = data.new_empty(sum(received) * row_bytes)
-        if row_bytes:
-            counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
-            self.start_alltoall(output, data, *counts, name).wait()
+        with self.awaited_data():
+            data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
+            output = data.new_empty(sum(received) * row_bytes)
+            if row_bytes:
+                counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
+                self.start_alltoall(output, data, *counts, name).wait()
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
 
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
@@ -622,8 +626,9 @@ class Backend(Primitives):
         length = agree(self, Call("broadcast_object", name, root=root), length, short)[root]
         self._refuse_if_unsent({root: length}, problem)
         if (buffer := short.result) is None:
-            buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
-            self.start_broadcast(buffer, root, name or "broadcast_object").wait()
+            with self.awaited_data():
+                buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
+                self.start_broadcast(buffer, root, name or "broadcast_object").wait()
         return obj if data is not None else objects.decode(buffer)
 
     def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:

@@ -18,7 +18,15 @@ from unittest import mock
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp, broadcast_optimizer_state, broadcast_parameters, connect, functional
+from dualtrain import (
+    BackendError,
+    PeerFailedError,
+    ReduceOp,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    connect,
+    functional,
+)
 from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
 from dualtrain.backends.inference import ordinary
@@ -1183,6 +1191,23 @@ def invalid_call_on_some_ranks(backend, which):
 
 def test_a_call_that_is_invalid_on_some_ranks_is_an_error_on_all_ranks(many):
     many.each(invalid_call_on_some_ranks, [(which,) for which in INVALID_CALLS])
+
+
+def fails_after_the_comparison(backend):
+    last = backend.rank == backend.size - 1
+    if last:
+        backend.start_allgather = mock.Mock(side_effect=MemoryError("no memory for the result"))
+    with pytest.raises(
+        MemoryError if last else PeerFailedError, match="no memory" if last else "interrupted by MemoryError"
+    ):
+        backend.allgather(torch.ones(5))
+    with pytest.raises(BackendError, match="interrupted by MemoryError, so that the calls of rank 2 no longer match"):
+        backend.barrier()
+
+
+def test_an_error_after_the_comparison_is_reported_and_ends_the_calls():
+    """Otherwise the other ranks would wait, or get the data of the next call."""
+    run_threads(3, fails_after_the_comparison)
 
 
 def checks_behind_pending_calls(backend):
