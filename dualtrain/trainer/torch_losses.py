@@ -84,6 +84,7 @@ _OF_ELEMENTS = (
     *(functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss.forward),
     *(functional.kl_div, nn.KLDivLoss.forward, functional.poisson_nll_loss, nn.PoissonNLLLoss.forward),
     *(functional.soft_margin_loss, nn.SoftMarginLoss.forward),
+    *(functional.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss.forward),
     *(functional.hinge_embedding_loss, nn.HingeEmbeddingLoss.forward),
 )
 

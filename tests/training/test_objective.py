@@ -233,6 +233,7 @@ def over_sequences(backend, loss, kind, virtual_ranks):
         (nn.CrossEntropyLoss(label_smoothing=0.1), "probabilities"),
         (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), "numbers"),
         (partial(functional.smooth_l1_loss, beta=0.5), "numbers"),
+        (functional.multilabel_soft_margin_loss, "numbers"),
     ],
 )
 def test_each_target_counts_alike_if_batches_have_unequal_numbers_of_targets_per_sample(loss, kind):
