@@ -9,16 +9,23 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from dualtrain.horovod_variables import log
+
 
 class Timeline:
-    """Writer of a trace file. While no file is open, nothing is written."""
+    """Writer of a trace file. While no file is open, nothing is written.
+
+    If the file cannot be written, an error is logged, and the file is closed: as on Horovod, training continues.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
+        self._path = ""
         self._lines: dict[str, int] = {}  # tensor → index of its line in the chart
         self._open: set[tuple[str, str]] = set()  # activities in progress; kept up to date while no file is open too
         self._start, self._end = 0.0, 0
@@ -30,14 +37,15 @@ class Timeline:
         return self._file is not None
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Open a new file at ``path``; close the previous one first.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Open a new file at ``path``; close the previous one first."""
         self.stop()
         with self._lock:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open until stop()
+            self._path = path
+            try:
+                self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open until stop()
+            except OSError as error:
+                self._give_up(error)
+                return
             self._lines, self.mark_cycles = {}, mark_cycles
             self._start = time.time()
             self._end = 0
@@ -50,12 +58,11 @@ class Timeline:
     def stop(self) -> None:
         """Close the file, if one is open."""
         with self._lock:
-            if self._file is None:
-                return
-            for what, activity in sorted(self._open):
-                self._write(name=activity, ph="E", pid=self._lines[what])
-            self._file.close()
-            self._file = None
+            for what, activity in sorted(self._open) if self.active else ():
+                self._write(name=activity, ph="E", pid=self._line(what))
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def begin(self, what: str, activity: str) -> None:
         """Record that ``activity`` (such as ALLREDUCE) starts on the tensor ``what`` (such as allreduce.loss)."""
@@ -95,11 +102,22 @@ class Timeline:
         return self._lines[what]
 
     def _write(self, **event: Any) -> None:
-        assert self._file is not None
+        if self._file is None:
+            return
         if event["ph"] != "M":
             event |= {"ts": int((time.time() - self._start) * 1e6), "tid": 0}
         # Overwrite the bracket that closes the list, and add a new one: the file is valid JSON at any moment.
-        self._file.seek(max(self._end - 2, 0))
-        self._file.write((",\n" if self._end else "[\n") + json.dumps(event) + "\n]")
-        self._file.flush()
-        self._end = self._file.tell()
+        try:
+            self._file.seek(max(self._end - 2, 0))
+            self._file.write((",\n" if self._end else "[\n") + json.dumps(event) + "\n]")
+            self._file.flush()
+            self._end = self._file.tell()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.error("the timeline %s cannot be written (%s): training continues without it", self._path, error.strerror)
+        if self._file is not None:
+            with suppress(OSError):  # closing writes what is left in the buffer
+                self._file.close()
+            self._file = None

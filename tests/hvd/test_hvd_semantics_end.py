@@ -302,15 +302,27 @@ def test_shutdown_restores_the_callback_of_a_backend_that_the_program_passed():
         assert backend.watch.on_peer_failure is report
 
 
-def test_a_failed_init_leaves_no_connection(tmp_path):
+def test_a_failed_init_leaves_no_connection():
     hvd, hook = ours(), sys.excepthook
-    for path, error in ((tmp_path / "missing" / "trace.json", FileNotFoundError), (tmp_path / "trace.json", None)):
-        with mock.patch.dict(os.environ, {"HOROVOD_TIMELINE": str(path)}):
-            if error is None:
-                hvd.init()
-                hvd.shutdown()
-            else:
-                with pytest.raises(error):
-                    hvd.init()
-        assert not hvd.is_initialized()
-        assert sys.excepthook is hook  # a connected backend installs a hook
+    with (
+        mock.patch("dualtrain.hvd.engine.control", side_effect=OSError("no socket")),
+        pytest.raises(OSError, match="no socket"),
+    ):
+        hvd.init()
+    assert not hvd.is_initialized()
+    assert sys.excepthook is hook  # a connected backend installs a hook
+    hvd.init()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "missing/trace.json"])
+def test_a_timeline_that_cannot_be_written_ends_no_call(path):
+    hvd = ours()
+    with Lines() as lines, mock.patch.dict(os.environ, {"HOROVOD_TIMELINE": path}):
+        hvd.init()
+        assert hvd.allreduce(torch.ones(1)).item() == 1
+        hvd.start_timeline(path)
+        assert hvd.allreduce(torch.ones(1)).item() == 1
+        hvd.stop_timeline()
+        hvd.shutdown()
+    assert [f"the timeline {path} cannot be written" in text for text in lines.texts] == [True, True]
