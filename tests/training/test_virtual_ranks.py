@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from contextlib import nullcontext
 
@@ -119,6 +120,20 @@ def test_random_numbers_depend_on_the_step_and_the_shard_only(real, draws_alone)
         assert len({value[each] for value in found.values()}) == 9
         assert len({value[each] for value in between}) == 6
     assert [mine for _, mine in together] == [between] * real.size
+
+
+@pytest.mark.parametrize("last", ["step", "evaluation"])
+def test_numbers_drawn_after_a_restore_are_those_drawn_after_the_save(last):
+    case = CASES["drawing"]
+    with connect("local") as backend:
+        trainer, restored = trainer_of(backend, case), trainer_of(backend, case)
+        step(trainer, case, 0)
+        if last == "evaluation":
+            evaluate(trainer, case)
+        state = copy.deepcopy(trainer.state_dict())
+        expected = drawn()
+        restored.load_state_dict(state)
+        assert drawn() == expected
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
