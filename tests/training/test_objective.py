@@ -119,7 +119,13 @@ def pixels(ignored):
 
 @pytest.mark.parametrize(
     ("loss", "ignored"),
-    [(PIXELS, 1), (nn.CrossEntropyLoss(), -100), (functional.cross_entropy, -100), (nn.NLLLoss(), -100)],
+    [
+        (PIXELS, 1),
+        (nn.CrossEntropyLoss(weight=WEIGHTS), -100),
+        (nn.CrossEntropyLoss(), -100),
+        (functional.cross_entropy, -100),
+        (nn.NLLLoss(), -100),
+    ],
 )
 def test_a_loss_of_pixels_over_all_ranks_equals_the_loss_of_the_whole_batch(typical, loss, ignored):
     inputs, targets = pixels(ignored)

@@ -261,16 +261,20 @@ def centered(backend, **options) -> Trainer:
     return trained(backend, nn.Sequential(seeded(Centered())), **options)
 
 
-def test_a_resume_restores_the_extra_state_of_each_rank(tmp_path):
+def test_a_resume_restores_the_extra_state_and_the_buffers_of_each_rank(tmp_path):
+    def normalized(backend) -> Trainer:
+        return trained(backend, nn.Sequential(seeded(Centered()), nn.BatchNorm1d(2)), ema=0.5)
+
     def body(backend) -> None:
-        trainer, batch = centered(backend, ema=0.5), data(backend)
+        trainer, batch = normalized(backend), data(backend)
         for number in range(4):
             if number == 2:
                 trainer.save(tmp_path / "state.safetensors")
             trainer.step([batch], 16.0)
-        resumed = centered(backend, ema=0.5)
+        resumed = normalized(backend)
         resumed.resume(tmp_path / "state.safetensors")
         assert torch.equal(resumed.evaluated[0]._mean, resumed.model[0]._mean)
+        assert torch.equal(resumed.evaluated[1].running_mean, resumed.model[1].running_mean)
         for _ in range(2):
             resumed.step([batch], 16.0)
         assert torch.equal(resumed.model[0].weight, trainer.model[0].weight)
