@@ -71,11 +71,12 @@ def repair(source: Source, initialized: bool = True) -> Repaired:
         fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
         _move_lines(source.text, origins, finding.edits)
         source, found = better
+        refused.clear()  # a repair that was not possible before may be possible now
     edits, why = import_edits(source, initialized)
     for finding in edits:
         fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
     if edits:
-        source = Source(apply(source.text, [edit for one in edits for edit in one.edits]), source.wrapped, source.program)
+        source = source.with_text(apply(source.text, [edit for one in edits for edit in one.edits]))
     return Repaired(source, sorted(fixed), [*findings(source), *why])
 
 
@@ -85,7 +86,7 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
     Return None if the edits add a finding, remove none, or make the script invalid.
     """
     try:
-        after = Source(apply(source.text, finding.edits), source.wrapped, source.program)
+        after = source.with_text(apply(source.text, finding.edits))
         compile(after.text, "script", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return None

@@ -62,6 +62,12 @@ class Source:
         """This file, and the program's other files."""
         return [self, *(file for file in self.program if file.text != self.text)]
 
+    def with_text(self, text: str) -> Source:
+        """Return the source of a new ``text`` of the same file; other files of the program do not change."""
+        after = Source(text, self.wrapped)
+        after.program = [after if file.text == self.text else file for file in self.program]
+        return after
+
     @cached_property
     def code(self) -> str:
         """The script without comments, and without spaces between tokens."""
