@@ -1020,6 +1020,13 @@ CASES = [
         "with amp.scale_loss(loss, other) as scaled:\n    scaled.backward()\n",
     ),
     (
+        "apex_before_synchronize",  # no finding if gradients are, or may be, unscaled later
+        f"from apex import amp\n{WRAP}with amp.scale_loss(loss, optimizers=[optimizer], delay_unscale=0) as x:  # HERE\n"
+        "    x.backward()\noptimizer.step()",
+        f"from apex import amp\n{WRAP}with amp.scale_loss(loss, [optimizer], delay_unscale=late) as x:\n    x.backward()\n"
+        "optimizer.step()",
+    ),
+    (
         "rate_times_size",  # no finding if the script has the warm-up that the message asks for
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ns = torch.optim.lr_scheduler.LambdaLR(o, decay)",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nwarm_up = torch.optim.lr_scheduler.LambdaLR(o, f)",
@@ -1205,6 +1212,35 @@ CASES = [
         + WRAP
         + "torch.manual_seed(1 + hvd.rank())\nfor one in models:\n    hvd.broadcast_parameters(one.state_dict(), 0)\n"
         + WRAP,
+    ),
+    (
+        "loaded_on_some_ranks",  # no finding if a broadcast follows, or no training
+        WRAP + "if hvd.rank() == 0:\n    optimizer.load_state_dict(x)  # HERE\nloss.backward()\noptimizer.step()",
+        WRAP + "if hvd.rank() == 0:\n    optimizer.load_state_dict(x)\nhvd.broadcast_optimizer_state(optimizer, 0)\n"
+        "loss.backward()\nif hvd.rank() == 0:\n    model.load_state_dict(x)\nmodel.eval()",
+    ),
+    (
+        "loaded_on_some_ranks",
+        WRAP
+        + "hvd.broadcast_parameters(model.state_dict(), 0)\nif hvd.rank() == 0:\n    model.load_state_dict(x)  # HERE\n"
+        "loss.backward()",
+        WRAP + "def send(model):\n    hvd.broadcast_parameters(model.state_dict(), 0)\nif hvd.rank() == 0:\n"
+        "    model.load_state_dict(x)\nsend(model)\nloss.backward()",
+    ),
+    (
+        "skipped_reduction",  # no finding if another function may call synchronize()
+        WRAP + "loss.backward()\nwith optimizer.skip_synchronize():\n    optimizer.step()  # HERE",
+        WRAP + "loss.backward()\nhelp(optimizer)\nwith optimizer.skip_synchronize():\n    optimizer.step()\n"
+        "def f(o):\n    loss.backward()\n    o.synchronize()\n    with optimizer.skip_synchronize():\n"
+        "        optimizer.step()",
+    ),
+    (
+        "inner_given",  # no finding for a schedule, and if anything may use the wrapper
+        "base = torch.optim.SGD(p, 1)\n" + WRAP.replace("r(optimizer", "r(base") + "train(base)  # HERE",
+        "base = torch.optim.SGD(p, 1)\nwarm(base)\n"
+        + WRAP.replace("r(optimizer", "r(base")
+        + "s = torch.optim.lr_scheduler.StepLR(base, 1)\nprint(base)\n"
+        "one = torch.optim.SGD(p, 1)\ntwo = hvd.DistributedOptimizer(one)\ntrain(one)\nlearn(two)",
     ),
     (
         "half_precision",

@@ -42,6 +42,11 @@ REPAIRS = [
         "for x in data:\n    loss(x).backward()\n    optimizer.synchronize()\n    for p in params:\n"
         "        p.grad.mul_(2)\n    with optimizer.skip_synchronize():\n        optimizer.step()\n",
     ),
+    (
+        "for x in data:\n    loss(x).backward()\n    with optimizer.skip_synchronize():  # go\n        optimizer.step()\n",
+        "for x in data:\n    loss(x).backward()\n    optimizer.synchronize()\n"
+        "    with optimizer.skip_synchronize():  # go\n        optimizer.step()\n",
+    ),
     ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
     (
         "loss.backward()\noptimizer.synchronize()\nnorm = (\n    optimizer.step())\n",

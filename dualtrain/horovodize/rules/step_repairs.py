@@ -51,6 +51,15 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
     return source.layout.wrap(statement, f"with {ast.unparse(step.owner)}.skip_synchronize():") if simple else []
 
 
+def synchronize_outside(source: Source, step: Event) -> list[Edit]:
+    """Insert synchronize() before the ``with optimizer.skip_synchronize():`` that contains only ``step``."""
+    block = source.parents[source.statement(step.node)]
+    alone = isinstance(block, ast.With) and len(block.body) == 1 and "skip_synchronize" in ast.unparse(block.items[0])
+    if not alone or not isinstance(block, ast.With) or step.owner is None or not can_synchronize(source, step.optimizer):
+        return []
+    return source.layout.insert_before(block, f"{ast.unparse(step.owner)}.synchronize()")
+
+
 def can_synchronize(source: Source, optimizer: str) -> bool:
     """Return whether the variable ``optimizer`` certainly holds a wrapped optimizer, and the script does not use Adasum."""
     wraps = [wrap for name, wrap in source.wraps if name == optimizer]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
-from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before
+from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _CURE = "call optimizer.synchronize() after backward, and step inside `with optimizer.skip_synchronize():`"
@@ -65,16 +65,28 @@ def apex_before_synchronize(source: Source) -> Iterator[Finding]:
         if not isinstance(node, ast.With):
             continue
         for call in (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)):
-            if source.name(call.func) != "apex.amp.scale_loss" or keyword(call, "delay_unscale") is not None:
+            if source.name(call.func) != "apex.amp.scale_loss" or not _unscales(call):
                 continue
-            named = [last_name(one) for one in call.args[1:2]]
             called = {last_name(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
-            if set(named) & source.wrapped and "backward" in called and not any("sync" in name for name in called):
+            wrapped = any(last_name(one) in source.wrapped for one in _optimizers(call))
+            if wrapped and "backward" in called and not any("sync" in name for name in called):
                 message = (
                     "apex unscales the gradients at the end of this block, while they are still being averaged; call "
                     "optimizer.synchronize() in the block, and step inside `with optimizer.skip_synchronize():`"
                 )
                 yield Finding(call.lineno, "trap", message)
+
+
+def _unscales(call: ast.Call) -> bool:
+    """Return whether ``amp.scale_loss`` certainly unscales gradients at the end of its block."""
+    delay = keyword(call, "delay_unscale")
+    return delay is None or (isinstance(delay, ast.Constant) and not delay.value)
+
+
+def _optimizers(call: ast.Call) -> list[ast.expr]:
+    """Return the optimizers that ``amp.scale_loss`` gets: one, or a list of them."""
+    given = call.args[1] if len(call.args) > 1 else keyword(call, "optimizers")
+    return given.elts if isinstance(given, ast.List | ast.Tuple) else [given] if given is not None else []
 
 
 def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bool:
@@ -122,6 +134,38 @@ def second_reduction(source: Source) -> Iterator[Finding]:
                 message = "this step reduces the gradients again; with op=Sum this multiplies them by the number of ranks"
                 cure = "step inside `with optimizer.skip_synchronize():`"
                 yield Finding(event.node.lineno, "trap", f"{message}; {cure}", tuple(skip_around(source, event)))
+
+
+def skipped_reduction(source: Source) -> Iterator[Finding]:
+    """A step in skip_synchronize() without synchronize(): it uses gradients that may not be averaged."""
+    for events in steps(source):
+        for number, event in enumerate(events):
+            before = since_backward(source, events, number, strictly=True)
+            if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
+                continue
+            early = any(one.kind in ("clip", "change", *STEPS) for one in before)  # clip_before_synchronize reports these
+            if not early and not _may_be_synchronized(source, events, number) and not _is_given_between(source, event):
+                message = (
+                    "skip_synchronize() without synchronize(): this step does not wait for averaged gradients, so that "
+                    "weights may differ between ranks; call optimizer.synchronize() after backward"
+                )
+                yield Finding(event.node.lineno, "trap", message, tuple(synchronize_outside(source, event)))
+
+
+def _is_given_between(source: Source, step: Event) -> bool:
+    """Return whether another function may call synchronize(), which gets the optimizer, or calls it by its own variable."""
+    scope, owner = source.scope(step.node), ast.unparse(step.owner) if step.owner is not None else ""
+    for file in source.files:
+        for call in file.calls:
+            if last_name(call.func) != "synchronize" or file.name(call.func):
+                continue
+            known = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in source.wrapped
+            if not known or file is not source or source.scope(call) is not scope:
+                return True
+    given = (
+        value for call in source.calls if source.scope(call) is scope and not source.name(call.func) for value in call.args
+    )
+    return any(ast.unparse(value) == owner for value in given)
 
 
 def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
@@ -107,6 +108,36 @@ def inner_step(source: Source) -> Iterator[Finding]:
             if (same or visible or text.startswith("self.")) and not guards.is_without_horovod(call):
                 message = f"{text}.step() does not wait for averaged gradients, unlike {name}.step(); call {name}.step()"
                 yield Finding(call.lineno, "trap", message)
+
+
+def inner_given(source: Source) -> Iterator[Finding]:
+    """The original optimizer as an argument, as in ``scaler.step(base)``, if nothing uses its wrapper."""
+    guards = Guards(source)
+    for name, wrap in source.wraps:
+        inner = first_argument(wrap, "optimizer")
+        if not isinstance(inner, ast.Name | ast.Attribute) or last_name(inner) == name or guards.is_conditional(wrap):
+            continue
+        text = ast.unparse(inner)
+        if _is_used(source, name) or text in source.parameters(wrap) or _holds_wrapper(source, text, wrap):
+            continue
+        for call in source.calls:
+            given = [ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords))]
+            same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
+            if text in given and same and not source.hvd(call.func) and not _reads_only(source, call):
+                message = (
+                    f"{last_name(call.func)}() gets {text}, whose step() does not wait for averaged gradients, and nothing "
+                    f"uses its wrapper {name}; pass {name}"
+                )
+                yield Finding(call.lineno, "trap", message)
+
+
+def _reads_only(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` is of a schedule or a function that takes no step, by its name."""
+    library = source.name(call.func).startswith("torch.optim.lr_scheduler.")
+    return library or re.search(_READS, last_name(call.func)) is not None
+
+
+_READS = r"(?i)print|log|info|save|sched|lr|rate|^(getattr|hasattr|id|isinstance|len|repr|str|type)$"
 
 
 def _is_used(source: Source, wrapper: str) -> bool:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.order import nodes_after
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
-from dualtrain.horovodize.source import Finding, Source, first_argument, keyword
+from dualtrain.horovodize.source import Finding, Source, first_argument, keyword, last_name
 
 #: Code that may give all ranks the same weights, besides broadcast_parameters. A copy of another model's weights does not.
 _START_ALIKE = re.compile(
@@ -20,7 +21,7 @@ _START_ALIKE = re.compile(
 
 def never_broadcast(source: Source) -> Iterator[Finding]:
     """Initial weights that differ between ranks: one finding for each model."""
-    files = {id(file): file for file in (source, *source.program)}.values()
+    files = source.files
     if any(file.uses_elastic or seeds_ranks_alike(file) or _START_ALIKE.search(file.code) for file in files):
         return
     sent = [model for file in files for model in _sent_models(file)]
@@ -37,6 +38,48 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
         if sent and (not made or any(_are_related(source, text, one) for one in sent if one is not None)):
             continue  # an unknown model may be a part of a model that is broadcast
         yield _finding(source, wrap, text, certain=made)
+
+
+#: Code that may send what one rank has loaded, besides broadcast_parameters and broadcast_optimizer_state.
+_SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")
+
+
+def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:
+    """State of a model or optimizer that only some ranks load before training, and that is not broadcast afterwards."""
+    if any(_SENDS.search(file.code) for file in source.files):
+        return
+    guards, models = Guards(source), {ast.unparse(model) for _, wrap in source.wraps if (model := _model_of(wrap))}
+    loads = [call for call in source.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "load_state_dict"]
+    for load in loads:
+        owner = load.func.value  # type: ignore[attr-defined]
+        text = ast.unparse(owner)
+        if text not in models and not _is_wrapped_before(source, owner, load):
+            continue
+        sender = "broadcast_parameters" if text in models else "broadcast_optimizer_state"
+        others = any(ast.unparse(other.func) == ast.unparse(load.func) for other in loads if other is not load)
+        if others or not guards.is_on_some_ranks(load) or _is_sent_later(source, load, sender):
+            continue
+        given = f"{text}.state_dict()" if text in models else text
+        message = (
+            "only some ranks load this state, and no broadcast follows, so that the ranks' weights differ; call "
+            f"hvd.{sender}({given}, root_rank=0) afterwards on all ranks"
+        )
+        yield Finding(load.lineno, "trap", message)
+
+
+def _is_sent_later(source: Source, load: ast.Call, sender: str) -> bool:
+    """Return whether a call of ``sender`` may follow ``load``, or no training follows, as after the last epoch."""
+    sends = [(file, call) for file in source.files for call in file.calls if last_name(call.func) == sender]
+    if any(file is not source or source.scope(call) is not source.scope(load) for file, call in sends):
+        return True
+    trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in nodes_after(source, load))
+    return not trains or any(call.lineno > load.lineno for _, call in sends)
+
+
+def _is_wrapped_before(source: Source, optimizer: ast.expr, load: ast.Call) -> bool:
+    """Return whether ``load`` certainly loads state into a wrapped optimizer, which the same function has wrapped."""
+    wraps = [wrap for name, wrap in source.wraps if name == last_name(optimizer)]
+    return any(source.scope(wrap) is source.scope(load) and wrap.lineno < load.lineno for wrap in wraps)
 
 
 def _finding(source: Source, wrap: ast.Call, model: str, *, certain: bool) -> Finding:
