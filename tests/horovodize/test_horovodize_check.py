@@ -30,6 +30,17 @@ CASES = [
         "if x and hasattr(hvd, 'timeline'):\n    hvd.timeline.start()\ny = hasattr(hvd, 'a') and hvd.a()\n"
         "try:\n    hvd.b()\nexcept AttributeError:\n    pass",
     ),
+    (
+        "unknown_name",
+        "if not hasattr(hvd, 'timeline'):\n    hvd.timeline.start()  # HERE",
+        "if not x or not hasattr(hvd, 'timeline'):\n    pass\nelse:\n    hvd.timeline.start()\n"
+        "y = not hasattr(hvd, 'a') or hvd.a()\nz = hvd.b if hasattr(hvd, 'b') else 0",
+    ),
+    (
+        "unknown_name",
+        "try:\n    x = 1\nexcept AttributeError:\n    hvd.b()  # HERE",
+        "try:\n    if x:\n        hvd.b()\nexcept AttributeError:\n    pass",
+    ),
     ("join_with_other_operations", "hvd.allreduce_(x, op=hvd.Max)\nhvd.join()  # HERE", "hvd.join()"),
     ("adasum", "x = hvd.allreduce(x, op=hvd.Adasum)  # HERE", "x = hvd.allreduce(x, op=hvd.Sum)"),
     (

@@ -200,19 +200,35 @@ def _import_line(source: Source, node: ast.AST) -> int | None:
 
 
 def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether a condition around ``node`` calls ``hasattr(…, name)``, or a ``try`` catches AttributeError there."""
+    """Return whether ``node`` runs only if ``hasattr(…, name)`` is true, or in a ``try`` that catches AttributeError."""
+    below = node
     for above in source.above(node):
-        test = above.test if isinstance(above, ast.If | ast.IfExp) else above if isinstance(above, ast.BoolOp) else None
-        for call in ast.walk(test) if test is not None else ():
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "hasattr" and len(call.args) == 2:
-                word = call.args[1]
-                if isinstance(word, ast.Constant) and word.value == name:
-                    return True
-        if isinstance(above, ast.Try) and any(
-            each.type is not None and "AttributeError" in ast.unparse(each.type) for each in above.handlers
-        ):
+        known: list[tuple[ast.expr, bool]] = []  # conditions, and their values where ``node`` runs
+        if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
+            known = [(above.test, below in above.body if isinstance(above.body, list) else below is above.body)]
+        elif isinstance(above, ast.BoolOp):
+            known = [(one, isinstance(above.op, ast.And)) for one in above.values[: above.values.index(below)]]  # type: ignore[arg-type]
+        if any(_shows(test, truth, name) for test, truth in known):
             return True
+        if isinstance(above, ast.Try) and below in above.body:
+            caught = [each.type for each in above.handlers if each.type is not None]
+            if any("AttributeError" in ast.unparse(one) for one in caught):
+                return True
+        below = above
     return False
+
+
+def _shows(test: ast.expr, truth: bool, name: str) -> bool:
+    """Return whether ``hasattr(…, name)`` is true if ``test`` has the value ``truth``."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _shows(test.operand, not truth, name)
+    if isinstance(test, ast.BoolOp):
+        parts = [_shows(value, truth, name) for value in test.values]
+        return any(parts) if isinstance(test.op, ast.And) is truth else all(parts)
+    word = (
+        test.args[1] if isinstance(test, ast.Call) and len(test.args) == 2 and last_name(test.func) == "hasattr" else None
+    )
+    return truth and isinstance(word, ast.Constant) and word.value == name
 
 
 def uncalled(source: Source) -> Iterator[Finding]:
