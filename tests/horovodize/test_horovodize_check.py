@@ -128,6 +128,13 @@ CASES = [
         "rank = hvd.rank()\nif not rank:\n    pass\nelse:\n    x = hvd.broadcast_object(None)  # HERE",
         "rank = hvd.rank()\nif not rank:\n    x = hvd.broadcast_object(3)\nelse:\n    x = hvd.broadcast_object(None)",
     ),
+    (
+        "loop_left_on_some_ranks",  # no finding if the other ranks may leave the loop too, or call no collective in it
+        WRAP + "for e in r:\n    optimizer.step()\n    if hvd.rank() == 0:\n        if bad > 3:\n            break  # HERE",
+        WRAP + "for e in r:\n    optimizer.step()\n    if hvd.rank() == 0:\n        if bad > 3:\n            break\n"
+        "    elif worse():\n        break\nfor e in r:\n    if hvd.rank() == 0:\n        optimizer.step()\n        break\n"
+        "for e in r:\n    optimizer.step()\n    if bad > 3:\n        break",
+    ),
     ("rate_times_size", "torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, lr=0.1)"),
     ("rate_times_size", "torch.optim.SGD(p, 0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, 0.1 / hvd.size())"),
     (

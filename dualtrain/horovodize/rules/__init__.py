@@ -70,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     seeds.same_random_numbers,
     sent_objects.code_in_objects,
     ranks.collective_on_some_ranks,
+    ranks.loop_left_on_some_ranks,
     ranks.schedule_on_some_ranks,
     rate.rate_times_size,
     steps.clip_before_synchronize,

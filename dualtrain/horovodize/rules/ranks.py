@@ -42,6 +42,21 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
             yield Finding(found.call.lineno, "trap", message)
 
 
+def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
+    """A loop with collectives that only some ranks leave, as by an early stop on rank 0."""
+    look = _Collectives(source)
+    if any(True for _ in source.hvd_calls("join")):
+        return
+    for jump in source.nodes:
+        found = look.left_loop(jump) if isinstance(jump, ast.Break | ast.Return) else ""
+        if found:
+            message = (
+                f"only some ranks leave this loop, so that {found}() of the others hangs, or fails when a rank shuts down; "
+                "leave it on all ranks at once, as by `if hvd.broadcast_object(stop):`"
+            )
+            yield Finding(jump.lineno, "trap", message)  # type: ignore[attr-defined]
+
+
 def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A learning-rate schedule that only some ranks step."""
     guards = Guards(source)
@@ -111,6 +126,24 @@ class _Collectives:
             for name, call in calls:
                 if name not in matched:
                     yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
+
+    def left_loop(self, jump: ast.Break | ast.Return) -> str:
+        """Return a collective that other ranks call in the loop that only some ranks leave by ``jump``; "" if none do."""
+        below: ast.AST = jump
+        inside: list[tuple[ast.If, ast.AST]] = []
+        for above in self.source.above(jump):
+            if isinstance(above, ast.For | ast.While | Function):
+                break
+            if isinstance(above, ast.If) and below is not above.test and self.guards.signature(above.test):
+                inside.append((above, below))
+            below = above
+        if not inside or not isinstance(above, ast.For | ast.While):
+            return ""
+        branch, arm = inside[-1]
+        other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
+        if any(isinstance(node, ast.Break | ast.Return) for part in other for node in ast.walk(part)):
+            return ""  # the other ranks perhaps leave the loop too
+        return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
     def _is_conditional(self, call: ast.Call, branch: ast.If) -> bool:
         """Return whether an ``if`` that does not contain ``branch`` decides whether ``call`` runs."""
