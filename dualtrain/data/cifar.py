@@ -14,7 +14,7 @@ from urllib.error import URLError
 import numpy
 import torch
 
-from dualtrain.data.downloads import missing
+from dualtrain.data.downloads import missing, unread
 from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
@@ -49,9 +49,8 @@ def _read(where: Path, names: tuple[str, ...]) -> Tensors:
         parts = [_bytes(where / name) for name in names]
         content = numpy.concatenate(parts)
     except (OSError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "too large"
         raise UserError(
-            f"{str(where)!r} does not hold cifar10 ({reason}): unpack {URL} into {str(where.parent)!r}"
+            f"{str(where)!r} does not hold cifar10 ({unread(error)}): unpack {URL} into {str(where.parent)!r}"
         ) from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)

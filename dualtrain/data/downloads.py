@@ -21,3 +21,10 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise UserError(f"--download does not replace {str(path)!r}, which is no regular file: delete it first")
     return True
+
+
+def unread(error: Exception) -> str:
+    """Return why the files of a dataset cannot be read, with the name of the file if ``error`` has it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return str(error) or "too large"

@@ -12,7 +12,7 @@ from urllib.error import URLError
 import numpy
 import torch
 
-from dualtrain.data.downloads import missing
+from dualtrain.data.downloads import missing, unread
 from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
@@ -40,10 +40,9 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[T
     try:
         return _read_part(*files[:2]), _read_part(*files[2:])
     except (OSError, ValueError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "too large"
-        raise UserError(
-            f"--data-dir {folder!r} does not hold {name} ({reason}): put its four idx files into {str(raw)!r}"
-        ) from error
+        packed = any(path.with_name(f"{path.name}.gz").exists() for path in files if not path.exists())
+        cure = f"unpack the .gz files in {str(raw)!r}" if packed else f"put its four idx files, unpacked, into {str(raw)!r}"
+        raise UserError(f"--data-dir {folder!r} does not hold {name} ({unread(error)}): {cure}") from error
 
 
 def _read_part(images: Path, labels: Path) -> Tensors:
@@ -89,6 +88,6 @@ def _download(name: str, kind: Any, folder: str) -> None:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else type(error).__name__
         raise UserError(
-            f"{name} could not be downloaded ({reason}): download its four idx files from {kind.mirrors[0]}, and put them "
-            f"into {folder}/{kind.__name__}/raw on every host"
+            f"{name} could not be downloaded ({reason}): download its four idx files from {kind.mirrors[0]}, and put them, "
+            f"unpacked, into {folder}/{kind.__name__}/raw on every host"
         ) from error

@@ -27,7 +27,13 @@ def build_nonsense():
         ("moons", {}, "choose one of cifar10, digits"),
         ("cifar10", {}, "--data-dir"),
         ("cifar10", {"folder": "."}, "cifar-10-binary.tar.gz"),
-        ("mnist", {"folder": "."}, "MNIST/raw"),
+        ("cifar10", {"folder": "."}, "(data_batch_1.bin: No such file or directory)"),
+        (
+            "mnist",
+            {"folder": "."},
+            "(train-images-idx3-ubyte: No such file or directory): put its four idx files, unpacked",
+        ),
+        ("mnist", {"folder": "packed"}, "unpack the .gz files in"),
         ("imagefolder", {}, "--data-dir"),
         ("imagefolder", {"folder": "."}, "train/CLASS"),
         ("imagefolder", {"folder": "missing"}, "No such file"),
@@ -53,6 +59,8 @@ def build_nonsense():
 )
 def test_bad_data_options_are_refused_in_one_line(tmp_path, monkeypatch, name, options, part):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "packed" / "MNIST" / "raw").mkdir(parents=True)
+    (tmp_path / "packed" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
     options = dict(options)
