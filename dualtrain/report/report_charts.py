@@ -14,6 +14,7 @@ from dualtrain.report.document import text
 from dualtrain.report.runs import Points, Run
 
 MOST_POINTS = 600  # largest number of points of a drawn curve, about one per pixel
+MOST_DOTS = 50  # largest number of points of a curve with dots; more dots touch each other, and hide the other curves
 WIDER = 4.0  # largest difference in width between curves with the same points, in pixels
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 #: CSS class of each kind of curve.
@@ -125,12 +126,12 @@ def _kinds(panel: Panel, used: set[str]) -> str:
 
 
 def _paths(curve: _Curve, wider: float) -> Iterator[str]:
-    """Yield the line and the dots of a curve. Values are negated, because y grows downward in SVG."""
+    """Yield the line of a curve and, unless it has many points, its dots. In SVG, y grows downward: negate the values."""
     places = [f"{step:.9g},{-value:.6g}" for step, value in curve.points]
     style = KINDS[curve.kind]
     width = f' style="--wider:{wider:.2g}px"' if wider else ""
     yield f'<path class="line {style}"{width} data-kind="{style}" data-name="{curve.kind}" d="M{" ".join(places)}"/>'
-    if curve.kind != STEP or len(places) == 1:
+    if len(places) == 1 or (curve.kind != STEP and len(places) <= MOST_DOTS):
         # A line of length 0 looks like a dot, because only its line caps are drawn. Scaling does not change their shape.
         yield f'<path class="dots {style}" data-kind="{style}" d="{"".join(f"M{place}h0" for place in places)}"/>'
 

@@ -14,7 +14,7 @@ import pytest
 
 from dualtrain.compare import COLUMNS, table
 from dualtrain.report.__main__ import main
-from dualtrain.report.report_charts import MOST_POINTS, PANELS, thinned
+from dualtrain.report.report_charts import MOST_DOTS, MOST_POINTS, PANELS, charts, thinned
 from dualtrain.report.report_page import page
 from dualtrain.report.runs import COLORS, RANKS, differing_settings, read_runs, results, same_weights
 from dualtrain.run_table import read_summary
@@ -205,6 +205,14 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes():
     assert {points[0], points[-1], (5_000.0, 99.0), (6_001.0, -99.0)} <= set(kept)
     assert kept == sorted(set(kept) & set(points))
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+
+
+@pytest.mark.parametrize(("epochs", "dots"), [(1, 2), (MOST_DOTS, 2), (MOST_DOTS + 1, 0)])
+def test_a_curve_with_many_epochs_has_no_dots(tmp_path, epochs, dots):
+    line = {"kind": "epoch", "train_loss": 0.5, "val_loss": 0.6}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": n}) + "\n" for n in range(epochs)))
+    shown = charts(read_runs([str(tmp_path)]))
+    assert [shown.count(f'<path class="{part}') for part in ("line ", "dots ")] == [2 + 2, dots + 2]  # 2 of each in the key
 
 
 def test_runs_share_colours_if_there_are_more_runs_than_colours(tmp_path):
