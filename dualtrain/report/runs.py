@@ -135,7 +135,8 @@ def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]
     lines = [or_nothing(partial(parse_json, line)) for line in whole.split("\n") if line.strip()]
     last = or_nothing(lambda: parse_json(rest))  # the last line may be incomplete
     if begun and not any(lines) and not last:
-        raise UserError(f"{str(folder)!r} has no metrics yet: wait until its first steps are logged (--log-every)")
+        cure = "wait until its first steps are logged (--log-every), or leave the run out if it has ended"
+        raise UserError(f"{str(folder)!r} has no metrics yet: {cure}")
     return [line for line in (*lines, last) if line], sum(not line for line in lines)
 
 

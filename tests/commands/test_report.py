@@ -340,7 +340,8 @@ def test_errors_are_reported_in_one_line(tmp_path, capsys):
     good, new = make(tmp_path / "run"), tmp_path / "new"
     new.mkdir()
     (new / "metrics.jsonl").write_text("")
-    cases = [([], "RUN"), ([str(tmp_path / "gone")], "holds no run"), ([str(new)], "has no metrics yet")]
+    cases = [([], "RUN"), ([str(tmp_path / "gone")], "holds no run"), ([str(new)], "has no metrics yet: wait")]
+    cases += [([str(new)], "or leave the run out if it has ended")]
     cases += [([good, "--out", str(tmp_path / "gone" / "r.html")], "cannot be written (No such file or directory)")]
     cases += [
         ([good, "--watch", "--out", "r.html"], "leave out --watch or --out"),
