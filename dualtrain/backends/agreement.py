@@ -109,7 +109,11 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
     numbers = [~mine if backend.flag else mine, extent]
     backend.compared = True
-    rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
+    try:
+        rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
+    except BackendError as error:
+        backend.abandon(error)
+        raise
     fingerprints, extents = zip(*rows, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a rank whose flag is set has sent the complement, which is negative
     if backend.any_flag:
@@ -139,7 +143,7 @@ def refuse(backend: Primitives, call: Call, problem: Exception) -> NoReturn:
 def _differences(backend: Primitives, mine: str) -> str:
     """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
-    descriptions = exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)
+    descriptions = exchange_text(backend.compare_numbers, mine, _DESCRIPTION_BYTES)
     if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the calls differ in something else
         descriptions = [each.removesuffix(_IN_SECOND_THREAD) for each in descriptions]
     for rank, description in enumerate(descriptions):

@@ -191,7 +191,7 @@ class Primitives(ABC):
         compared: whether the running call has begun to compare itself with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
-            See :meth:`whole_call`.
+            See :meth:`whole_call`. A comparison of calls that has failed on this rank alone counts too.
         scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
     """
 
@@ -372,12 +372,33 @@ class Primitives(ABC):
                 self._report_interruption(self.interrupted)
             raise
 
+    def compare_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Gather every rank's ``numbers`` as :meth:`exchange_short` does, as a step of a call. Blocks."""
+        try:
+            return self.exchange_short(numbers)
+        except BackendError as error:
+            self.abandon(error)
+            raise
+
+    def abandon(self, error: BackendError) -> None:
+        """Make later calls of this rank fail if ``error``, which has ended a comparison, is of this rank alone.
+
+        The other ranks may still complete the comparison, and then wait for this rank's data. A library that matches
+        operations by their order would give them the data of this rank's next call.
+        """
+        own = error.__cause__ is not None  # otherwise, all ranks raise it
+        if own and not isinstance(
+            error, PeerFailedError
+        ):  # after the failure of a peer, later calls raise this error again
+            self.interrupted = type(error)
+
     def _report_interruption(self, by: type[BaseException]) -> str:
         """Report to the other ranks that an exception of the type ``by`` has stopped a call of this rank; return why."""
         number = self.members[self.rank]
+        how = "failed or timed out" if issubclass(by, BackendError) else f"was interrupted by {by.__name__}"
         reason = (
-            f"a collective call on rank {number} was interrupted by {by.__name__}, so that the calls of rank {number} no "
-            "longer match those of the other ranks: restart the ranks"
+            f"a collective call on rank {number} {how}, so that the calls of rank {number} no longer match those of the "
+            "other ranks: restart the ranks"
         )
         if self.watch is not None:
             self.watch.announce(reason)

@@ -603,7 +603,7 @@ class Backend(Primitives):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sent = rows_to_send(wire.dense(tensor), None if splits is None else [index(n) for n in splits], self.size)
         agree(self, Call.on("alltoall", tensor, name, free=True))
-        received = [theirs[self.rank] for theirs in self.exchange_short(sent)]
+        received = [theirs[self.rank] for theirs in self.compare_numbers(sent)]
         rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")
         return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
@@ -646,7 +646,7 @@ class Backend(Primitives):
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return
-        reasons = exchange_text(self.exchange_short, "" if problem is None else str(problem), _REASON_BYTES)
+        reasons = exchange_text(self.compare_numbers, "" if problem is None else str(problem), _REASON_BYTES)
         if problem is not None:
             raise problem
         raise BackendError(f"{ranks_in_words(refused)} could not send an object: {reasons[refused[0]]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from unittest import mock
 
@@ -104,6 +105,26 @@ def call_is_interrupted(backend):
 
 def test_every_rank_gets_an_error_after_one_rank_is_interrupted_in_a_call():
     run_threads(2, call_is_interrupted)
+
+
+def comparison_times_out(backend):
+    """Without the error, rank 1 would complete its first call's comparison, and get the data of rank 0's second call."""
+    if backend.rank == 0:
+        backend.timeout = 0.5
+        with pytest.raises(BackendError, match=r"waited 0\.5 s for"):
+            backend.allgather(torch.zeros(1))
+        with pytest.raises(BackendError, match="a collective call on rank 0 failed or timed out, so that"):
+            backend.allgather(torch.ones(1))
+        return
+    deadline = time.monotonic() + 20
+    while not backend.watch.peer_failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(PeerFailedError, match="rank 0 stopped: a collective call on rank 0 failed or timed out"):
+        backend.allgather(torch.zeros(1))
+
+
+def test_every_rank_gets_an_error_after_a_comparison_timed_out_on_one_rank():
+    run_threads(2, comparison_times_out)
 
 
 def call_of_one_rank_is_interrupted(backend):
