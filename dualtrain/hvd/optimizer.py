@@ -17,12 +17,13 @@ import torch
 
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import first_names
-from dualtrain.hvd import compat
+from dualtrain.hvd import basics, compat
 from dualtrain.hvd.arithmetic import Adasum, Average, Sum
 from dualtrain.hvd.base_reducer import HorovodReducer
 from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
 from dualtrain.hvd.compression import AnyCompressor, Compression
+from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built, size
 from dualtrain.hvd.optimizer_options import NARROW, FixedOption, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
@@ -128,6 +129,7 @@ class _Optimizer(NativeOptimizer):
         self.op, self.process_set = op, process_set
         self.gradient_predivide_factor, self.sparse_as_dense = 1 / transfer.before, transfer.sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
+        self._fills_unused = True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
         # As on Horovod, the only rank of a set has hooks too, which give every parameter a gradient.
         several = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -202,9 +204,37 @@ class _Optimizer(NativeOptimizer):
         """
         if self.reducer is not None:
             self.reducer.renew()
-            self.reducer.reduce()
+            self._combine(self.reducer)
             self.reducer.reset_passes()
         self._synchronized = True
+
+    # Private in Horovod too. Programs empty the set, so that weight decay leaves unused parameters as they are (horovod#1099).
+    @property
+    def _requires_update(self) -> frozenset[torch.nn.Parameter]:
+        """The parameters that get a gradient of zeros if no rank has a gradient. Programs may assign an empty set."""
+        return frozenset(self._trained() if self._fills_unused else ())
+
+    @_requires_update.setter
+    def _requires_update(self, params: Iterable[torch.nn.Parameter]) -> None:
+        if set(params):
+            raise AttributeError("_requires_update of a wrapped optimizer can only be emptied: assign set()")
+        self._fills_unused = False
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _combine(self, reducer: HorovodReducer) -> None:
+        unused = [] if self._fills_unused else [p for p in self._trained() if p.grad is None]
+        reducer.reduce()
+        for p in unused:
+            if p.grad is not None and p.grad.any():
+                why = (
+                    f"parameter {self._parameter_names.get(p)!r} has a gradient on some ranks only, and _requires_update "
+                    "was emptied: use the parameter on every rank, or leave _requires_update as it is"
+                )
+                basics.engine().end_world(why)
+                raise HorovodInternalError(why)
+            p.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,7 +299,7 @@ class _Optimizer(NativeOptimizer):
                 loss = closure()
             if self.reducer is None:
                 return loss
-            self.reducer.reduce()
+            self._combine(self.reducer)
             return combined_loss(loss, self.average_over_ranks)
 
         return evaluate

@@ -646,3 +646,39 @@ def interrupted_steps(backend):
 @OURS_2
 def test_an_interrupted_exchange_continues_and_an_interrupted_change_of_parameters_is_not_repeated(real):
     assert real(interrupted_steps) == [[[-6.0, -6.0], [-4.0, -4.0]]] * 2
+
+
+def unused_stay_unchanged(backend, used_by_one):
+    with library(backend) as hvd:
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        sgd = torch.optim.SGD([used, unused], 1.0, weight_decay=0.5)
+        optimizer = hvd.DistributedOptimizer(sgd, [(f"used {used_by_one}", used), ("unused", unused)])
+        assert optimizer._requires_update == {used, unused}
+        optimizer._requires_update = set()
+        assert not optimizer._requires_update
+        for _ in range(2):
+            optimizer.zero_grad()
+            (used.sum() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+        assert (unused.tolist(), unused.grad) == ([1, 1], None)
+        assert used.tolist() == [0.25 - 1.5 * mean_of_ranks(hvd.size())] * 2
+        if not used_by_one:
+            return
+        with pytest.raises(AttributeError, match="only be emptied"):
+            optimizer._requires_update = {used}
+        optimizer.zero_grad()
+        ((used + unused if hvd.rank() == 0 else used).sum()).backward()
+        if hvd.rank() == 0:
+            optimizer.step()
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="'unused' has a gradient on some ranks only"):
+            (hvd.barrier if hvd.rank() == 0 else optimizer.step)()
+
+
+@PAIR
+def test_with_an_empty_requires_update_weight_decay_does_not_change_unused_parameters(real):
+    real(unused_stay_unchanged, False)
+
+
+@OURS_2
+def test_with_an_empty_requires_update_the_ranks_must_use_the_same_parameters(real):
+    real(unused_stay_unchanged, True)
