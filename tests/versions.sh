@@ -183,7 +183,7 @@ make_environment() {
   bounded 5 "$log" "$python" -m venv "$folder" || status=$?
   if [ "$status" = 0 ]; then
     bounded "$install_minutes" "$log" bash -c \
-      "$(declare -f install requirements); python='$python' root='$root'; install '$1' '$folder'" || status=$?
+      "$(declare -f install requirements); python=${python@Q} root=${root@Q}; install ${1@Q} ${folder@Q}" || status=$?
   fi
   if [ "$status" != 0 ]; then
     reason=$(failure "$status" "$log")

@@ -55,7 +55,7 @@ class Versions:
     """Runs of ``tests/versions.sh`` in the tree ``root``, with fakes and environments in ``folder``."""
 
     def __init__(self, folder: Path, root: Path, answers: Path) -> None:
-        self.into, self.temporary, self.folder, self.root = folder / "into", folder / "tmp", folder, root
+        self.into, self.temporary, self.folder, self.root = folder / "the user's folder", folder / "tmp", folder, root
         self.temporary.mkdir()
         python = folder / "python"
         python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
@@ -248,7 +248,7 @@ def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
 def test_a_second_run_in_the_same_folder_is_refused(versions):
     # An earlier run ends, and removes the lock file, after the first of these runs has opened the file.
     ended, real = versions.folder / "ended", shutil.which("flock")
-    flock = f'#!/bin/bash\n[ -e {ended} ] || {{ touch {ended}; rm {versions.into}/lock; }}\nexec {real} "$@"'
+    flock = f'#!/bin/bash\n[ -e {ended} ] || {{ touch {ended}; rm "{versions.into}/lock"; }}\nexec {real} "$@"'
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600', flock=flock)
     (versions.folder / "flock").chmod(0o755)
     versions.env["PATH"] = f"{versions.folder}:{os.environ['PATH']}"
