@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from dualtrain import UserError
 from dualtrain import main as command
+from dualtrain.launchers import World
+from dualtrain.rendezvous import meeting_point
 from dualtrain.rendezvous.meeting_point import within
 from dualtrain.rendezvous.store import listen, serve
 from tests.conftest import require_horovod
@@ -282,3 +285,22 @@ hvd.shutdown()
 
 def test_horovods_api_starts_with_variables_set_by_hand(tmp_path):
     assert [end.stdout for end in run_ranks(2, ("-c", HVD), tmp_path, env=ENV)] == ["sum 3.0\n"] * 2
+
+
+def test_each_world_has_a_store_of_its_own_unless_the_starting_process_serves_one(monkeypatch):
+    dialled = []
+
+    def dial(host, ports, rank, size, secret, timeout, world):
+        dialled.append((secret, world))
+        return object()
+
+    monkeypatch.setattr(meeting_point, "_JOINED", {})
+    monkeypatch.setattr(meeting_point, "dial", dial)
+    world = World(1, 2, 1, 2, rendezvous=("127.0.0.1", 7), secret="s", name="comm2")
+    other = replace(world, size=3, name="comm3")
+    first = meeting_point.join(world, 1.0)
+    assert meeting_point.join(world, 1.0) is first
+    assert meeting_point.join(other, 1.0) is not first
+    served = [meeting_point.join(replace(each, served=True), 1.0) for each in (world, other)]
+    assert served[0] is served[1]
+    assert dialled == [("s comm2", "comm2"), ("s comm3", "comm3"), ("s", "comm2")]
