@@ -144,3 +144,18 @@ def test_every_generator_resumes_from_its_saved_state(tmp_path):
     draw()
     restore_random_state(checkpoint.load(tmp_path / "file"), device)
     assert draw() == drawn
+
+
+def test_exactly_the_checkpoints_after_a_step_are_set_aside(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.write(checkpoint.path_of(tmp_path, step), {"cursor": {"step": step}})
+    checkpoint.write(tmp_path / checkpoint.BEST, {"cursor": {"step": 3}, "best": True})
+    before = checkpoint.with_best(tmp_path)
+    checkpoint.set_aside(tmp_path, 3, FolderLock())
+    assert checkpoint.with_best(tmp_path) == before
+    checkpoint.set_aside(tmp_path, 2, FolderLock())
+    assert sorted(checkpoint.with_best(tmp_path).values()) == [1, 2]
+    assert {path.name for path in tmp_path.glob("*.aside*")} == {
+        "step-00000003.safetensors.aside",
+        "step-00000003.safetensors.aside-2",
+    }
