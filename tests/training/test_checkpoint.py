@@ -13,6 +13,7 @@ import torch
 
 from dualtrain.errors import UserError
 from dualtrain.run_folder import checkpoint, structure
+from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.trainer.rank_state import random_state, restore_random_state
 
@@ -159,3 +160,11 @@ def test_exactly_the_checkpoints_after_a_step_are_set_aside(tmp_path):
         "step-00000003.safetensors.aside",
         "step-00000003.safetensors.aside-2",
     }
+
+
+def test_an_unexpected_error_of_the_writing_thread_is_raised_by_the_next_write(tmp_path, monkeypatch):
+    writer = Writer(tmp_path, 1, pytest.fail, 60.0, FolderLock())
+    monkeypatch.setattr(checkpoint.Packed, "write", lambda *_: 1 // 0)
+    writer.write(1, checkpoint.Packed({}))
+    with pytest.raises(ZeroDivisionError):
+        writer.write(2, checkpoint.Packed({}))
