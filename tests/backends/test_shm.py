@@ -20,6 +20,7 @@ from dualtrain.backends.base import FOLD
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError, segment
 from dualtrain.backends.shm.reductions import SharedMemory
+from dualtrain.backends.sum_order import sum_order
 from tests.short_waits import short_waits
 from tests.threads import run_threads
 
@@ -461,9 +462,17 @@ def memory_runs_out(backend):
         backend.barrier()
         buffer = backend.new_buffer(1000, torch.float32, CPU)
         backend.barrier()
+    backend.barrier()
     buffer.fill_(1.0)
     backend.start_sum(buffer, "b").wait()
     assert buffer.tolist() == [2.0] * 1000
+    # A tree of partial sums, of which only the newest ones can be shared: each rank has two.
+    order, newest = sum_order(5, 2), backend.new_buffer(1000, torch.float32, CPU)
+    assert order.buffers == 1
+    buffer.fill_(1.0 + 3.0 * backend.rank)
+    newest.fill_(2.0 + 6.0 * backend.rank)
+    backend.start_tree_sum(newest, [buffer], order, "t").wait()
+    assert newest.tolist() == [15.0] * 1000
 
 
 def fails_to_share(memory, nbytes):
