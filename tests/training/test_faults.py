@@ -101,6 +101,10 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
     resumed = train(tmp_path, 3, "--resume", str(earlier))
     assert resumed["best"]["step"] == 6
     assert best_of(tmp_path) == (6, 6)
+    # A process may be killed after it has written the best checkpoint, and before it writes the weights.
+    (tmp_path / "model-best.safetensors").unlink()
+    train(tmp_path, 3, "--resume")
+    assert best_of(tmp_path) == (6, 6)
 
 
 def interrupted_resume(folder: Path, path: Path) -> None:
