@@ -1024,6 +1024,18 @@ CASES = [
         "    with other.skip_synchronize():\n        other.step()",
     ),
     (
+        "schedule_on_some_ranks",  # a function of the script makes the schedule
+        "def make(o):\n    s = torch.optim.lr_scheduler.LambdaLR(o, f)\n    return s\ns = make(o)\nif hvd.rank() == 0:\n"
+        "    s.step()  # HERE",
+        "def make(o):\n    s = timer(o)\n    return s\ns = make(o)\nif hvd.rank() == 0:\n    s.step()",
+    ),
+    (
+        "every_rank_reads_all",
+        f"{WRAP}s = torch.utils.data.RandomSampler(d)\nx = torch.utils.data.DataLoader(d, sampler=s)  # HERE\nrun(x)",
+        f"{WRAP}s = torch.utils.data.RandomSampler(d)\nif args.many:\n    s = mine(d)\n"
+        "x = torch.utils.data.DataLoader(d, sampler=s)\nrun(x)",
+    ),
+    (
         "schedule_on_some_ranks",
         f"{WRAP}s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\nif hvd.rank() == 0:\n    s.step(x)  # HERE",
         f"{WRAP}s = torch.optim.lr_scheduler.StepLR(optimizer, 1)\ns.step()\nif hvd.rank() == 0:\n    other.step()\n"

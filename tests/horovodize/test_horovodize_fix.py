@@ -132,6 +132,7 @@ def test_a_repair_changes_only_its_lines(before, after):
     assert bool(traps) == (after is None)
 
 
+ACCUMULATE = "    if i % args.n == 0: optimizer.step()\nargs = parse()\nf(args)\n"
 WHOLE = [
     (f"{HEAD}{WRAP}", f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"),
     (
@@ -139,6 +140,11 @@ WHOLE = [
         f"{START[len(HEAD) :]}",
         f"{HEAD}from torchvision import transforms\ntorch.manual_seed(args.seed + hvd.rank())\ntransforms.RandomCrop(3)\n"
         f"{START[len(HEAD) :]}",
+    ),
+    (  # the parameter ``args`` of a function is not the variable ``args`` of another one
+        f"{HEAD}def f(args):\n  {WRAP}  resume(model)\n  for i, x in d:\n    x.backward()\n{ACCUMULATE}",
+        f"{HEAD}def f(args):\n  {WRAP[:-2]}, backward_passes_per_step=args.n)\n  resume(model)\n  for i, x in d:\n"
+        f"    x.backward()\n{ACCUMULATE}",
     ),
     (  # weights of several models
         f"{HEAD}{MODELS}{WRAP}other = hvd.DistributedOptimizer(o, d.named_parameters())\n",

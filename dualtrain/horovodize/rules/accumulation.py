@@ -184,7 +184,13 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) 
     if not isinstance(root, ast.Name) or root.id == "self":
         return False
     here, there = source.scope(step), source.scope(wrap)
-    assigned = [statement for target, _, statement in source.assignments if target in (root.id, ast.unparse(value))]
+    given = _has_parameter(here, root.id) and _has_parameter(there, root.id)
+    homes = {here, there} if given else {here, there, source.tree}
+    assigned = [
+        statement
+        for target, _, statement in source.assignments
+        if target == ast.unparse(value) or (target == root.id and source.scope(statement) in homes)
+    ]
     early = [one for one in assigned if one.lineno < wrap.lineno]  # type: ignore[attr-defined]
     if len(assigned) != len(early):
         return False  # the name is assigned again later
@@ -192,7 +198,7 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) 
         homes = {source.scope(one) for one in assigned}
         return _has_parameter(there, root.id) or bool(homes & {there, source.tree})
     local = [one for one in assigned if source.scope(one) is not source.tree]
-    if _has_parameter(here, root.id) and _has_parameter(there, root.id):
+    if given:
         return True
     at_top = [one for one in early if source.parents[one] is source.tree]
     return bool(at_top) and not local and not (_has_parameter(here, root.id) or _has_parameter(there, root.id))

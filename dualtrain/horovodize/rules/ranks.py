@@ -76,8 +76,32 @@ def _steps_schedule(source: Source, call: ast.Call) -> bool:
         return False
     assigned = source.values.get(ast.unparse(call.func.value), [])
     values = [value for value in assigned if not isinstance(value, ast.Constant)]  # scripts assign None for no schedule
-    made = [isinstance(one, ast.Call) and source.name(one.func).startswith("torch.optim.lr_scheduler.") for one in values]
-    return bool(made) and all(made)
+    return bool(values) and all(_is_schedule(source, value) for value in values)
+
+
+def _is_schedule(source: Source, value: ast.expr, depth: int = 0) -> bool:
+    """Return whether ``value`` makes a schedule of torch or transformers, itself or by a function of the script."""
+    if not isinstance(value, ast.Call):
+        return False
+    name = source.name(value.func)
+    if name.startswith("torch.optim.lr_scheduler.") or re.fullmatch(r"transformers\.(\w+\.)*get_\w*schedule\w*", name):
+        return True
+    function = source.functions.get(value.func.id) if isinstance(value.func, ast.Name) and depth < 3 else None
+    if function is None or source.is_ambiguous(function.name):
+        return False
+    ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and source.scope(node) is function]
+    made = [one for end in ends for one in _values_of(source, function, end)]
+    return bool(made) and all(_is_schedule(source, one, depth + 1) for one in made)
+
+
+def _values_of(source: Source, function: Function, end: ast.expr | None) -> list[ast.expr]:
+    """Return what ``function`` may return by ``return end``: ``end``, or the values that it assigns to this variable."""
+    given = (
+        [value for target, value, at in source.assignments if source.scope(at) is function and target == ast.unparse(end)]
+        if isinstance(end, ast.Name)
+        else []
+    )
+    return given or ([end] if end is not None else [ast.Constant(None)])
 
 
 def _sends_rate(source: Source) -> bool:

@@ -178,7 +178,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if source.name(call.func) not in _LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
             continue
-        others = {word.arg for word in call.keywords} & {"sampler", "batch_sampler", None}
+        others = {word.arg for word in call.keywords if not _is_random(source, word)} & {"sampler", "batch_sampler", None}
         data = first_argument(call, "dataset")
         if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
@@ -198,7 +198,23 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
 def _shuffles_training(source: Source, call: ast.Call) -> bool:
     shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
     shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
-    return shuffles or (shuffle is None and _has_whole_training_set(source, call))
+    return (
+        shuffles
+        or any(_is_random(source, word) for word in call.keywords)
+        or (shuffle is None and _has_whole_training_set(source, call))
+    )
+
+
+def _is_random(source: Source, word: ast.keyword) -> bool:
+    """Return whether ``word`` is ``sampler=RandomSampler(data)``, which shuffles all samples, as ``shuffle=True`` does."""
+    values = source.values.get(ast.unparse(word.value), [word.value])
+    random = [
+        isinstance(value, ast.Call)
+        and source.name(value.func) in ("torch.utils.data.RandomSampler", "torch.utils.data.sampler.RandomSampler")
+        and len(value.args) + len(value.keywords) == 1
+        for value in values
+    ]
+    return word.arg == "sampler" and all(random)
 
 
 def _is_alternative(source: Source, call: ast.Call) -> bool:
@@ -274,7 +290,7 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
     found = [target for target, value, _ in source.assignments if value is call]
     if not (words and size and rank and found and found[0].isidentifier() and isinstance(data, ast.Name | ast.Attribute)):
         return []
-    name = re.sub(r"_?(data)?_?loader$", "", found[0]) + "_sampler"
+    name = (re.sub(r"_?(data)?_?loader$", "", found[0]) or "train") + "_sampler"
     if re.search(rf"\b{name}\b", source.text) or not source.imports_torch(call):
         return []
     sampler = f"torch.utils.data.DistributedSampler({ast.unparse(data)}, num_replicas={size}(), rank={rank}())"
