@@ -1273,6 +1273,14 @@ CASES = [
         "one = torch.optim.SGD(p, 1)\ntwo = hvd.DistributedOptimizer(one)\ntrain(one)\nlearn(two)",
     ),
     (
+        "never_wrapped",  # no finding for a model that is not broadcast, and if a function gets the optimizer
+        WRAP + "d = torch.nn.Linear(1, 1)\nhvd.broadcast_parameters(d.state_dict(), 0)\n"
+        "o = torch.optim.Adam(d.parameters())  # HERE\ns = torch.optim.lr_scheduler.StepLR(o, 1)\no.step()",
+        WRAP + "d = torch.nn.Linear(1, 1)\nhvd.broadcast_parameters(d.state_dict(), 0)\n"
+        "z = torch.optim.Adam([z])\nz.step()\no = torch.optim.Adam(d.parameters())\no.step()\no = wrap(o)\n"
+        "x = torch.optim.Adam(d.parameters())\nwrap(x)\nx.step()",
+    ),
+    (
         "half_precision",
         "args = parser.parse_args()\nif not cuda:\n    args.fp16 = False\n"
         "c = hvd.Compression.fp16 if args.fp16 else hvd.Compression.none  # HERE",

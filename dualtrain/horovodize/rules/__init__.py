@@ -84,6 +84,7 @@ RULES: tuple[Rule, ...] = (
     unwrapped.lost_by_function,
     unwrapped.inner_step,
     unwrapped.inner_given,
+    unwrapped.never_wrapped,
     wrapping.set_to_none,
     wrapping.group_after_wrapping,
     wrapping.checkpoint_before_wrapping,

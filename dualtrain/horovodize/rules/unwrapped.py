@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import calls_of
+from dualtrain.horovodize.rules.weights import owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 
@@ -138,6 +139,40 @@ def _reads_only(source: Source, call: ast.Call) -> bool:
 
 
 _READS = r"(?i)print|log|info|save|sched|lr|rate|^(getattr|hasattr|id|isinstance|len|repr|str|type)$"
+
+
+def never_wrapped(source: Source) -> Iterator[Finding]:
+    """An optimizer that is not wrapped, of a model that is broadcast, in a script that wraps another optimizer."""
+    reductions = (call for file in source.files for call in file.calls if "reduce" in last_name(call.func))
+    if not source.wraps or any("grad" in ast.unparse(call).lower() for call in reductions):
+        return  # the script may average the gradients itself
+    guards, sent = Guards(source), set(sent_models(source))
+    for target, made, _ in source.assignments:
+        if not isinstance(made, ast.Call) or not re.fullmatch(r"torch\.optim\.(\w+\.)?[A-Z]\w*", source.name(made.func)):
+            continue
+        parts = (node for value in made.args for node in ast.walk(value) if isinstance(node, ast.expr))
+        owned = {ast.unparse(model) for part in parts if (model := owner_of(part, "parameters", "named_parameters"))}
+        alone = owned & sent and len(source.values[target]) == 1 and not guards.is_conditional(made)
+        steps = [call for call in source.calls if ast.unparse(call.func) == f"{target}.step"]
+        if alone and steps and not _is_passed(source, last_name(steps[0].func.value)):  # type: ignore[attr-defined]
+            message = (
+                f"{target} is not wrapped, so that {target}.step() uses gradients that are not averaged, and the ranks' "
+                "weights differ; pass it to hvd.DistributedOptimizer"
+            )
+            yield Finding(made.lineno, "trap", message)
+
+
+def _is_passed(source: Source, optimizer: str) -> bool:
+    """Return whether anything may wrap ``optimizer``: a call, except of a schedule, that gets it, or a list with it."""
+    for file in source.files:
+        for node in file.mentions.get(optimizer, ()):
+            parent = file.parents[node]
+            parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
+            stored = isinstance(getattr(node, "ctx", None), ast.Store)
+            schedule = isinstance(parent, ast.Call) and file.name(parent.func).startswith("torch.optim.lr_scheduler.")
+            if not stored and not schedule and not isinstance(parent, ast.Attribute):
+                return True
+    return False
 
 
 def _is_used(source: Source, wrapper: str) -> bool:

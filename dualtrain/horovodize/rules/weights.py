@@ -24,7 +24,7 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
     files = source.files
     if any(file.uses_elastic or seeds_ranks_alike(file) or _START_ALIKE.search(file.code) for file in files):
         return
-    sent = [model for file in files for model in _sent_models(file)]
+    sent = [model for file in files for model in sent_models(file)]
     seen: set[str] = set()
     for _, wrap in source.wraps:
         model = _model_of(wrap)
@@ -97,17 +97,17 @@ def _finding(source: Source, wrap: ast.Call, model: str, *, certain: bool) -> Fi
 def _model_of(wrap: ast.Call) -> ast.Name | ast.Attribute | None:
     """Return the model of ``DistributedOptimizer(optimizer, named_parameters=model.named_parameters())``, or None."""
     named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
-    return _owner(named, "named_parameters") if named is not None else None
+    return owner_of(named, "named_parameters") if named is not None else None
 
 
-def _owner(value: ast.expr, *methods: str) -> ast.Name | ast.Attribute | None:
+def owner_of(value: ast.expr, *methods: str) -> ast.Name | ast.Attribute | None:
     """Return the variable ``x`` of ``x.method()``, or None if ``value`` is something else."""
     func = value.func if isinstance(value, ast.Call) else None
     known = isinstance(func, ast.Attribute) and func.attr in methods
     return func.value if known and isinstance(func.value, ast.Name | ast.Attribute) else None  # type: ignore[union-attr]
 
 
-def _sent_models(source: Source) -> Iterator[str | None]:
+def sent_models(source: Source) -> Iterator[str | None]:
     """Yield the models that the script gives to broadcast_parameters; None for each use that may send any model."""
     for node in source.mentions.get("broadcast_parameters", ()):
         if isinstance(node, ast.alias):
@@ -117,7 +117,7 @@ def _sent_models(source: Source) -> Iterator[str | None]:
         call = source.parents[node]
         known = isinstance(call, ast.Call) and call.func is node and source.hvd(node) == "broadcast_parameters"
         given = first_argument(call, "params") if isinstance(call, ast.Call) and known else None
-        model = _owner(given, "state_dict", "named_parameters") if given is not None else None
+        model = owner_of(given, "state_dict", "named_parameters") if given is not None else None
         text = ast.unparse(model) if model is not None else ""
         local = isinstance(model, ast.Name) and (text in source.parameters(node) or text not in source.values)
         yield None if model is None or local else text
