@@ -12,7 +12,7 @@ refuse() { printf '%s: error: %s\n' "${0##*/}" "$*" >&2; exit 2; }
 need() { command -v "$1" >/dev/null || refuse "no $1 found: run bash launch/setup.sh, or activate the environment that has it"; }
 
 nproc=${NPROC:-2}
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || refuse "NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2"
+[[ $nproc =~ ^[1-9][0-9]{0,4}$ ]] || refuse "NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default, here for all launchers
 if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
 IFS=, read -ra names <<<"${HOSTS:-localhost}"
@@ -23,7 +23,9 @@ count_ranks() {
   hosts='' ranks=0
   for host in "${names[@]}"; do
     if [[ $host != *:* ]]; then host=$host:$nproc; fi
-    [[ $host =~ ^[^:]+:[1-9][0-9]*$ ]] || refuse "HOSTS=$HOSTS has the entry '$host': write each host as a name, or as name:ranks"
+    # Launchers take some wrong lists for shorter ones: "a b" is this host alone for torchrun.
+    [[ $host =~ ^[[:alnum:]._-]+:[1-9][0-9]{0,4}$ ]] ||
+      refuse "HOSTS=$HOSTS has the entry '$host': write each host as a name, or as name:ranks, with commas between"
     hosts+=${hosts:+,}$host ranks=$((ranks + ${host##*:}))
   done
 }

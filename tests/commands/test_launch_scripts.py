@@ -52,6 +52,9 @@ def test_setup_has_help_and_refuses_unknown_arguments():
 
 
 def test_several_hosts_of_torchrun_need_a_port():
+    end = start("torchrun", HOSTS="one,two", PORT="99999")
+    assert (end.returncode, end.stdout, end.stderr.count("\n")) == (2, "", 1)
+    assert "PORT=99999 is no port: set it to a free port of one" in end.stderr
     end = start("torchrun", HOSTS="one,two:2", PORT="")
     assert end.returncode == 2
     assert "PORT is not set, but the rendezvous of 2 hosts needs a port: set it to a free port of one" in end.stderr
@@ -126,6 +129,7 @@ def test_variables_that_no_launcher_understands_are_refused_in_one_line(name, tm
         "NPROC=two is no number of ranks: set it to a number from 1 on": {"NPROC": "two"},
         "HOSTS=one:x,two has the entry 'one:x': write each host as a name, or as name:ranks": {"HOSTS": "one:x,two"},
         "HOSTS=one,,two has the entry ':2'": {"HOSTS": "one,,two"},
+        "HOSTS=one two has the entry 'one two:2'": {"HOSTS": "one two"},
         f"no {name} found: run bash launch/setup.sh": {"DUALTRAIN_VENV": "/nowhere", "PATH": str(tmp_path)},
     }
     for message, variables in cases.items():
