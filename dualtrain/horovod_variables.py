@@ -64,7 +64,8 @@ class Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a numeric variable is not a finite number or is below 0, or DUALTRAIN_TRANSPORT is unknown.
+            UserError: a numeric variable is not a finite number or is below 0, or the value of DUALTRAIN_TRANSPORT or
+                DUALTRAIN_HVD_COMPAT is unknown.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)
@@ -73,6 +74,9 @@ class Settings:
         transport = env.get("DUALTRAIN_TRANSPORT") or cls.transport
         if transport not in ("auto", "shm", "native"):
             raise UserError(f"DUALTRAIN_TRANSPORT={transport!r} is not known: set it to auto, shm or native, or unset it")
+        compat = env.get("DUALTRAIN_HVD_COMPAT") or "0"
+        if compat not in ("0", "1"):  # it changes numbers, so don't guess what "no" and "off" mean
+            raise UserError(f"DUALTRAIN_HVD_COMPAT={compat!r} is not known: set it to 0 or 1, or unset it")
         return cls(
             stall_check=0.0 if _flag(env, "HOROVOD_STALL_CHECK_DISABLE") else check,
             stall_shutdown=shutdown or float("inf"),  # Horovod's 0 means never
@@ -80,7 +84,7 @@ class Settings:
             mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
             dynamic_sets=_flag(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
             fusion_bytes=None if fusion < 0 else int(fusion),
-            compat=env.get("DUALTRAIN_HVD_COMPAT", "0") not in ("", "0"),
+            compat=compat == "1",
             transport=transport,
         )
 

@@ -230,6 +230,13 @@ def test_a_variable_that_is_no_finite_number_is_refused(name, value):
         Settings.read({f"HOROVOD_{name}": value})
 
 
+@pytest.mark.parametrize("value", ["off", "false", "2"])
+def test_an_unknown_value_of_the_compat_variable_is_refused(value):
+    with pytest.raises(UserError, match=f"DUALTRAIN_HVD_COMPAT='{value}' is not known: set it to 0 or 1"):
+        Settings.read({"DUALTRAIN_HVD_COMPAT": value})
+    assert [Settings.read({"DUALTRAIN_HVD_COMPAT": known}).compat for known in ("", "0", "1")] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [("1", True), ("2 checks", True), ("0", False), ("", False), ("false", False), ("true", False), ("-1", False)],
