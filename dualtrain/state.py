@@ -119,7 +119,11 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
 def _average_buffers(model: torch.nn.Module, backend: Backend, counted: tuple[int, bool] | None = None) -> None:
     """Average the buffers over all ranks or, with ``counted``, over (the number of ranks, whether this rank is one)."""
-    for chunk in _chunks([b for _, b in local_buffers(model)]):
+    try:
+        buffers = [dense(b) for _, b in local_buffers(model)]
+    except Exception as problem:  # of any type, since the model is the user's
+        backend.refuse("allreduce", "buffers", problem)
+    for chunk in _chunks(buffers):
         packed = torch.cat([b.reshape(-1).to(torch.float64) for b in chunk])
         if counted is None:
             packed = backend.allreduce_(packed, name="buffers")

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from dualtrain.backends.agreement import Call, exchange_text
+from dualtrain.backends.agreement import Call, agree, exchange_text
 from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
@@ -374,8 +374,12 @@ class TorchBackend(Backend):
 
     def make_default_group(self) -> None:
         """See the base class."""
+        self._now("make_default_group", None, self._make_default_group)
+
+    def _make_default_group(self) -> None:
         if dist.is_initialized():
             raise UserError("torch.distributed has a default process group already: leave default_group=True out")
+        agree(self, Call("make_default_group"))
         self._subsets += 1
         gpus = self.device.type == "cuda"
         store = self._native_store() if gpus else self._store

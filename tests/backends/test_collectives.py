@@ -22,6 +22,7 @@ from dualtrain import (
     BackendError,
     PeerFailedError,
     ReduceOp,
+    average_buffers,
     broadcast_optimizer_state,
     broadcast_parameters,
     connect,
@@ -1166,6 +1167,7 @@ INVALID_CALLS = {
     "no gradient": lambda b: functional.allreduce(torch.ones(1), b, "max" if b.rank else "sum"),
     "no tensor with a gradient": lambda b: functional.allgather([1.0] if b.rank else torch.ones(1), b),
     "no parameters": lambda b: broadcast_parameters([None] if b.rank else [torch.ones(1)], b),
+    "no model": lambda b: average_buffers(None if b.rank else torch.nn.BatchNorm1d(1), b),
     "a sparse parameter": lambda b: broadcast_parameters([torch.eye(2).to_sparse() if b.rank else torch.eye(2)], b),
     "no optimizer": lambda b: broadcast_optimizer_state(None if b.rank == 0 else torch.optim.SGD([torch.ones(1)]), b),
 }
@@ -1191,6 +1193,24 @@ def invalid_call_on_some_ranks(backend, which):
 
 def test_a_call_that_is_invalid_on_some_ranks_is_an_error_on_all_ranks(many):
     many.each(invalid_call_on_some_ranks, [(which,) for which in INVALID_CALLS])
+
+
+def default_group_on_one_rank(backend):
+    dist = torch.distributed
+    if backend.rank:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(BackendError, match="rank 1: make_default_group, refused since torch"):
+            backend.make_default_group()
+        assert dist.is_initialized() == (backend.rank == 1)
+    finally:
+        if backend.rank:
+            dist.destroy_process_group()
+
+
+def test_a_default_group_that_one_rank_has_already_is_an_error_on_all_ranks(pool):
+    pool.connect("torch", 2)
+    pool.run(default_group_on_one_rank)
 
 
 def fails_after_the_comparison(backend):
