@@ -128,7 +128,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
     if isinstance(loss, CrossEntropy):
         return loss
     # ``torch.compile`` of a module keeps it under this private name, which is the same in torch 2.5 to 2.15.
-    original = loss._modules.get("_orig_mod") if isinstance(loss, nn.Module) else None
+    original = getattr(loss, "_orig_mod", None) if isinstance(loss, nn.Module) else None
     known, compiled = (_as_module(loss), None) if original is None else (original, loss)
     reduction = _reduction(known)
     if reduction in ("sum", "none"):

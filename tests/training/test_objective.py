@@ -305,3 +305,16 @@ def test_a_module_that_torch_has_compiled_is_still_known():
         assert objective(outputs, targets)[1] == pytest.approx(as_objective(loss)(outputs, targets)[1])
     with pytest.raises(ValueError, match="the loss has reduction='sum'"):
         as_objective(torch.compile(nn.MSELoss(reduction="sum"), backend="eager"))
+
+
+class WithoutInit(nn.Module):
+    def __init__(self):
+        """Don't call the base class, so that the module lacks most attributes."""
+
+    def __call__(self, outputs, targets):
+        return outputs.mean()
+
+
+def test_a_module_that_lacks_the_attributes_of_modules_is_a_loss_like_any_function():
+    outputs, targets = torch.ones(2, 3), torch.zeros(2)
+    assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, -2.0, -2.0]
