@@ -20,6 +20,9 @@ COMMANDS = {
     "drill": ("drill", "kill processes of a job, and check that its result does not change"),
     "horovodize": ("horovodize", "check, repair and run Horovod scripts on torch.distributed"),
 }
+#: Commands that Ctrl-C ends at once, even in an import that turns KeyboardInterrupt into a different error. They write no
+#: file and start no process.
+_ENDED_AT_ONCE = ("compare", "predict")
 
 
 def main() -> int:
@@ -32,11 +35,12 @@ def main() -> int:
         with suppress(FileNotFoundError):  # the current folder was deleted
             sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name == "train":
+    if name in ("train", *_ENDED_AT_ONCE):
         from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
 
-        note_early_requests()  # before the slow imports, as in dualtrain.main
-        end_on_early_interrupt()
+        end_on_early_interrupt()  # before the slow imports, as in dualtrain.main
+        if name == "train":
+            note_early_requests()
     from dualtrain import console
     from dualtrain.errors import UserError
     from dualtrain.version import __version__

@@ -143,7 +143,19 @@ def test_imports_show_progress_and_a_ctrl_c_prints_one_line_for_the_job(tmp_path
     assert end.stderr == ("" if rank == "1" else "dualtrain: error: interrupted\n")
 
 
-@pytest.mark.parametrize("command", ["predict", "doctor"])
+def test_a_ctrl_c_while_predict_imports_torch_prints_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text(INTERRUPTED.format(rank="0", process="getpid"))
+    for name, content in {"config": {}, "task": {"kind": "classes", "shape": [1, 8, 8], "classes": 10}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").touch()
+    place = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "dualtrain", "predict", str(tmp_path), "image.png"]
+    env = {**without_launchers(os.environ), **place}
+    end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (end.returncode, end.stdout, end.stderr) == (130, "", "dualtrain: error: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["report", "doctor"])
 def test_a_ctrl_c_ends_the_other_commands_with_one_line(monkeypatch, capsys, command):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
