@@ -346,3 +346,12 @@ def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypa
     assert death is not None
     assert (death.cause, death.step) == ("not known", 0)
     assert abs(death.time - time.time()) < 600
+
+
+def test_a_death_has_the_last_step_of_its_own_attempt_and_is_recorded_once(tmp_path):
+    last_step.LastStep(tmp_path, "earlier", 7, FolderLock()).close()
+    start = {"event": "start", "attempt": "newest", "time": 1.0, "step": 3}
+    death = attempts.new_death(tmp_path, [start])
+    assert death is not None
+    assert (death.step, death.trained) == (3, False)
+    assert attempts.new_death(tmp_path, [start, attempts.as_event(death)]) is None
