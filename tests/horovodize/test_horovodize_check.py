@@ -1281,6 +1281,12 @@ CASES = [
         "x = torch.optim.Adam(d.parameters())\nwrap(x)\nx.step()",
     ),
     (
+        "wrapped_twice",
+        WRAP + "if args.gan:\n    other = hvd.DistributedOptimizer(optimizer, d.named_parameters())  # HERE",
+        f"if args.many:\n    {WRAP}else:\n    {WRAP}optimizer = torch.optim.SGD(p, 1)\n{WRAP}"
+        "def f(optimizer):\n    return hvd.DistributedOptimizer(optimizer)",
+    ),
+    (
         "half_precision",
         "args = parser.parse_args()\nif not cuda:\n    args.fp16 = False\n"
         "c = hvd.Compression.fp16 if args.fp16 else hvd.Compression.none  # HERE",

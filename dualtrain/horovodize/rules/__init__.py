@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     unwrapped.inner_step,
     unwrapped.inner_given,
     unwrapped.never_wrapped,
+    unwrapped.wrapped_twice,
     wrapping.set_to_none,
     wrapping.group_after_wrapping,
     wrapping.checkpoint_before_wrapping,

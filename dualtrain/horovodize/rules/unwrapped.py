@@ -141,6 +141,23 @@ def _reads_only(source: Source, call: ast.Call) -> bool:
 _READS = r"(?i)print|log|info|save|sched|lr|rate|^(getattr|hasattr|id|isinstance|len|repr|str|type)$"
 
 
+def wrapped_twice(source: Source) -> Iterator[Finding]:
+    """A wrapper that is wrapped again, as by ``optimizer_d = DistributedOptimizer(optimizer_g)``: TypeError."""
+    wraps = [(target, made, at) for target, made, at in source.assignments if made in [wrap for _, wrap in source.wraps]]
+    for _, wrap, _ in wraps:
+        inner = first_argument(wrap, "optimizer")
+        text = ast.unparse(inner) if inner is not None else ""
+        before = [(made, at) for target, made, at in source.assignments if target == text and made.lineno < wrap.lineno]
+        last, statement = before[-1] if before else (wrap, wrap)
+        earlier = text not in source.parameters(wrap) and any(last is other for _, other, _ in wraps if other is not wrap)
+        if earlier and source.parents[statement] in source.above(wrap) and not source.exclusive(last, wrap):
+            message = (
+                f"{text} is a DistributedOptimizer already, so that this call raises TypeError, on Horovod too; wrap each "
+                "optimizer once"
+            )
+            yield Finding(wrap.lineno, "trap", message)
+
+
 def never_wrapped(source: Source) -> Iterator[Finding]:
     """An optimizer that is not wrapped, of a model that is broadcast, in a script that wraps another optimizer."""
     reductions = (call for file in source.files for call in file.calls if "reduce" in last_name(call.func))
