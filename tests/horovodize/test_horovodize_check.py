@@ -363,6 +363,13 @@ CASES = [
         WRAP + "epochs = 90 // hvd.size()\nloader = torch.utils.data.DataLoader(data, shuffle=True)",
     ),
     (
+        "same_order_every_epoch",  # a constant gives all epochs the same order, too
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nfor epoch in range(3):\n    s.set_epoch(0)\n"
+        "    for x in torch.utils.data.DataLoader(d, sampler=s): pass",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\ns.set_epoch(0)\nfor epoch in range(3):\n    s.set_epoch(epoch)\n"
+        "    for x in torch.utils.data.DataLoader(d, sampler=s): pass",
+    ),
+    (
         "same_order_every_epoch",
         "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nfor epoch in range(3): pass",
         "s = torch.utils.data.DistributedSampler(d, 2, 0, shuffle=False)\nfor epoch in range(3): pass",
@@ -1284,7 +1291,7 @@ CASES = [
         "wrapped_twice",
         WRAP + "if args.gan:\n    other = hvd.DistributedOptimizer(optimizer, d.named_parameters())  # HERE",
         f"if args.many:\n    {WRAP}else:\n    {WRAP}optimizer = torch.optim.SGD(p, 1)\n{WRAP}"
-        "def f(optimizer):\n    return hvd.DistributedOptimizer(optimizer)",
+        "def f(optimizer):\n    o = hvd.DistributedOptimizer(optimizer)",
     ),
     (
         "half_precision",

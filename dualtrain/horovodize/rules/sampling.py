@@ -106,8 +106,8 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     """A shuffling DistributedSampler without set_epoch."""
-    called = any(_sets_epoch(node) for file in (source, *source.program) for node in file.nodes)
-    if called or _has_trainer(source):
+    calls = [_sets_constant(file, node) for file in source.files for node in file.nodes if _sets_epoch(node)]
+    if not all(calls) or _has_trainer(source):
         return
     loops = _epoch_loops(source)
     for call in distributed_samplers(source) if loops else ():
@@ -119,7 +119,8 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
         if not is_read(source, call) or leaves_program(source, call) or _has_data_of_epoch(source, call, loops):
             continue
         message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler before each epoch"
-        yield Finding(call.lineno, "trap", message, tuple(_set_epoch_of(source, call)))
+        # No repair beside set_epoch(0): the order of the two calls would decide.
+        yield Finding(call.lineno, "trap", message, () if calls else tuple(_set_epoch_of(source, call)))
 
 
 def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:
@@ -139,6 +140,12 @@ def _sets_epoch(node: ast.AST) -> bool:
         return False
     stored = node.attr == "epoch" and isinstance(node.ctx, ast.Store) and "sampler" in last_name(node.value).lower()
     return node.attr == "set_epoch" or stored
+
+
+def _sets_constant(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is in ``sampler.set_epoch(0)``: a constant gives all epochs the same order."""
+    call = source.parents[node]
+    return isinstance(call, ast.Call) and call.func is node and isinstance(first_argument(call, "epoch"), ast.Constant)
 
 
 def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
