@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.backends import Backend
+from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.sum_order import SumOrder
 
 log = logging.getLogger("dualtrain")
@@ -111,6 +112,10 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
+        return self._over_ranks(input)
+
+    @not_compiled
+    def _over_ranks(self, input: torch.Tensor) -> torch.Tensor:
         exchanges = self.gather, self.total
         result = SynchronizedNorm.apply(input, self.weight, self.bias, self.eps, *exchanges)
         out: torch.Tensor = result[0]

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 import torch
 
 from dualtrain.backends import Backend, ReduceOp
+from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.wire import dense
 
 T = TypeVar("T")
 Backward = Callable[[torch.Tensor], torch.Tensor]
 
 
+@not_compiled
 def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
     """Return the sum or average of every rank's ``tensor``. The gradient is the sum or average of all ranks' gradients.
 
@@ -34,6 +36,7 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
     return _with_backward(tensor, result, graded, lambda grad: allreduce(grad, backend, op))
 
 
+@not_compiled
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return every rank's rows, in rank order. The gradient of a row is the sum of all ranks' gradients of this row."""
     shape, here = _checked("allgather", tensor, backend).shape, backend.rank
@@ -48,6 +51,7 @@ def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     return _with_backward(tensor, result, graded, backward)
 
 
+@not_compiled
 def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
     """Return the root's ``tensor``. The root's gradient is the sum of all ranks' gradients; on other ranks, it is 0."""
     result, graded = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
@@ -60,6 +64,7 @@ def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Te
     return _with_backward(tensor, result, graded, backward)
 
 
+@not_compiled
 def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
     """Return this rank's rows of the sum or average.
 
@@ -74,6 +79,7 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
     return _with_backward(tensor, result, graded, lambda grad: allgather(grad / divisor, backend))
 
 
+@not_compiled
 def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
     """Return the rows that the ranks send to this rank. Backward sends each row's gradient to the rank that sent the row.
 

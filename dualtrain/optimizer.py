@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.sum_order import sum_order as sum_order_of
 from dualtrain.errors import BackendError
 from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
-from dualtrain.gradients.compilation import not_compiled
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.parameters import name_parameters
 from dualtrain.gradients.sparse import has_values

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dualtrain.backends.compilation import not_compiled
 from dualtrain.errors import BackendError
-from dualtrain.gradients.compilation import not_compiled
 
 
 class Wrapper(Protocol):

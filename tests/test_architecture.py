@@ -51,7 +51,7 @@ LAYERS = {
         {"meeting_point", "placement", "session"},
     ],
     "backends": [
-        {"watch", "objects", "inference", "subnormals"},
+        {"compilation", "watch", "objects", "inference", "subnormals"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
@@ -95,7 +95,7 @@ LAYERS = {
         {"loop"},
     ],
     "gradients": [
-        {"compilation", "parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
+        {"parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
         {"slots"},
         {"sparse", "packed"},

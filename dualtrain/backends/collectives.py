@@ -21,6 +21,7 @@ import torch
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
 from dualtrain.backends.base import FOLD, Broadcast, Gather, Primitives, ReduceOp, Reduction, Scaled, Work
+from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.backends.sum_order import SumOrder
@@ -231,6 +232,7 @@ class Backend(Primitives):
         """:meth:`alltoall` without blocking; the result always includes how many rows came from each rank."""
         return self._later("alltoall", name, partial(self._alltoall, tensor, splits, name))
 
+    @not_compiled
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
         """Return the result of ``call``, and whether any rank's ``flag`` is true.
 
@@ -433,11 +435,13 @@ class Backend(Primitives):
         self._now(kind, name, partial(_raise, problem))
         raise AssertionError("a call that raises has returned")
 
+    @not_compiled
     def _now(self, kind: str, name: str | None, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
         return self.whole_call(partial(self._in_thread, kind, name, call, self._is_second_thread()))
 
+    @not_compiled
     def _later(self, kind: str, name: str | None, call: Callable[[], T]) -> Work[T]:
         self._check_open()
         call = partial(self._in_thread, kind, name, call, self._is_second_thread())

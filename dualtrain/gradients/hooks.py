@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from dualtrain.gradients.compilation import not_compiled
+from dualtrain.backends.compilation import not_compiled
 from dualtrain.gradients.parameters import check_supported
 from dualtrain.gradients.slots import Slot
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dualtrain.gradients.compilation import not_compiled
+from dualtrain.backends.compilation import not_compiled
 
 
 class EndOfPass:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dualtrain import BackendError, DistributedOptimizer, connect
+from dualtrain import BackendError, DistributedOptimizer, connect, functional
 from dualtrain.backends.local import LocalBackend
+from dualtrain.batchnorm import synchronize_norms
 from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.launchers import World
 from tests.models_for_tests import (
@@ -667,21 +668,23 @@ def test_zero_grad_assignments_and_hooks_are_forwarded_to_the_wrapped_optimizer(
     reason=f"torch {torch.__version__} cannot leave functions uncompiled",
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_a_compiled_step_gives_the_result_of_a_plain_one():
+def test_a_compiled_step_with_collectives_gives_the_result_of_a_plain_one():
     # "eager" is torch.compile without code generation.
     found = []
     for wrapper in (lambda function: function, partial(torch.compile, backend="eager")):
         with connect("local") as backend:
-            model = perceptron()
+            model = nn.Sequential(perceptron(), nn.BatchNorm1d(3))
+            synchronize_norms(model, backend)
             optimizer = sgd(model, backend)
 
             @wrapper
-            def step(x, model=model, optimizer=optimizer):
+            def step(x, model=model, optimizer=optimizer, backend=backend):
                 optimizer.zero_grad()
-                loss = model(x).square().mean()
+                out = model(x)
+                loss = (out - functional.allreduce(out.mean(0), backend) - 1).pow(4).mean()
                 loss.backward()
                 optimizer.step()
-                return loss.detach()
+                return backend.allreduce(loss.detach())
 
             found.append([step(vectors(key)) for key in range(3)] + list(model.parameters()))
     torch.testing.assert_close(*found, **EXACT)

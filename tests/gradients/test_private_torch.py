@@ -199,12 +199,12 @@ def test_torch_counts_the_tensors_that_share_a_storage():
 def test_torch_does_not_compile_functions_that_are_marked():
     marked = importlib.import_module("torch._dynamo").disable(lambda: None)
     assert getattr(marked, "_torchdynamo_disable", False), (
-        f"{VERSION} does not mark functions with _torchdynamo_disable: change not_compiled in gradients/compilation.py"
+        f"{VERSION} does not mark functions with _torchdynamo_disable: change not_compiled in backends/compilation.py"
     )
     engine = torch._C._dynamo.eval_frame
     if not hasattr(engine, "set_code_exec_strategy"):
         known = TorchVersion(torch.__version__) < "2.15"
-        assert known, f"{VERSION} has no set_code_exec_strategy: change not_compiled in gradients/compilation.py"
+        assert known, f"{VERSION} has no set_code_exec_strategy: change not_compiled in backends/compilation.py"
         pytest.skip("needs a torch that has set_code_exec_strategy")
     strategy = engine._FrameExecStrategy(engine._FrameAction.SKIP, engine._FrameAction.SKIP)
     assert strategy.cur_action == engine._FrameAction.SKIP
