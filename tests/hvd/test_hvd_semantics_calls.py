@@ -228,6 +228,7 @@ def handles(backend):
             same("synchronize", lambda: hvd.synchronize(10**6), None),
             same("both", lambda: hvd.allreduce(x, average=True, op=hvd.Sum, name="b"), "ValueError"),
             ("a number", lambda: hvd.allreduce(1.0, name="c"), "AttributeError", "ValueError"),
+            ("8 bits", lambda: hvd.allreduce(x.byte(), name="e", op=hvd.Sum), "ValueError", [hvd.size()] * 2),
             ("no set", lambda: hvd.allreduce(x, name="d", process_set=hvd.ProcessSet([0])), "TypeError", "ValueError"),
         )
         f32, f64 = hvd.grouped_allreduce([x, x.double()], name="mixed", op=hvd.Sum)

@@ -261,3 +261,30 @@ def every_optimizer(backend):
 @OURS
 def test_the_state_of_every_optimizer_is_broadcast(real):
     real(every_optimizer)
+
+
+def restored(backend):
+    with library(backend) as hvd:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        state = hvd.elastic.TorchState(optimizer=optimizer, scheduler=scheduler, seen=[1], step=0)
+        optimizer.step()
+        scheduler.step()
+        state.seen.append(2)
+        state.step = 1
+        generator = torch.get_rng_state()
+        torch.rand(1)
+        state.restore()
+        check(
+            hvd,
+            same("number", lambda: state.step, 0),
+            same("optimizer", lambda: optimizer.param_groups[0]["lr"], 1.0),
+            ("list", lambda: state.seen, [1, 2], [1]),
+            ("scheduler", lambda: scheduler.last_epoch, 1, 0),
+            ("generator", lambda: torch.equal(torch.get_rng_state(), generator), False, True),
+        )
+
+
+@PAIR
+def test_a_restore_undoes_changes_in_lists_and_schedulers(real):
+    real(restored)
