@@ -18,8 +18,7 @@ import enum
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -355,22 +354,15 @@ class Primitives(ABC):
             if True in acquired:
                 self._turn.release()
 
-    @contextmanager
-    def awaited_data(self) -> Iterator[None]:
-        """Report an exception of the block, which sends data that the other ranks wait for, to these ranks.
+    def report_unsent(self, error: Exception) -> None:
+        """Report to the other ranks an ``error`` of this rank, such as too little memory, in place of data they wait for.
 
         Later calls of this rank fail, as after an interruption. Otherwise, a library that matches operations by their order
-        would give the other ranks the data of this rank's next operation.
+        would give the other ranks the data of this rank's next operation. A BackendError needs no report.
         """
-        try:
-            yield
-        except BackendError:
-            raise
-        except Exception as error:  # most likely, there is too little memory for the result
+        if self.size > 1 and not isinstance(error, BackendError):
             self.interrupted = type(error)
-            if self.size > 1:
-                self._report_interruption(self.interrupted)
-            raise
+            self._report_interruption(self.interrupted)
 
     def compare_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers`` as :meth:`exchange_short` does, as a step of a call. Blocks."""

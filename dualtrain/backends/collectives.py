@@ -505,9 +505,12 @@ class Backend(Primitives):
         agree(self, call, data=reduction)
         if reduction.result is not None:
             return tensor.copy_(reduction.result) if in_place else reduction.result.clone()
-        with self.awaited_data():
+        try:
             output = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
             self.start_allreduce(output, op, name).wait()
+        except Exception as error:
+            self.report_unsent(error)
+            raise
         return output
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -595,10 +598,13 @@ class Backend(Primitives):
         The bytes are padded to the greatest length, since ``start_allgather`` gathers only tensors of equal length.
         """
         width = max(lengths)
-        with self.awaited_data():
+        try:
             output = data.new_empty(self.size * width)
             if width:
                 self.start_allgather(output, torch.nn.functional.pad(data, (0, width - len(data))), name).wait()
+        except Exception as error:
+            self.report_unsent(error)
+            raise
         return [part[:n] for part, n in zip(output.view(self.size, width), lengths, strict=True)]
 
     @torch.no_grad()
@@ -614,12 +620,15 @@ class Backend(Primitives):
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        with self.awaited_data():
+        try:
             data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
             output = data.new_empty(sum(received) * row_bytes)
             if row_bytes:
                 counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
                 self.start_alltoall(output, data, *counts, name).wait()
+        except Exception as error:
+            self.report_unsent(error)
+            raise
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
 
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
@@ -630,9 +639,12 @@ class Backend(Primitives):
         length = agree(self, Call("broadcast_object", name, root=root), length, short)[root]
         self._refuse_if_unsent({root: length}, problem)
         if (buffer := short.result) is None:
-            with self.awaited_data():
+            try:
                 buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
                 self.start_broadcast(buffer, root, name or "broadcast_object").wait()
+            except Exception as error:
+                self.report_unsent(error)
+                raise
         return obj if data is not None else objects.decode(buffer)
 
     def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
