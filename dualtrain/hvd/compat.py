@@ -91,17 +91,26 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, bool | int | float | str) and one == other)
 
 
+def zero_gradient(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:
+    """Return a gradient of zeros for ``p``, in a layout that ``optimizer`` accepts."""
+    zeros = torch.zeros_like(p.detach())
+    return zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+
+
 @torch.no_grad()
 def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step on this rank alone, with gradients of zeros, if ``optimizer`` has no state."""
-    if optimizer.state:
+    """Take a step on this rank alone, with gradients of zeros, if ``optimizer`` has no state.
+
+    Horovod refuses LBFGS, so there is no step to reproduce.
+    """
+    if optimizer.state or isinstance(optimizer, torch.optim.LBFGS):
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in params]
     lost = any(p.grad is not None and _is_nonzero(p.grad) for p in params if p.requires_grad)
     for p in params:
         if p.requires_grad:
-            p.grad = torch.zeros_like(p)
+            p.grad = zero_gradient(optimizer, p)
     with torch.enable_grad():
         if isinstance(optimizer, DistributedOptimizer):
             optimizer.step_alone()

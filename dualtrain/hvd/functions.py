@@ -61,7 +61,7 @@ def broadcast_optimizer_state(
         compat.step_if_fresh(optimizer)
     elif not optimizer.state:
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
-            p.grad = torch.zeros_like(p)
+            p.grad = compat.zero_gradient(optimizer, p)
     state = optimizer.state_dict() if rank() == root_rank else None
     received = broadcast_object(state, root_rank, name="optimizer_state")
     if compat.enabled() and not received["state"]:

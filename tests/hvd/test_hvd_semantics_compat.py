@@ -229,3 +229,27 @@ def harmless(backend):
 @OURS_2
 def test_no_defect_is_recorded_for_a_script_that_triggers_none(real):
     assert real(harmless) == [[], []]
+
+
+def fresh_with_other_steps(backend):
+    with library(backend) as hvd:
+        layer = nn.Embedding(2, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(layer.parameters())
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        layer(torch.tensor([1])).sum().backward()  # without zero_grad() before: the gradients of zeros must be sparse
+        optimizer.step()
+        assert layer.weight.grad.is_sparse
+    with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:
+        p = nn.Parameter(torch.ones(2, 2))
+        optimizer = torch.optim.SparseAdam([p], lr=0.1 * (1 + hvd.rank()))
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert ([state["step"] for state in optimizer.state.values()], optimizer.param_groups[0]["lr"]) == ([1], 0.1)
+        assert torch.equal(p, torch.ones(2, 2))
+        if backend.name == "torch":  # Horovod refuses LBFGS
+            hvd.broadcast_optimizer_state(torch.optim.LBFGS([p]), 0)
+            assert torch.equal(p, torch.ones(2, 2))
+
+
+@PAIR
+def test_fresh_optimizers_whose_step_needs_sparse_gradients_or_a_closure_are_broadcast(real):
+    real(fresh_with_other_steps)
