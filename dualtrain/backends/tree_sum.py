@@ -113,8 +113,10 @@ class TreeSum(Work[None]):
         return total
 
     def done(self) -> bool:
-        """Return whether :meth:`wait` would return at once. If the sum is not gathered whole, only ``wait`` makes it true.
+        """Return whether :meth:`wait` would return at once.
 
-        ``wait`` then gathers the slices. The ranks must start this exchange in the same order, so polling cannot start it.
+        If the partial sums are not gathered whole, this is False until ``wait`` has returned, because ``wait`` starts a
+        second exchange, which gathers the slices. The ranks must start that exchange in the same order, so polling cannot
+        start it.
         """
         return self._ended or (self._whole and self._work.done())

@@ -1,8 +1,9 @@
 """Rows of the result table: throughput ratios and costs, each with its interval, target and verdict.
 
 The verdict is "met" if the whole interval reaches the target, "not met" if no part of the interval reaches it, and "not
-shown" in all other cases. It is also "not met" if the final weights of the two contenders differ from each other or
-from a raw script's. Rows with fewer rounds than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
+shown" in all other cases. Where the plan allows noise, the noise floor lowers the target. The verdict is also "not met" if
+the final weights of the two contenders differ from each other or from a raw script's. Rows with fewer rounds than
+``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _hashes(job: str, names: Collection[str], results: Results, number: int, tog
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return how far the ends of the interval of ``AGAIN`` are from 1, at most; 0 without a row of ``AGAIN``.
+    """Return the larger distance from 1 of the two ends of ``AGAIN``'s interval; 0 if ``AGAIN`` has no row.
 
     ``AGAIN`` runs the same script as ``TUNED``, so that their ratio should be 1.
     A job with another layout (``resnet18-cl``) has the noise floor of its model (``resnet18``).

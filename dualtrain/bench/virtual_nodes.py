@@ -119,7 +119,7 @@ def _keep(stack: ExitStack, unshare: list[str], script: str, *arguments: str) ->
     assert process.stderr is not None
     if not select.select([process.stdout], [], [], _SECONDS)[0]:
         process.kill()
-        raise NodesError(f"{' '.join(unshare)!r} did not end within {_SECONDS:.0f} s")
+        raise NodesError(f"{' '.join(unshare)!r} is not ready after {_SECONDS:.0f} s")
     if process.stdout.readline() != "up\n":  # the line is empty if the process has exited
         raise NodesError(f"virtual nodes need root and Linux namespaces: {process.stderr.read().strip()}")
     return process.pid

@@ -208,7 +208,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.reset_passes()
         self._synchronized = True
 
-    # Private in Horovod too. Programs empty the set, so that weight decay leaves unused parameters as they are (horovod#1099).
+    # Private in Horovod too. Programs empty this set, so that weight decay keeps unused parameters (horovod#1099).
     @property
     def _requires_update(self) -> frozenset[torch.nn.Parameter]:
         """The parameters that get a gradient of zeros if no rank has a gradient. Programs may assign an empty set."""

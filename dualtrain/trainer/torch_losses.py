@@ -1,4 +1,4 @@
-"""Losses of torch as objectives, with the weights that make their means over any batches and ranks exact."""
+"""Losses of torch as objectives. Each batch's loss gets a weight, so that means over any batches and ranks are exact."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class TorchCrossEntropy:
 
         Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
 
-        If the targets are class probabilities, each has weight 1. Correct predictions are then not counted. They are not
-        counted either if the outputs have more than two dimensions while neither ``weight`` nor ``ignore_index`` is given.
+        If the targets are class probabilities, or the outputs a single sample without a batch dimension, each target has
+        weight 1, and correct predictions are not counted. They are not counted either if the outputs have more than two
+        dimensions while neither ``weight`` nor ``ignore_index`` is given.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
             return self._other(outputs, targets)
@@ -69,7 +70,7 @@ class TorchCrossEntropy:
 
     @staticmethod
     def count(targets: torch.Tensor) -> int:
-        """Return the number of targets, ignored or not. Class probabilities (n, classes, …) are one target per row."""
+        """Return the number of targets, ignored or not. A distribution over the classes, (n, classes, …), is one target."""
         rows = targets.is_floating_point() and targets.dim() > 1
         return targets.numel() // (targets.shape[1] if rows else 1)
 
@@ -112,7 +113,7 @@ def _is_mean_over_elements(loss: Loss | Objective) -> bool:
 
 
 def count_of(objective: Objective) -> Count | None:
-    """Return the function that counts the targets of which ``objective`` is the mean; ``None`` if it counts samples."""
+    """Return the function that counts the targets over which ``objective`` averages; ``None`` if those are the samples."""
     count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else len
     return None if count is len else count
 

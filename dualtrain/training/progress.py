@@ -20,7 +20,7 @@ from dualtrain.console import encodable, printable, show_progress
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # a ``Ticker`` block keeps the print times of the previous block if the pause between them is shorter
+_PAUSE_SECONDS = 5.0  # if the pause between ``Ticker`` blocks is shorter, they print at the same times as one long block
 
 
 class Ticker:

@@ -53,7 +53,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
 
 
 def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings``, with missing settings that a resumed run keeps filled in from the checkpoint.
+    """Return ``settings``. If a setting that a resumed run keeps is missing, it is taken from the checkpoint.
 
     Args:
         settings: all settings of the resumed run by name; ``None`` for those not given.
@@ -133,8 +133,8 @@ def compare_batches_and_data(tree: dict[str, Any], global_batch: int, data: Mapp
             f"{with_its_weights(folder)}",
             shared=True,
         )
-    # Checkpoints of older versions do not contain the number of validation samples. It is not in tree["data"], because
-    # these versions refuse a new checkpoint if that dictionary has another entry.
+    # Checkpoints of older versions do not contain the number of validation samples. New ones contain it outside of
+    # tree["data"], because older versions refuse a checkpoint if that dictionary has an additional entry.
     written = {"validation": tree.get("validation", data["validation"]), **tree["data"]}
     if written != data:
         had, has = (_data_in_words(one) for one in (written, data))
@@ -183,7 +183,7 @@ def with_its_weights(folder: Path, changed: Collection[str] = ()) -> str:
     if not files or "model" in changed:
         return ""
     condition = ", if they fit" if _SHAPES.intersection(changed) else ""
-    return f" (--weights {files[0]}: with its weights{condition})"
+    return f" (with the weights of that run{condition}: --weights {files[0]})"
 
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, one_by_default):
     with pytest.raises(UserError) as refusal:
         train(tmp_path, "--max-steps", "4", "--resume", "--threads", "2")
     text = "the checkpoint was made with --threads 3, and this run has --threads 2: give --threads 3, or start anew"
-    text += f" (--weights {tmp_path / 'model.safetensors'}: with its weights)"
+    text += f" (with the weights of that run: --weights {tmp_path / 'model.safetensors'})"
     assert str(refusal.value) == text
     assert (tmp_path / "config.json").read_bytes() == before
 

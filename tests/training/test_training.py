@@ -68,7 +68,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
-def test_checkpoint_every_saves_at_the_end_of_an_epoch_that_checkpoint_epochs_skips(tmp_path):
+def test_a_step_due_for_a_checkpoint_at_the_end_of_an_epoch_is_saved_whatever_the_interval_in_epochs(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9
@@ -138,18 +138,18 @@ def test_a_resume_with_another_batch_size_is_refused(tmp_path):
     train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
     with pytest.raises(UserError) as refusal:
         train_alone("--max-steps", "4", "--global-batch-size", "32", "--resume", "--run-dir", str(tmp_path))
-    weights = f"--weights {tmp_path / 'model.safetensors'}: with its weights"
-    assert str(refusal.value).endswith(f": give --global-batch-size 64, or start anew ({weights})")
+    weights = f"(with the weights of that run: --weights {tmp_path / 'model.safetensors'})"
+    assert str(refusal.value).endswith(f": give --global-batch-size 64, or start anew {weights}")
 
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
 def test_the_error_of_a_refused_resume_recommends_the_weights_flag(tmp_path, resume):
     train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
-    weights = f"(--weights {tmp_path / 'model.safetensors'}: with its weights"
-    for flags, end in ((("--lr", "1"), f"{weights})"), (("--image-size", "9"), f"{weights}, if they fit)")):
+    weights = f": --weights {tmp_path / 'model.safetensors'})"
+    for flags, condition in ((("--lr", "1"), ""), (("--image-size", "9"), ", if they fit")):
         with pytest.raises(UserError) as refusal:
             train_alone("--max-steps", "4", *flags, resume, "--run-dir", str(tmp_path))
-        assert str(refusal.value).endswith(end)
+        assert str(refusal.value).endswith(f" (with the weights of that run{condition}{weights}")
     with pytest.raises(UserError) as refusal:
         train_alone("--max-steps", "4", "--model", "mnist-net", resume, "--run-dir", str(tmp_path))
     assert "--weights" not in str(refusal.value)
@@ -187,7 +187,8 @@ def rates(folder: Path) -> dict[int, float]:
 def test_a_resume_with_other_epochs_uses_the_rates_of_the_new_schedule_from_its_first_step(tmp_path):
     flags = ("--schedule", "cosine", "--global-batch-size", "480", "--log-every", "1")  # an epoch has 3 steps
     train_alone(*flags, "--epochs", "4", "--run-dir", str(tmp_path / "whole"))
-    # To restore the file of the best weights, this run loads the state of step 3, and then that of step 6 again.
+    # The file of the best weights is deleted here. The resume below writes it again: it loads the state of step 3, and then
+    # that of step 6 again.
     train_alone(*flags, "--lr", "1e-30", "--epochs", "2", "--run-dir", str(tmp_path / "best"))
     (tmp_path / "best" / BEST_WEIGHTS).unlink()
     train_alone(*flags, "--epochs", "2", "--run-dir", str(tmp_path / "part"))
@@ -228,7 +229,7 @@ def test_a_resume_with_another_number_of_ranks_keeps_the_scaled_learning_rates(r
     first = tmp_path / "whole" / "checkpoints" / "step-00000003.safetensors"
     tree = checkpoint.load(first)
     assert tree["config"]["lr_batch"] == 16
-    # Older versions wrote no lr_batch and, after a resume, the batch size of the resumed run.
+    # Older versions did not write lr_batch. After a resume, the batch_size that they wrote was that of the resumed run.
     tree["config"] |= {"lr_batch": None, "batch_size": 32}
     old = tmp_path / "old" / "checkpoints" / first.name
     old.parent.mkdir(parents=True)

@@ -323,7 +323,8 @@ def half_precision(source: Source) -> Iterator[Finding]:
 def is_switched_off(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is certainly not evaluated, because a variable that guards it is always false.
 
-    A variable is regarded as always false if only false constants are assigned to it, and no assignment is in an ``if``.
+    A variable is regarded as always false if only false constants are assigned to it, and no assignment is directly in an
+    ``if`` (other than ``if __name__ …``).
     Parsed command-line options are never regarded as always false, because the user may set them.
     """
     tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
