@@ -190,7 +190,7 @@ class Primitives(ABC):
         compared: whether the running call has begun to compare itself with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
-            See :meth:`whole_call`. A comparison of calls that has failed on this rank alone counts too.
+            See :meth:`whole_call`. A comparison or sum of gradients that has failed on this rank alone counts too.
         scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
     """
 
@@ -373,15 +373,14 @@ class Primitives(ABC):
             raise
 
     def abandon(self, error: BackendError) -> None:
-        """Make later calls of this rank fail if ``error``, which has ended a comparison, is of this rank alone.
+        """Make later calls of this rank fail if ``error``, which has ended a comparison or a sum, is of this rank alone.
 
-        The other ranks may still complete the comparison, and then wait for this rank's data. A library that matches
-        operations by their order would give them the data of this rank's next call.
+        The other ranks may still complete it, and then wait for this rank's data. A library that matches operations by
+        their order would give them the data of this rank's next call.
         """
         own = error.__cause__ is not None  # otherwise, all ranks raise it
-        if own and not isinstance(
-            error, PeerFailedError
-        ):  # after the failure of a peer, later calls raise this error again
+        # After the failure of a peer, later calls raise this error again.
+        if own and not isinstance(error, PeerFailedError):
             self.interrupted = type(error)
 
     def _report_interruption(self, by: type[BaseException]) -> str:

@@ -187,6 +187,8 @@ class Exchange:
         except Exception as error:
             self._failure = str(error)
             self._drop_gradients()
+            if isinstance(error, BackendError):
+                self._backend.abandon(error)  # a late rank may still complete these sums, and take a step
             raise
         try:
             return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)

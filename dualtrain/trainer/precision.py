@@ -83,7 +83,7 @@ def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def ignore_order_warning() -> Iterator[None]:
-    """Ignore the warning in which ``schedule.step()`` reports a wrong order of calls: a skipped first step causes it too."""
+    """Ignore the warning in which ``schedule.step()`` reports a wrong order of calls: a skipped first step causes it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield

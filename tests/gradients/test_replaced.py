@@ -342,6 +342,9 @@ def without_the_other_rank(backend):
     earlier = f"an earlier exchange of gradients failed: {failed.value}"
     with pytest.raises(BackendError, match=f"^{re.escape(earlier)}$"):
         vector_loss(model, backend.rank).backward()
+    # Rank 1 may still complete the sums of the failed backward, and take a step. So a new optimizer must not continue.
+    with pytest.raises(BackendError, match="a collective call on rank 0 failed or timed out, so that"):
+        backend.barrier()
 
 
 def test_a_backward_after_a_failed_exchange_raises_the_reason_of_the_failure():
