@@ -190,7 +190,7 @@ class Primitives(ABC):
         compared: whether the running call has begun to compare itself with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
-            See :meth:`whole_call`. A comparison or sum of gradients that has failed on this rank alone counts too.
+            See :meth:`whole_call`. A comparison of calls or a sum that has failed on this rank alone counts too.
         scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
     """
 

@@ -132,7 +132,7 @@ def _hashes(job: str, names: Collection[str], results: Results, number: int, tog
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return the larger distance from 1 of the two ends of ``AGAIN``'s interval; 0 if ``AGAIN`` has no row.
+    """Return how far the interval of ``AGAIN`` extends from the ratio 1, on its longer side; 0 if ``AGAIN`` has no row.
 
     ``AGAIN`` runs the same script as ``TUNED``, so that their ratio should be 1.
     A job with another layout (``resnet18-cl``) has the noise floor of its model (``resnet18``).

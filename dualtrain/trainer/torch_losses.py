@@ -122,7 +122,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
     """Return ``loss`` as an objective; ``None`` is cross entropy.
 
     Raises:
-        UserError: a loss of torch returns a sum, or one value per sample.
+        UserError: a loss of torch has ``reduction="sum"`` or ``"none"``.
     """
     if loss is None:
         return CrossEntropy()

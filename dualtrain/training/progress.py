@@ -20,13 +20,14 @@ from dualtrain.console import encodable, printable, show_progress
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # if the pause between ``Ticker`` blocks is shorter, they print at the same times as one long block
+_PAUSE_SECONDS = 5.0  # longest pause between two ``Ticker`` blocks after which the second one continues the first
 
 
 class Ticker:
     """A thread that prints ``line()`` every ``seconds`` inside its ``with`` block; never if ``seconds`` is 0.
 
-    Blocks that follow each other within five seconds print at the same times as one long block.
+    A block that begins within five seconds after the end of another one continues that block: lines are printed at the
+    times at which one long block would print them.
 
     Attributes:
         printed: the time of the last line; before the first line, the time when the first of these blocks began.

@@ -263,7 +263,8 @@ def restore_best(
         lock: the lock of the run's folder.
 
     Returns:
-        Whether the files exist; ``False`` if no checkpoint of that step is left.
+        False if the files are missing, and no checkpoint of that step is left. True otherwise, also if no evaluation was
+        the best yet.
     """
     if not cursor.best:
         return True

@@ -116,8 +116,8 @@ def trainers(backend, model, replace):
 
 def replaces(backend):
     with small_buckets((64, 64)):
-        # Horovod's operations are slow, so its world runs only three replacements: gradients in new memory, gradients with
-        # new strides, and parameters and gradients in new memory.
+        # Horovod's operations are slow, so in its world, this loop runs only three replacements: gradients in new memory,
+        # gradients with new strides, and parameters and gradients in new memory.
         for replace in REPLACE if backend.name != "horovod" else [halve_data, transpose_storage, cast_and_back]:
             wanted = expected(backend.size, replace)
             for train in (native, trainers):

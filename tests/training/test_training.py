@@ -68,7 +68,7 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     assert weights(tmp_path)
 
 
-def test_a_step_due_for_a_checkpoint_at_the_end_of_an_epoch_is_saved_whatever_the_interval_in_epochs(tmp_path):
+def test_the_checkpoint_every_flag_also_saves_in_the_last_step_of_an_epoch(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9

@@ -147,10 +147,10 @@ def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool
 
 
 def _copies_variable(source: Source, made: ast.expr) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or ``y.clone()``."""
+    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or a method such as ``y.clone()``."""
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
         if isinstance(made.func.value, ast.Name):
-            return True  # a clone of a variable
+            return True
         made = made.func.value
     copies = isinstance(made, ast.Call) and source.name(made.func) in _COPIES and bool(made.args)
     return copies and isinstance(made, ast.Call) and any(isinstance(part, ast.Name) for part in ast.walk(made.args[0]))
