@@ -170,8 +170,8 @@ class _Variables:
 def _torchrun(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
     world = v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
-    # The run id alone does not identify a job: with --rdzv-endpoint, it is "none" for every job. Only the agents' store can
-    # keep a name over restarts.
+    # The run id alone does not identify a job: with --rdzv-endpoint and no --rdzv-id, it is "none". Only the agents' store
+    # can keep a name over restarts.
     kept = v.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return replace(world, job_key=f"dualtrain/job/{v.env['TORCHELASTIC_RUN_ID']}" if kept else "")
 

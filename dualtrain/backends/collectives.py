@@ -65,10 +65,10 @@ class Backend(Primitives):
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. A call with wrong arguments also raises on every rank: the ValueError or TypeError
-    itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. In place of the
-    call, a refusal is compared, so this needs no further message. An error on one rank after the comparison, such as too
-    little memory for the result, is reported to the other ranks, whose calls raise PeerFailedError; the backend cannot be
-    used any more.
+    itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. The rank sends
+    its refusal in place of its call when the ranks compare their calls, so correct calls need no further message. An error
+    on one rank after the comparison, such as too little memory for the result, is reported to the other ranks, whose calls
+    raise PeerFailedError; the backend cannot be used any more.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
     included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
@@ -424,7 +424,7 @@ class Backend(Primitives):
     # -- implementation -------------------------------------------------------------------------------------------
 
     def refuse(self, kind: str, name: str | None, problem: Exception) -> NoReturn:
-        """Raise ``problem``, which this rank has found before its call ``kind``, on every rank. Collective; blocks.
+        """Raise an error on every rank, because this rank found ``problem`` before its call ``kind``. Collective; blocks.
 
         Call this in place of the first collective call of an operation that consists of several steps.
 
@@ -455,7 +455,7 @@ class Backend(Primitives):
         """Return the result of ``call``; ``second`` says whether a second thread makes it.
 
         If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not
-        wait for a rank that was called with wrong arguments. ``kind`` and ``name`` describe this rank's call to them.
+        wait for a rank that was called with wrong arguments. Their error names this rank's call by ``kind`` and ``name``.
         """
         before = self.in_second_thread, self.compared
         self.in_second_thread, self.compared = second, False

@@ -137,7 +137,7 @@ class Engine:
         while (request := self._next_zeros_request(begun)) is not None:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
-                continue  # a request of a rank that is still in its step, for an exchange in which this rank took part
+                continue  # this rank has taken part in the exchange: the request is of a rank that is still in that step
             exchanger = begun.get(channel) or self.exchangers.find(channel)
             if exchanger is None:
                 self.end_world(
@@ -157,7 +157,7 @@ class Engine:
     def _next_zeros_request(self, begun: dict[str, Exchanger]) -> Message | None:
         """Wait for a request. Until it arrives, end exchanges whose sums are known.
 
-        The other ranks may end the exchanges of several optimizers in any order, so do not wait for one of them.
+        The other ranks may end the exchanges of several optimizers in any order. So never block in one exchange.
         """
         while True:
             seconds = slice_seconds(self.channels.progress)
@@ -252,7 +252,8 @@ class Engine:
                 f"backward: call load_state_dict() on every rank in the same step "
                 f"(optimizer with the parameter {exchange[0].rpartition('-')[0]!r})"
             )
-            self.send({"kind": "shutdown", "why": why})  # calls that rank 0 has matched before can still be executed
+            # Do not call end_world(), which would also fail the calls that rank 0 has already matched.
+            self.send({"kind": "shutdown", "why": why})
             raise HorovodInternalError(why)
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:

@@ -31,7 +31,8 @@ def check_all_reachable(
         hosts: the host of each rank.
         put: stores a value under a key in the job's store.
         take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time.
-        obstacle: why this rank's backend cannot use this host, or ``None``. Every rank raises an error with this reason.
+        obstacle: why this rank's backend cannot use this host, or ``None``; the same for all ranks of a host. If there are
+            several hosts, every rank raises an error with the first host's reason.
 
     Raises:
         UserError: on every rank, if a host cannot reach another host or has an ``obstacle``.

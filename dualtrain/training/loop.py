@@ -224,7 +224,8 @@ class Run:
             if saved is not None:
                 self._restore_best(saved, output.resume_file)
                 assert isinstance(self.trainer.schedule, LambdaLR)
-                restore_rates(self.trainer.schedule)  # of this run's --epochs; last, since the above loads states
+                # Set the learning rates of this run's --epochs last, because the calls above load states with saved rates.
+                restore_rates(self.trainer.schedule)
             self.attempt.begin(self.folder, self.cursor.step, self.backend)
         except BaseException:
             self.records.close()
@@ -322,7 +323,7 @@ class Run:
             done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
-        if not done.totals[1] > 0:  # no target of the batch counts
+        if not done.totals[1] > 0:  # all targets of the batch are ignored
             self.trainer.advance_schedule()
         cursor.count(done.totals, samples, time.perf_counter() - started)
         values = training_metrics(done.totals, "")

@@ -218,7 +218,7 @@ def test_a_rank_that_does_not_reach_horovodruns_server_is_named(tmp_path):
         assert "rank 2 of 3 did not join within 1 s: check that all" in refusal(end.stderr)
 
 
-def test_within_limits_the_time_of_a_call_and_passes_on_results_and_errors():
+def test_the_function_within_ends_a_long_wait_and_passes_on_results_and_errors():
     released = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
         within(0.01, released.wait, "MPI did not start")

@@ -17,7 +17,7 @@ from tests.commands.setups import SECONDS, until
 from tests.pool import ROOT
 
 
-def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(setup):
+def test_each_value_of_dualtrain_with_also_installs_the_packages_of_the_values_before_it(setup):
     status, output, errors = setup.run(DUALTRAIN_WITH="tree")
     assert status == 0, errors
     assert "during the next steps" in output
@@ -105,7 +105,7 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
     assert setup.run()[0] == 0
 
 
-def test_relative_folders_are_those_of_the_calling_folder(setup, tmp_path, monkeypatch):
+def test_relative_paths_start_at_the_current_folder_of_the_caller(setup, tmp_path, monkeypatch):
     # pip builds Horovod in a temporary folder, in which relative paths of the compiler and of CMake do not exist.
     monkeypatch.chdir(tmp_path)
     setup.pip('case "$1" in wheel) for each in "$CXX" "$HOROVOD_CMAKE"; do [ "${each:0:1}" = / ] || exit 1; done ;; esac')

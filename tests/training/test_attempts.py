@@ -181,7 +181,7 @@ def diverge(attempt: Attempt, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"step": 8}, {"step": 6}, {"step": "8"}])
-def test_a_death_has_the_later_of_the_reported_and_the_recorded_step(tmp_path, more):
+def test_the_step_of_a_death_is_the_later_of_the_steps_in_the_event_and_in_the_progress_file(tmp_path, more):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **more}
     (tmp_path / attempts.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")

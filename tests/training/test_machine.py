@@ -129,7 +129,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_settings_marked_as_resumed_come_from_the_checkpoint_or_equal_its_value(tmp_path, monkeypatch):
+def test_a_resumed_setting_is_that_of_the_checkpoint_and_another_value_is_refused(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
