@@ -109,7 +109,7 @@ def _check_step(config: Config) -> None:
         raise UserError("--resume needs a run to resume: add --run-dir, or give a checkpoint file: --resume FILE")
     if output.resume == AUTO and output.run_dir is None:
         raise UserError("--resume auto needs the folder of the run: add --run-dir (for a file named auto, give ./auto)")
-    # A run that resumes from a checkpoint, and can't start anew as with auto, takes lr_batch from the checkpoint.
+    # With --resume or --resume FILE, lr_batch comes from the checkpoint. With --resume auto, there may be no checkpoint.
     reference = schedule.lr_batch or step.batch_size or output.resume not in (None, AUTO)
     if schedule.lr_scale != "none" and not reference:
         raise UserError(

@@ -25,7 +25,7 @@ def refuse_left_over(world: World, env: Mapping[str, str]) -> None:
     """Check that the launcher of an MPI rank still runs. Call it before MPI starts. Does nothing for other launchers.
 
     Raises:
-        UserError: nothing listens at any address that the launcher's variables in ``env`` name.
+        UserError: ``env`` has addresses of the launcher, and all of them refuse connections.
     """
     names = _ADDRESSES.get(world.launcher)
     addresses = {

@@ -226,7 +226,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     if reason is None:
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
     if backend.rank == 0:
-        _warn_once(f"cannot check that the ranks have the same {what}: {seen}, but {reason}")
+        _warn_once(f"cannot check that the ranks have the same {what}: {seen}; a possible cause: {reason}")
     return first
 
 
@@ -239,7 +239,7 @@ def _why_not_comparable(
         return "the dataset gives a different value each time that a sample is read"
     # All ranks must make the same decision.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
-    return "different processors compute them" if processors_differ and not stored else None
+    return "the ranks compute the samples on different processors" if processors_differ and not stored else None
 
 
 def _repeats(title: str, source: Source, first: Mapping[str, str]) -> bool:

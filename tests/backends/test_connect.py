@@ -45,7 +45,7 @@ def test_the_refusal_of_an_unknown_backend_lists_the_known_backends():
         connect("nccl")
 
 
-def test_the_refusal_of_an_unknown_dualtrain_backend_variable_lists_its_values():
+def test_the_refusal_of_an_unknown_value_of_dualtrain_backend_lists_the_known_values():
     with pytest.raises(
         UserError, match="DUALTRAIN_BACKEND='nccl' is not known: set it to auto, torch or horovod, or unset it"
     ):

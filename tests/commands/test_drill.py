@@ -189,7 +189,7 @@ def test_a_signal_to_the_drill_ends_the_job(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_the_method_end_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
+def test_ending_a_job_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_path, monkeypatch):
     """Simulate the launcher, because a test cannot make a process that survives SIGKILL."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
 

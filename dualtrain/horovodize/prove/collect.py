@@ -18,9 +18,10 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     """Run the script on both sides, and return the records.
 
     The first run with dualtrain reproduces Horovod's defects. If the script meets none of them, this run also counts as the
-    run without defects. Otherwise, a shorter run without defects follows. If both sides agree, the other rounds only
-    measure the speed; the side that runs first alternates. If the sides differ, each side runs again, to check that its
-    runs agree. The module ``plan`` computes the numbers of steps.
+    run without defects. Otherwise, a run without defects follows, which is shorter if possible. If both sides agree, the
+    other rounds only measure the speed; the side that runs first alternates. If the sides differ but end in the same way,
+    the sides run again, as far as rounds and steps are left, to check that runs of the same side agree. A recorded side
+    does not run. The module ``plan`` computes the numbers of steps.
 
     Raises:
         RunError: the script failed on Horovod.

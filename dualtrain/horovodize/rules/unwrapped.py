@@ -133,7 +133,7 @@ def inner_given(source: Source) -> Iterator[Finding]:
 
 
 def _reads_only(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` is of a schedule or a function that takes no step, by its name."""
+    """Return whether the called function's name shows that it makes a learning-rate schedule, or takes no step."""
     library = source.name(call.func).startswith("torch.optim.lr_scheduler.")
     return library or re.search(_READS, last_name(call.func)) is not None
 
@@ -180,7 +180,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
 
 
 def _is_passed(source: Source, optimizer: str) -> bool:
-    """Return whether anything may wrap ``optimizer``: a call, except of a schedule, that gets it, or a list with it."""
+    """Return whether something may wrap ``optimizer``: a call gets it (schedules do not count), or a list contains it."""
     for file in source.files:
         for node in file.mentions.get(optimizer, ()):
             parent = file.parents[node]
