@@ -201,7 +201,7 @@ make_environment() {
 copy_tree() {
   mkdir "$work/tree"
   local name
-  for name in .ci .dockerignore .gitignore .pre-commit-config.yaml .ruff.toml CHANGELOG.md LICENSE MANIFEST.in README.md \
+  for name in .ci .dockerignore .gitignore .pre-commit-config.yaml .ruff.toml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md \
     docker dualtrain launch pyproject.toml setup.cfg tests; do
     if [ -e "$root/$name" ]; then cp -R "$root/$name" "$work/tree/"; fi
   done

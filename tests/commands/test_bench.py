@@ -807,7 +807,7 @@ def test_a_node_that_cannot_mount_a_file_or_hangs_is_an_error(tmp_path, monkeypa
     (tmp_path / "unshare").write_text("#!/bin/sh\nexec sleep 600\n")
     (tmp_path / "unshare").chmod(0o755)
     monkeypatch.setattr(nodes_of_bench, "_SECONDS", 0.0)
-    with pytest.raises(NodesError, match="'unshare --net' did not end within 0 s"), virtual_nodes(1, tmp_path):
+    with pytest.raises(NodesError, match="'unshare --net' is not ready after 0 s"), virtual_nodes(1, tmp_path):
         pass
 
 
