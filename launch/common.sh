@@ -6,7 +6,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 activate=${DUALTRAIN_VENV:-$root/.venv}/bin/activate
 if [ -f "$activate" ]; then source "$activate"; fi
 
-refuse() { printf '%s: error: %s\n' "${0##*/}" "$*" >&2; exit 2; }
+refuse() { printf '%s: error: %s\n' "${script:-${0##*/}}" "$*" >&2; exit 2; }
 
 # need PROGRAM: refuses to start without a launcher.
 need() { command -v "$1" >/dev/null || refuse "no $1 found: run bash launch/setup.sh, or activate the environment that has it"; }

@@ -12,6 +12,7 @@ used only if they are equal.
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -133,7 +134,7 @@ def refuse(backend: Primitives, call: Call, problem: Exception) -> NoReturn:
         Exception: ``problem``, on every rank, if all of them make this call and have this problem.
         BackendError: on every rank, if their calls or problems differ.
     """
-    text = one_line(problem)
+    text = re.sub(r" at 0x[0-9a-f]+", "", one_line(problem))  # the address of an object differs between ranks
     if type(problem) not in _PLAIN or not text:
         text = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
     agree(backend, replace(call, problem=text))

@@ -53,6 +53,8 @@ def rows_to_send(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | No
         if rows % size:
             raise ValueError(f"{rows} rows cannot be split equally over {size} ranks: pass splits")
         return [rows // size] * size
+    if any(int(n) != n for n in splits):
+        raise ValueError(f"splits must be whole numbers, not {[float(n) for n in splits]}")
     numbers = [int(n) for n in splits]
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) > rows:
         raise ValueError(f"splits must be {size} numbers, none negative, that add up to at most {rows} rows, not {numbers}")
@@ -611,7 +613,7 @@ class Backend(Primitives):
     def _alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, name: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sent = rows_to_send(wire.dense(tensor), None if splits is None else [index(n) for n in splits], self.size)
+        sent = rows_to_send(wire.dense(tensor), splits, self.size)
         agree(self, Call.on("alltoall", tensor, name, free=True))
         received = [theirs[self.rank] for theirs in self.compare_numbers(sent)]
         rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -50,17 +50,22 @@ class Place:
     owner: weakref.ref[nn.Module]
     key: str
 
-    def unaveraged(self) -> str | None:
-        """Return what is there now, "parameter" or "module", if it has trained parameters without a reducer."""
+    def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
+        """Return what is there now, "parameter" or "module", if it has trained parameters that no reducer averages.
+
+        Return also whether one of them is in use: a module may be a copy that only computes targets, and gets no gradient.
+        ``known`` has the ids of the caller's parameters; it may not have put hooks on all of them yet.
+        """
         owner = self.owner()
         if owner is None:
             return None
         # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
         p, module = owner._parameters.get(self.key), owner._modules.get(self.key)
         found = [p] if p is not None else [] if module is None else module.parameters()
-        if any(p.requires_grad and not reducers_of(p) for p in found):
-            return "module" if p is None else "parameter"
-        return None
+        new = [p for p in found if p.requires_grad and id(p) not in known and not reducers_of(p)]
+        if not new:
+            return None
+        return ("parameter", True) if p is not None else ("module", any(p.grad is not None for p in new))
 
 
 class ParameterHooks:
@@ -244,14 +249,17 @@ def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
 
 
 def _on_module(owner: nn.Module, key: str, new: Any) -> None:
-    old = owner._modules.get(key)  # private in torch 2.5 to 2.15, as ``_parameters`` is
+    # Private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, it has no method ``get``.
+    if key not in owner._modules:
+        return
+    old = owner._modules[key]
     if old is not None and new is not None and new is not old:
-        _report_replacement(owner, key, old.parameters())
+        _report_replacement(owner, key, nn.Module.parameters(old))
 
 
 def _report_replacement(owner: nn.Module, key: str, replaced: Iterable[torch.Tensor]) -> None:
     watchers = [watcher for p in replaced for watcher in _watchers(p)]
-    for ref, name in watchers[::-1]:  # the last report of a reducer counts, and names its first parameter
+    for ref, name in dict(watchers[::-1]).items():  # one report for each reducer, which names its first parameter
         reducer = ref()
         if reducer is not None:
             reducer.parameter_replaced(Place(weakref.ref(owner), key), name)

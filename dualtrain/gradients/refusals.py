@@ -104,20 +104,20 @@ class Refusals:
 
     def _unaveraged(self) -> str | None:
         # Places are checked here, and not when something is replaced: the program may then call add_param_group.
-        while self._replaced:
-            key, (place, name) = next(iter(self._replaced.items()))
-            new = place.unaveraged()
-            if new == "parameter":
+        for key, (place, name) in list(self._replaced.items()):
+            found = place.unaveraged(self.hooks.known)
+            if found is None:
+                del self._replaced[key]
+            elif found == ("parameter", True):
                 return (
                     f"parameter {name!r} was replaced in its module by a new one (load_state_dict(assign=True), or an "
                     f"assignment), which the optimizer does not have: {_AFTER_REPLACEMENT}"
                 )
-            if new == "module":
+            elif found[1]:
                 return (
                     f"the module of parameter {name!r} was replaced by one with parameters that the optimizer does not "
                     f"have: {_AFTER_REPLACEMENT}"
                 )
-            del self._replaced[key]
         return None
 
     def _dropped(self) -> str | None:

@@ -184,8 +184,9 @@ class _CoordinatorEnd:
         looked = time.monotonic()
         while not self._closing.is_set():
             for key, events in self._selector.select(self._period):
-                if key.data is not None and not events & selectors.EVENT_READ:
+                if key.data is not None and events & selectors.EVENT_WRITE:
                     self._flush(key.data)
+                if not events & selectors.EVENT_READ:
                     continue
                 self._cycle()
                 if key.data is not None:

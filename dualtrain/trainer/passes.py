@@ -53,10 +53,12 @@ class Passes:
         self._extra = optimizer.extra.numpy()
         self._count = count
         self.targets_per_sample: float | None = None
+        self._compared = False  # whether the ranks have compared ``targets_per_sample`` in this step
 
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
         """Begin a part of a step with these control flags; ``first`` is true for this rank's first part."""
         self._diverged = self._diverged and not first
+        self._compared = self._compared and not first  # the last step may have failed
         self._scalars.reset(control_flags)
 
     def compute(
@@ -98,12 +100,11 @@ class Passes:
 
     def _in_samples(self, sums: list[float], targets: torch.Tensor, count: Count) -> list[float]:
         """Divide ``sums`` over targets by :attr:`targets_per_sample`. Collective for the rank's first batch of all."""
-        if self.targets_per_sample is None:
-            if not len(targets):
-                return sums
-            self._agree(count(targets) / len(targets))
-            assert self.targets_per_sample is not None
-        return [each / self.targets_per_sample for each in sums]
+        if self.targets_per_sample is None and not self._compared:
+            self._agree(count(targets) / len(targets) if len(targets) else 0.0)
+        # If no rank's first batch has targets, the unit of this step's weights does not matter; the next step asks again.
+        unit = self.targets_per_sample or 1.0
+        return [each / unit for each in sums]
 
     def _agree(self, mine: float) -> None:
         """Set :attr:`targets_per_sample` to the number of the first rank that has a batch. Collective.
@@ -112,7 +113,7 @@ class Passes:
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()
-        self.targets_per_sample = next(filter(None, counts), None)
+        self.targets_per_sample, self._compared = next(filter(None, counts), None), True
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -138,8 +139,9 @@ class Passes:
         Raises:
             DivergedError: on every rank, if a loss is infinite or not a number.
         """
-        if self._count is not None and self.targets_per_sample is None:  # on a rank without samples
+        if self._count is not None and self.targets_per_sample is None and not self._compared:  # on a rank without batches
             self._agree(0.0)
+        self._compared = False
         if not self.optimizer.reducer.is_reduced():  # on a rank without samples; otherwise backward has reduced them
             self.optimizer.synchronize()
         step, diverged = StepScalars.result(self._totals())

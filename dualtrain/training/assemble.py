@@ -156,7 +156,7 @@ def _try_sample(model: nn.Module, sample: Tensors, classes: int, what: str) -> N
     if outputs.shape[-1] < classes:  # a later sample may have a class that the model lacks
         raise UserError(
             f"{what}: the model returns {outputs.shape[-1]} logits for each target, and the data has {classes} classes; "
-            "it must return a logit for each class"
+            "it must return a logit for each class; if the data has fewer classes, give --classes"
         )
 
 

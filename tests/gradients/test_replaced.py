@@ -224,8 +224,14 @@ def refused(backend, change):
     text, undo = change(model, optimizer)
     if backend.rank == 0:
         undo()
+
+    def backward():
+        vector_loss(model, backend.rank).backward()
+
+    # A new module is refused once it has gradients.
+    exchange = backward if backend.rank == 0 or change in (misplace, replace_module) else optimizer.synchronize
     with pytest.raises(BackendError, match=rf"^rank 1: {text}"):
-        vector_loss(model, backend.rank).backward() if backend.rank == 0 or change is misplace else optimizer.synchronize()
+        exchange()
     if backend.rank == 1:
         undo()
     optimizer.zero_grad()
@@ -665,6 +671,11 @@ def added_later(backend):
         optimizer.step()
     model[2] = model[2][0]
     vector_loss(model, backend.rank).backward()
+    # A copy that replaces a trained module may remain untrained, as one that computes targets does.
+    model.target = model[2]
+    model.target = copy.deepcopy(model[2])
+    optimizer.zero_grad()
+    model[:3](torch.ones(1, 4)).sum().backward()
     optimizer.close()
 
 

@@ -430,6 +430,30 @@ def test_the_optimizer_works_in_a_world_of_one_rank():
         alone(backend)
 
 
+def replaced_and_added(backend):
+    """Replace a module, and add its parameters to the optimizer. Horovod does not average their gradients."""
+    with library(backend) as hvd:
+        for options in ({}, {"op": hvd.Min}):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+            for step in range(4):
+                if step == 1:
+                    model[1] = nn.Linear(2, 1)
+                    optimizer.add_param_group({"params": list(model[1].parameters())})
+                hvd.broadcast_parameters(model.state_dict(), 0)
+                optimizer.zero_grad()
+                model(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+                optimizer.step()
+            weights = hvd.allgather(model[1].weight.detach())
+            assert weights.unique(dim=0).shape[0] == 1
+
+
+@OURS_2
+def test_a_replaced_module_may_be_added_to_the_optimizer(real):
+    real(replaced_and_added)
+
+
 def changes_in_a_hook(backend):
     """Change the gradients of every step in hooks of parameters and of autograd's nodes, before gradients are sent."""
     with library(backend) as hvd:

@@ -481,6 +481,25 @@ def test_an_empty_batch_changes_no_weights(loss):
     assert all(map(torch.equal, *weights))
 
 
+def steps_with_an_empty_first_batch(backend, together: list[torch.Tensor]):
+    """Rank 1's first batch is empty, but the loss still needs the number of targets that a sample has."""
+    model = net()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.CrossEntropyLoss(), backend=backend)
+    for _ in range(2):  # in the first of these steps, no rank has a target
+        trainer.step([data(0)], 1.0)
+    trainer.step([data(0) if backend.rank else data(8)], 8.0)
+    torch.testing.assert_close(list(model.parameters()), together)
+
+
+def test_the_first_batch_may_be_empty_on_some_ranks():
+    model = net()
+    with connect("local") as backend:
+        Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.CrossEntropyLoss(), backend=backend).step(
+            [data(8)], 8.0
+        )
+    run_threads(2, steps_with_an_empty_first_batch, [p.detach() for p in model.parameters()])
+
+
 def refilled(backend, count: int):
     """Yield batches for this rank that lie in the same memory, one after another."""
     inputs, targets = (torch.zeros_like(tensor) for tensor in data(8))
