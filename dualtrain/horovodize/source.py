@@ -245,6 +245,13 @@ class Source:
         return {node.name: node for node in self.nodes if isinstance(node, Function)}
 
     @cached_property
+    def called_names(self) -> list[tuple[str, set[str]]]:
+        """Functions and methods of the script, each with the last names of what it calls, as "step" for ``o.step()``."""
+        functions = [node for node in self.nodes if isinstance(node, Function)]
+        inside = [[last_name(node.func) for node in ast.walk(one) if isinstance(node, ast.Call)] for one in functions]
+        return [(one.name, {*names} - {""}) for one, names in zip(functions, inside, strict=True)]
+
+    @cached_property
     def _definitions_of_names(self) -> Counter[str]:
         return Counter(node.name for node in self.nodes if isinstance(node, Function))
 

@@ -6,9 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
+from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import calls_of
-from dualtrain.horovodize.rules.weights import owner_of, sent_models
+from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 
@@ -160,23 +161,49 @@ def wrapped_twice(source: Source) -> Iterator[Finding]:
 
 def never_wrapped(source: Source) -> Iterator[Finding]:
     """An optimizer that is not wrapped, of a model that is broadcast, in a script that wraps another optimizer."""
-    reductions = (call for file in source.files for call in file.calls if "reduce" in last_name(call.func))
-    if not source.wraps or any("grad" in ast.unparse(call).lower() for call in reductions):
-        return  # the script may average the gradients itself
-    guards, sent = Guards(source), set(sent_models(source))
+    if not source.wraps or may_average(source):
+        return
+    guards = Guards(source)
     for target, made, _ in source.assignments:
         if not isinstance(made, ast.Call) or not re.fullmatch(r"torch\.optim\.(\w+\.)?[A-Z]\w*", source.name(made.func)):
             continue
-        parts = (node for value in made.args for node in ast.walk(value) if isinstance(node, ast.expr))
-        owned = {ast.unparse(model) for part in parts if (model := owner_of(part, "parameters", "named_parameters"))}
-        alone = owned & sent and len(source.values[target]) == 1 and not guards.is_conditional(made)
+        if len(source.values[target]) != 1 or guards.is_conditional(made):
+            continue
         steps = [call for call in source.calls if ast.unparse(call.func) == f"{target}.step"]
-        if alone and steps and not _is_passed(source, last_name(steps[0].func.value)):  # type: ignore[attr-defined]
+        if not any(_is_on_all_ranks(guards, step) for step in steps) or not _is_broadcast_before(source, made, steps):
+            continue
+        if not _is_passed(source, last_name(steps[0].func.value)):  # type: ignore[attr-defined]
             message = (
                 f"{target} is not wrapped, so that {target}.step() uses gradients that are not averaged, and the ranks' "
                 "weights differ; pass it to hvd.DistributedOptimizer"
             )
             yield Finding(made.lineno, "trap", message)
+
+
+def _is_broadcast_before(source: Source, made: ast.Call, steps: list[ast.Call]) -> bool:
+    """Return whether the model of the optimizer ``made`` is broadcast in the same function, and never after a step."""
+    parts = (node for value in made.args for node in ast.walk(value) if isinstance(node, ast.expr))
+    models = [model for part in parts if (model := owner_of(part, "parameters", "named_parameters"))]
+    sent = [
+        one
+        for model in models
+        for one in sent_models(source, made, model)
+        if one is not None and ast.unparse(one) == ast.unparse(model) and source.scope(one) is source.scope(made)
+    ]
+    later = {node for step in steps for node in nodes_after(source, step)}
+    repeated = any(isinstance(above, ast.For | ast.While) for one in sent for above in source.above(one))
+    return bool(sent) and not repeated and not later.intersection(sent)
+
+
+def _is_on_all_ranks(guards: Guards, node: ast.AST, depth: int = 0) -> bool:
+    """Return whether ``node``, and each call of the function around it, is under no ``if``, and runs on all ranks."""
+    source = guards.source
+    tests = (above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp))
+    if any("__name__" not in ast.unparse(test) for test in tests):
+        return False
+    if guards.looks_like_one_rank(node) or guards.is_without_horovod(node):
+        return False
+    return depth > 3 or all(_is_on_all_ranks(guards, call, depth + 1) for call in calls_of(source, source.scope(node)))
 
 
 def _is_passed(source: Source, optimizer: str) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import nodes_after
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
-from dualtrain.horovodize.source import Finding, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 #: Code that may give all ranks the same weights, besides broadcast_parameters. A copy of another model's weights does not.
 _START_ALIKE = re.compile(
@@ -24,19 +25,21 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
     files = source.files
     if any(file.uses_elastic or seeds_ranks_alike(file) or _START_ALIKE.search(file.code) for file in files):
         return
-    sent = [model for file in files for model in sent_models(file)]
     seen: set[str] = set()
     for _, wrap in source.wraps:
         model = _model_of(wrap)
-        if model is None or ast.unparse(model) in seen or None in sent:
+        if model is None or ast.unparse(model) in seen:
             continue
+        sent = [one and ast.unparse(one) for one in sent_models(source, wrap, model)]
+        if None in sent:
+            continue  # an unknown model is broadcast, which may be this one
         if source.scope(wrap) is not source.tree and not any(True for _ in source.hvd_calls("init")):
             continue  # other files may call this function, then broadcast
         text = ast.unparse(model)
         seen.add(text)
         made = any(isinstance(value, ast.Call) for value in source.values.get(text, ()))
-        if sent and (not made or any(_are_related(source, text, one) for one in sent if one is not None)):
-            continue  # an unknown model may be a part of a model that is broadcast
+        if sent and not (is_new_model(source, model) and not any(are_related(source, text, str(one)) for one in sent)):
+            continue  # it may share weights with a model that is broadcast
         yield _finding(source, wrap, text, certain=made)
 
 
@@ -98,46 +101,3 @@ def _model_of(wrap: ast.Call) -> ast.Name | ast.Attribute | None:
     """Return the model of ``DistributedOptimizer(optimizer, named_parameters=model.named_parameters())``, or None."""
     named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
     return owner_of(named, "named_parameters") if named is not None else None
-
-
-def owner_of(value: ast.expr, *methods: str) -> ast.Name | ast.Attribute | None:
-    """Return the variable ``x`` of ``x.method()``, or None if ``value`` is something else."""
-    func = value.func if isinstance(value, ast.Call) else None
-    known = isinstance(func, ast.Attribute) and func.attr in methods
-    return func.value if known and isinstance(func.value, ast.Name | ast.Attribute) else None  # type: ignore[union-attr]
-
-
-def sent_models(source: Source) -> Iterator[str | None]:
-    """Yield the models that the script gives to broadcast_parameters; None for each use that may send any model."""
-    for node in source.mentions.get("broadcast_parameters", ()):
-        if isinstance(node, ast.alias):
-            if node.asname:
-                yield None
-            continue
-        call = source.parents[node]
-        known = isinstance(call, ast.Call) and call.func is node and source.hvd(node) == "broadcast_parameters"
-        given = first_argument(call, "params") if isinstance(call, ast.Call) and known else None
-        model = owner_of(given, "state_dict", "named_parameters") if given is not None else None
-        text = ast.unparse(model) if model is not None else ""
-        local = isinstance(model, ast.Name) and (text in source.parameters(node) or text not in source.values)
-        yield None if model is None or local else text
-
-
-def _are_related(source: Source, one: str, other: str) -> bool:
-    """Return whether one of the models is the other, may contain the other, or is made from it."""
-    return any(
-        first == second or first.startswith(f"{second}.") or _uses(source, first, second)
-        for first, second in ((one, other), (other, one))
-    )
-
-
-def _uses(source: Source, model: str, other: str, depth: int = 0) -> bool:
-    """Return whether ``model``, or an attribute of it, is assigned a value with ``other``, or gets it by a method."""
-    values = [value for target, value, _ in source.assignments if f"{target}.".startswith(f"{model}.")]
-    values += [call for call in source.calls if ast.unparse(call.func).startswith(f"{model}.")]
-    names = {
-        ast.unparse(node) for value in values for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)
-    }
-    return other in names or (
-        depth < 2 and any(_uses(source, name, other, depth + 1) for name in names & set(source.values))
-    )

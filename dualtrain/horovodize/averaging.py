@@ -1,0 +1,59 @@
+"""Code by which a program may average gradients or weights itself, without DistributedOptimizer."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from dualtrain.horovodize.source import Source, last_name
+
+_COLLECTIVE = re.compile(r"reduce|gather|alltoall|broadcast_?(async_?)?$", re.IGNORECASE)
+#: Names of functions that average gradients or weights, whichever file defines them.
+_AVERAGES = re.compile(
+    r"(average|avg|mean|reduce|(?<!a)sync).*(grad|model|param|weight)|(grad|model|param|weight).*(average|avg|reduce|(?<!a)sync)",
+    re.IGNORECASE,
+)
+_WEIGHTS = re.compile(r"^(grads?|data|state_dict|(named_)?param(eter)?s?|weights?)$|_(grads|params)$")
+#: Calls that use parameters without averaging them.
+_USES_ONLY = re.compile(r"^torch\.(optim\.|save$|nn\.utils\.clip_)")
+
+
+def may_average(source: Source) -> bool:
+    """Return whether the program may average gradients or weights itself: by hooks, or by collectives near parameters."""
+    averaging = averaging_functions(source)
+    for file in source.files:
+        if "hook" in file.code or any(_AVERAGES.search(last_name(c.func)) and not file.name(c.func) for c in file.calls):
+            return True
+        if any(_AVERAGES.search(name.rpartition(".")[2]) for name in file.imported_names):
+            return True
+        for _, nodes in file.scopes:
+            called = {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+            near = (node for node in nodes if _WEIGHTS.search(last_name(node)) and not _only_uses(file, node))
+            if any(is_collective(name) or name in averaging for name in called) and any(near):
+                return True
+    return False
+
+
+def is_collective(name: str) -> bool:
+    """Return whether a function of this name may combine tensors of the ranks."""
+    return _COLLECTIVE.search(name) is not None
+
+
+def averaging_functions(source: Source) -> set[str]:
+    """Return the names of the program's functions and methods that call collectives, also through other functions."""
+    called = [(name, names) for file in source.files for name, names in file.called_names]
+    found: set[str] = set()
+    while True:
+        more = {name for name, names in called if names & found or any(map(is_collective, names))}
+        if more <= found:
+            return found
+        found |= more
+
+
+def _only_uses(source: Source, node: ast.AST) -> bool:
+    calls = (above for above in source.above(node) if isinstance(above, ast.Call))
+    return any(
+        _USES_ONLY.match(source.name(call.func))
+        or source.hvd(call.func) in ("DistributedOptimizer", "broadcast_parameters")
+        for call in calls
+    )

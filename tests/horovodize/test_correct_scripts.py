@@ -1,0 +1,67 @@
+"""Correct scripts for which ``horovodize --check`` reports nothing."""
+
+import pytest
+
+from dualtrain.horovodize.rules import RULES
+from dualtrain.horovodize.source import Source
+
+BY_NAME = {rule.__name__: rule for rule in RULES}
+START = "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
+SENT = "hvd.broadcast_parameters({}.state_dict(), root_rank=0)\n"
+WRAP = "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())\n"
+NET = "net = torch.nn.Linear(4, 2)\n"
+
+BROADCAST = {
+    "method": "class Trainer:\n    def __init__(self, model):\n        self.model = model\n    def start(self):\n        "
+    f"{SENT.format('self.model')}{NET}{WRAP}Trainer(net).start()",
+    "factory": f"def build():\n    model = torch.nn.Linear(4, 2)\n    {SENT.format('model')}    return model\n"
+    f"net = build()\n{WRAP}",
+    "constructor": "class Net(torch.nn.Module):\n    def __init__(self):\n        self.a = torch.nn.Linear(4, 2)\n        "
+    f"{SENT.format('self.a')}net = Net()\n{WRAP}",
+    "alias": f"def setup(given):\n    model = given\n    {SENT.format('model')}{NET}{WRAP}setup(net)",
+    "loop": f"{NET}other = torch.nn.Linear(2, 1)\nm = torch.nn.Linear(1, 1)\n"
+    f"for m in (net, other):\n    {SENT.format('m')}{WRAP}",
+    "caller": "def main():\n    model = torch.nn.Linear(4, 2)\n    " + SENT.format("model") + "    run(model)\n"
+    "def run(base):\n    net = torch.jit.script(base)\n    " + WRAP + "main()",
+    "element": "nets = {}\ng = torch.nn.Linear(4, 2)\nnets['g'] = g\n"
+    + SENT.format("g")
+    + "net = torch.nn.ModuleDict(nets)\n"
+    + WRAP,
+    "third model": "base = torch.nn.Linear(4, 2)\none = torch.nn.Sequential(base)\nnet = torch.nn.Sequential(base)\n"
+    + SENT.format("one")
+    + WRAP,
+    "copy": f"{NET}one = torch.nn.Linear(4, 2)\n{SENT.format('one')}"
+    "for p, q in zip(net.parameters(), one.parameters()):\n    p.data.copy_(q.data)\n" + WRAP,
+}
+
+PLAIN = (
+    f"{NET}{WRAP}{SENT.format('net')}d = torch.nn.Linear(2, 2)\n{SENT.format('d')}o = torch.optim.Adam(d.parameters())\n"
+)
+STEP = "for x in data:\n    d(x).sum().backward()\n"
+AVERAGED = {
+    "helper": f"{PLAIN}def average(tensors):\n    for p in tensors:\n        g = p.grad.data\n        hvd.allreduce_(g)\n"
+    f"{STEP}    average(d.parameters())\n    o.step()",
+    "flat buffer": f"{PLAIN}def merge(tensors):\n    flat = torch.cat([p.grad.view(-1) for p in tensors])\n"
+    f"    flat = hvd.allreduce(flat)\n"
+    f"    for p in tensors:\n        p.grad.copy_(flat[: p.numel()])\n{STEP}    merge(list(d.parameters()))\n    o.step()",
+    "two functions": f"{PLAIN}def mean(t):\n    return hvd.allreduce(t)\n"
+    f"{STEP}    for p in d.parameters():\n        p.grad = mean(p.grad)\n    o.step()",
+    "hooks": f"{PLAIN}for p in d.parameters():\n    p.register_hook(lambda g: hvd.allreduce(g))\n{STEP}    o.step()",
+    "weights": f"{PLAIN}{STEP}    o.step()\n    for p in d.parameters():\n        p.data = hvd.allreduce(p.data)",
+    "rank 0": f"{PLAIN}if hvd.rank() == 0:\n    for x in data:\n        d(x).sum().backward()\n        o.step()\n"
+    f"{SENT.format('d')}",
+    "rank 0 calls": f"{PLAIN}def train():\n    d(1).sum().backward()\n    o.step()\nif hvd.rank() == 0:\n    train()",
+    "broadcast later": f"{PLAIN}{STEP}    o.step()\n{SENT.format('d')}",
+    "one rank": f"{PLAIN}if hvd.size() == 1:\n    for x in data:\n        d(x).sum().backward()\n        o.step()",
+}
+
+CASES = [
+    *(("never_broadcast", text) for text in BROADCAST.values()),
+    *(("never_wrapped", text) for text in AVERAGED.values()),
+]
+NAMES = [*BROADCAST, *AVERAGED]
+
+
+@pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)
+def test_a_rule_reports_nothing_for_a_correct_script(rule, text):
+    assert list(BY_NAME[rule](Source(START + text))) == []
