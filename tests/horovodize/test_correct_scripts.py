@@ -34,6 +34,7 @@ BROADCAST = {
     "for p, q in zip(net.parameters(), one.parameters()):\n    p.data.copy_(q.data)\n" + WRAP,
 }
 
+AGAIN = "optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())\n"
 PLAIN = (
     f"{NET}{WRAP}{SENT.format('net')}d = torch.nn.Linear(2, 2)\n{SENT.format('d')}o = torch.optim.Adam(d.parameters())\n"
 )
@@ -55,11 +56,21 @@ AVERAGED = {
     "one rank": f"{PLAIN}if hvd.size() == 1:\n    for x in data:\n        d(x).sum().backward()\n        o.step()",
 }
 
+WRAPPED = {
+    "tuple": f"net, optimizer = build()\n{AGAIN}net, optimizer = build()\n{AGAIN}",
+    "for": f"{AGAIN}for optimizer in build():\n    {AGAIN}",
+    "with": f"{AGAIN}with build() as optimizer:\n    {AGAIN}",
+    "walrus": f"{AGAIN}(optimizer := build())\n{AGAIN}",
+    "global": f"def start():\n    global optimizer\n    optimizer = build()\n{AGAIN}start()\n{AGAIN}",
+    "try": f"try:\n    {AGAIN}except TypeError:\n    {AGAIN}",
+}
+
 CASES = [
     *(("never_broadcast", text) for text in BROADCAST.values()),
     *(("never_wrapped", text) for text in AVERAGED.values()),
+    *(("wrapped_twice", text) for text in WRAPPED.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED]
+NAMES = [*BROADCAST, *AVERAGED, *WRAPPED]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

@@ -151,7 +151,7 @@ def wrapped_twice(source: Source) -> Iterator[Finding]:
         before = [(made, at) for target, made, at in source.assignments if target == text and made.lineno < wrap.lineno]
         last, statement = before[-1] if before else (wrap, wrap)
         earlier = text not in source.parameters(wrap) and any(last is other for _, other, _ in wraps if other is not wrap)
-        if earlier and source.parents[statement] in source.above(wrap) and not source.exclusive(last, wrap):
+        if earlier and _follows(source, statement, wrap) and not _is_assigned_between(source, text, statement, wrap):
             message = (
                 f"{text} is a DistributedOptimizer already, so that this call raises TypeError, on Horovod too; wrap each "
                 "optimizer once"
@@ -159,9 +159,32 @@ def wrapped_twice(source: Source) -> Iterator[Finding]:
             yield Finding(wrap.lineno, "trap", message)
 
 
+def _follows(source: Source, statement: ast.AST, wrap: ast.Call) -> bool:
+    """Return whether ``wrap`` runs only after ``statement``, being later in the same block or in a part of it."""
+    block = source.block(source.statement(statement))
+    later = any(above in block for above in source.above(wrap) if isinstance(above, ast.stmt))
+    return later and not source.exclusive(statement, wrap)
+
+
+def _is_assigned_between(source: Source, text: str, statement: ast.AST, wrap: ast.Call) -> bool:
+    """Return whether the variable ``text`` may get another value after ``statement`` and before ``wrap``.
+
+    It may get one by any statement in between, by a loop around ``wrap``, or in another function.
+    """
+    end, scope = source.statement(statement).end_lineno or 0, source.scope(wrap)
+    for node in source.mentions.get(text.rpartition(".")[2], ()):
+        stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and ast.unparse(node) == text
+        between = end < node.lineno < wrap.lineno  # type: ignore[attr-defined]
+        loop = isinstance(source.statement(node), ast.For) and source.statement(node) in source.above(wrap)
+        if stored and (between or loop or ("." in text and source.scope(node) is not scope)):
+            return True
+    declared = (name for node in source.nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names)
+    return text in declared
+
+
 def never_wrapped(source: Source) -> Iterator[Finding]:
     """An optimizer that is not wrapped, of a model that is broadcast, in a script that wraps another optimizer."""
-    if not source.wraps or may_average(source):
+    if not source.wraps:
         return
     guards = Guards(source)
     for target, made, _ in source.assignments:
@@ -172,7 +195,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
         steps = [call for call in source.calls if ast.unparse(call.func) == f"{target}.step"]
         if not any(_is_on_all_ranks(guards, step) for step in steps) or not _is_broadcast_before(source, made, steps):
             continue
-        if not _is_passed(source, last_name(steps[0].func.value)):  # type: ignore[attr-defined]
+        if not _is_passed(source, last_name(steps[0].func.value)) and not may_average(source):  # type: ignore[attr-defined]
             message = (
                 f"{target} is not wrapped, so that {target}.step() uses gradients that are not averaged, and the ranks' "
                 "weights differ; pass it to hvd.DistributedOptimizer"
