@@ -65,12 +65,23 @@ WRAPPED = {
     "try": f"try:\n    {AGAIN}except TypeError:\n    {AGAIN}",
 }
 
+BACKWARD = NET + WRAP + "for x in data:\n    net(x).sum().backward()\n"
+SKIP = "    with optimizer.skip_synchronize():\n        optimizer.step()"
+SKIPPED = {
+    "allreduce": f"{BACKWARD}    for p in net.parameters():\n        hvd.allreduce_(p.grad)\n{SKIP}",
+    "function": f"def mean(module):\n    for p in module.parameters():\n        hvd.allreduce_(p.grad)\n"
+    f"{BACKWARD}    mean(net)\n{SKIP}",
+    "imported": f"from lib import mean\n{BACKWARD}    mean(net)\n{SKIP}",
+    "hook": f"{NET}for p in net.parameters():\n    p.register_hook(hvd.allreduce)\n{BACKWARD}{SKIP}",
+}
+
 CASES = [
     *(("never_broadcast", text) for text in BROADCAST.values()),
     *(("never_wrapped", text) for text in AVERAGED.values()),
     *(("wrapped_twice", text) for text in WRAPPED.values()),
+    *(("skipped_reduction", text) for text in SKIPPED.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED, *WRAPPED]
+NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

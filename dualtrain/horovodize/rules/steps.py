@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from dualtrain.horovodize.averaging import averaging_functions, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
@@ -95,16 +96,43 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     True after a call of a function whose name suggests that it averages gradients. Also True if no backward pass precedes
     the event in its function, and the program calls ``synchronize`` anywhere.
     """
-    event, earlier = events[number], events[:number]
-    passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
-    first = passes[-1].lineno if passes else 0
-    scope = source.scope(event.node)
-    between = [call for call in source.calls if first <= call.lineno <= event.node.lineno and source.scope(call) is scope]
+    passes, between = _since_last_pass(source, events, number)
     named = (last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES))
     if any(_AVERAGES.search(name) and not name.endswith("synchronize") for name in named):
         return True
     calls = (call for file in (source, *source.program) for call in file.calls if not file.name(call.func))
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
+
+
+def _since_last_pass(source: Source, events: list[Event], number: int) -> tuple[list[ast.Call], list[ast.Call]]:
+    """Return the backward passes before event ``number``, and all calls of its function since the last of them."""
+    event, earlier = events[number], events[:number]
+    passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
+    first = passes[-1].lineno if passes else 0
+    scope = source.scope(event.node)
+    return passes, [
+        call for call in source.calls if first <= call.lineno <= event.node.lineno and source.scope(call) is scope
+    ]
+
+
+def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
+    """Return whether the script may have averaged the gradients by other calls than synchronize() before event ``number``.
+
+    That is so if it calls a collective, or a function that does, or one that is unknown and gets parameters. Hooks may
+    average gradients, too.
+    """
+    averaging = averaging_functions(source)
+    if any("hook" in file.code for file in source.files):
+        return True
+    for call in _since_last_pass(source, events, number)[1]:
+        name, full = last_name(call.func), source.name(call.func)
+        own = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
+        inherited = own and name not in source.functions and ast.unparse(call.func) not in source.values
+        given = " ".join(ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords)))
+        unknown = full and not full.startswith(_LIBRARIES) and re.search(r"param|model|net|grad", given, re.IGNORECASE)
+        if is_collective(name) or name in averaging or inherited or unknown:
+            return True
+    return False
 
 
 #: Matches names of functions that average gradients. Functions of ``_LIBRARIES`` do not count.
@@ -144,7 +172,8 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
             if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
                 continue
             early = any(one.kind in ("clip", "change", *STEPS) for one in before)  # clip_before_synchronize reports these
-            if not early and not _may_be_synchronized(source, events, number) and not _is_given_between(source, event):
+            averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
+            if not early and not averaged and not _is_given_between(source, event):
                 message = (
                     "skip_synchronize() without synchronize(): this step does not wait for averaged gradients, so that "
                     "weights may differ between ranks; call optimizer.synchronize() after backward"
