@@ -14,15 +14,18 @@ _AVERAGES = re.compile(
     re.IGNORECASE,
 )
 _WEIGHTS = re.compile(r"^(grads?|data|state_dict|(named_)?param(eter)?s?|weights?)$|_(grads|params)$")
+_HOOKS = re.compile(r"register_(post_accumulate_grad_)?hook\b|grad_hook|comm_hook")
 #: Calls that use parameters without averaging them.
 _USES_ONLY = re.compile(r"^torch\.(optim\.|save$|nn\.utils\.clip_)")
 
 
 def may_average(source: Source) -> bool:
     """Return whether the program may average gradients or weights itself: by hooks, or by collectives near parameters."""
+    if has_gradient_hooks(source):
+        return True
     averaging = averaging_functions(source)
     for file in source.files:
-        if "hook" in file.code or any(_AVERAGES.search(last_name(c.func)) and not file.name(c.func) for c in file.calls):
+        if any(_AVERAGES.search(last_name(call.func)) and not file.name(call.func) for call in file.calls):
             return True
         if any(_AVERAGES.search(name.rpartition(".")[2]) for name in file.imported_names):
             return True
@@ -32,6 +35,11 @@ def may_average(source: Source) -> bool:
             if any(is_collective(name) or name in averaging for name in called) and any(near):
                 return True
     return False
+
+
+def has_gradient_hooks(source: Source) -> bool:
+    """Return whether the program registers hooks on gradients, which may average them."""
+    return any("hook" in file.text and _HOOKS.search(file.code) for file in source.files)
 
 
 def is_collective(name: str) -> bool:

@@ -74,14 +74,28 @@ SKIPPED = {
     "imported": f"from lib import mean\n{BACKWARD}    mean(net)\n{SKIP}",
     "hook": f"{NET}for p in net.parameters():\n    p.register_hook(hvd.allreduce)\n{BACKWARD}{SKIP}",
 }
+OTHER = (
+    f"{NET}{WRAP}d = torch.nn.Linear(2, 2)\n"
+    "o = torch.optim.Adam(d.parameters())\nfor x in data:\n    d(net(x)).sum().backward()\n"
+)
+CHANGED = {
+    "sum": f"{OTHER}    for p in d.parameters():\n        hvd.allreduce_(p.grad, op=hvd.Sum)\n"
+    "        p.grad /= hvd.size()\n    o.step()\n    optimizer.step()",
+    "scale first": f"{BACKWARD}    for p in net.parameters():\n        p.grad /= hvd.size()\n"
+    f"        hvd.allreduce_(p.grad, op=hvd.Sum)\n{SKIP}",
+    "other": f"{OTHER}    for p in d.parameters():\n        p.grad.mul_(2)\n    o.step()\n    optimizer.step()",
+    "clip": f"{BACKWARD}    for p in net.parameters():\n        hvd.allreduce_(p.grad)\n"
+    f"    torch.nn.utils.clip_grad_norm_(net.parameters(), 1)\n{SKIP}",
+}
 
 CASES = [
     *(("never_broadcast", text) for text in BROADCAST.values()),
     *(("never_wrapped", text) for text in AVERAGED.values()),
     *(("wrapped_twice", text) for text in WRAPPED.values()),
     *(("skipped_reduction", text) for text in SKIPPED.values()),
+    *(("clip_before_synchronize", text) for text in CHANGED.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED]
+NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

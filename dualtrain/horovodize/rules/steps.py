@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.averaging import averaging_functions, is_collective
+from dualtrain.horovodize.averaging import averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
 
 _CURE = "call optimizer.synchronize() after backward, and step inside `with optimizer.skip_synchronize():`"
 
@@ -24,7 +24,7 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
             if _may_be_synchronized(source, events, number) or _is_of_another_optimizer(source, event):
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
-            if any(one.kind in STEPS for one in later):
+            if any(one.kind in STEPS for one in later) and not _may_be_averaged(source, events, number):
                 message = f"{_early(event)}; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_before(source, events, number)))
 
@@ -121,13 +121,16 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     That is so if it calls a collective, or a function that does, or one that is unknown and gets parameters. Hooks may
     average gradients, too.
     """
-    averaging = averaging_functions(source)
-    if any("hook" in file.code for file in source.files):
+    if has_gradient_hooks(source):
         return True
-    for call in _since_last_pass(source, events, number)[1]:
+    averaging = averaging_functions(source)
+    loop = next((above for above in source.above(events[number].node) if isinstance(above, ast.For)), None)
+    inside = [node for node in ast.walk(loop) if isinstance(node, ast.Call)] if loop is not None else []
+    own = [] if any(last_name(call.func) == "backward" for call in inside) else inside  # a loop over parameters
+    for call in (*own, *_since_last_pass(source, events, number)[1]):
         name, full = last_name(call.func), source.name(call.func)
-        own = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
-        inherited = own and name not in source.functions and ast.unparse(call.func) not in source.values
+        method = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
+        inherited = method and name not in source.functions and ast.unparse(call.func) not in source.values
         given = " ".join(ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords)))
         unknown = full and not full.startswith(_LIBRARIES) and re.search(r"param|model|net|grad", given, re.IGNORECASE)
         if is_collective(name) or name in averaging or inherited or unknown:
@@ -141,13 +144,17 @@ _LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
 def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
-    """Return whether the first step after ``clip`` in its block belongs to an optimizer that is not wrapped."""
-    block = source.block(source.statement(clip.node))
-    later = block[block.index(source.statement(clip.node)) + 1 :]
-    for call in (node for statement in later for node in ast.walk(statement) if isinstance(node, ast.Call)):
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
-            owner = call.args[0] if call.args and isinstance(call.args[0], ast.Name | ast.Attribute) else call.func.value
-            return last_name(owner) not in source.wrapped and last_name(owner) in source.plain_optimizers
+    """Return whether the first step after ``clip``, in its block or around it, is of an optimizer that is not wrapped."""
+    statement: ast.AST = source.statement(clip.node)
+    while not isinstance(statement, Scope) and isinstance(statement, ast.stmt):
+        block = source.block(statement)
+        later = block[block.index(statement) + 1 :]
+        for call in (node for one in later for node in ast.walk(one) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+                given = call.args[0] if call.args else None
+                owner = last_name(given if isinstance(given, ast.Name | ast.Attribute) else call.func.value)
+                return owner not in source.wrapped and owner in source.plain_optimizers
+        statement = source.parents[statement]
     return False
 
 
