@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 from dualtrain.horovodize.source import Source, last_name
 
@@ -28,16 +30,25 @@ def is_change(source: Source, node: ast.AST) -> bool:
 
 def changing_functions(source: Source) -> set[str]:
     """Return the names of the program's functions, without methods, that change gradients and do not average them."""
-    found = set()
     for file in source.program:
-        for name, function in file.functions.items():
-            inside = list(ast.walk(function))
-            called = {last_name(node.func) for node in inside if isinstance(node, ast.Call)}
-            if file.is_ambiguous(name) or any(_AVERAGING.search(one) for one in called):
-                continue
-            if any(is_change(file, node) for node in inside):
-                found.add(name)
-    return found
+        if file not in _CHANGING:  # several rules ask for the functions of all files, once for each file
+            _CHANGING[file] = set(_changing_functions_of(file))
+    return {name for file in source.program for name in _CHANGING[file]}
+
+
+_CHANGING: WeakKeyDictionary[Source, set[str]] = WeakKeyDictionary()
+
+
+def _changing_functions_of(file: Source) -> Iterator[str]:
+    if ".grad" not in file.code:
+        return
+    for name, function in file.functions.items():
+        inside = list(ast.walk(function))
+        called = {last_name(node.func) for node in inside if isinstance(node, ast.Call)}
+        if file.is_ambiguous(name) or any(_AVERAGING.search(one) for one in called):
+            continue
+        if any(is_change(file, node) for node in inside):
+            yield name
 
 
 def _is_gradient(source: Source, node: ast.AST) -> bool:

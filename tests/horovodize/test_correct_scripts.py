@@ -2,6 +2,8 @@
 
 import pytest
 
+from dualtrain.horovodize import gradient_changes
+from dualtrain.horovodize.gradient_changes import changing_functions
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.source import Source
 
@@ -101,3 +103,12 @@ NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED]
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)
 def test_a_rule_reports_nothing_for_a_correct_script(rule, text):
     assert list(BY_NAME[rule](Source(START + text))) == []
+
+
+def test_each_file_is_searched_for_changes_of_gradients_once(monkeypatch):
+    program = [Source(f"{START}def clip{n}(m):\n    for p in m.parameters():\n        p.grad.mul_(2)\n") for n in range(3)]
+    for file in program:
+        file.program = program
+    assert [changing_functions(file) for file in program] == [{"clip0", "clip1", "clip2"}] * 3
+    monkeypatch.setattr(gradient_changes, "is_change", None)  # a second search would call it
+    assert changing_functions(program[1]) == {"clip0", "clip1", "clip2"}
