@@ -89,6 +89,15 @@ CHANGED = {
     "clip": f"{BACKWARD}    for p in net.parameters():\n        hvd.allreduce_(p.grad)\n"
     f"    torch.nn.utils.clip_grad_norm_(net.parameters(), 1)\n{SKIP}",
 }
+LEAVE = "    if hvd.rank() == 0:\n        print(x)\n        break\n"
+LOOP = "for i in range(9):\n    x = hvd.allreduce(torch.ones(1))\n"
+LEFT = {
+    "raise": f"{LOOP}{LEAVE}    raise SystemExit",
+    "exit": f"import sys\n{LOOP}    if hvd.rank() != 0:\n        break\n    print(x)\n    sys.exit(0)",
+    "outer block": f"{LOOP}    if x > 3:\n        if hvd.rank() == 0:\n            break\n    if x > 3:\n        break",
+    "condition of while": "x = 0\nwhile x < 9:\n    x += hvd.allreduce(torch.ones(1))\n"
+    "    if hvd.rank() == 0 and x >= 9:\n        break",
+}
 
 CASES = [
     *(("never_broadcast", text) for text in BROADCAST.values()),
@@ -96,8 +105,9 @@ CASES = [
     *(("wrapped_twice", text) for text in WRAPPED.values()),
     *(("skipped_reduction", text) for text in SKIPPED.values()),
     *(("clip_before_synchronize", text) for text in CHANGED.values()),
+    *(("loop_left_on_some_ranks", text) for text in LEFT.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED]
+NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED, *LEFT]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

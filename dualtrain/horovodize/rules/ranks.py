@@ -165,7 +165,10 @@ class _Collectives:
             return ""
         branch, arm = inside[-1]
         other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
-        if any(isinstance(node, ast.Break | ast.Return) for part in other for node in ast.walk(part)):
+        around = [one for one in self.source.above(branch) if isinstance(one, ast.If) and above in self.source.above(one)]
+        other += [later for one in around for later in self._following(one)]
+        endless = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
+        if not endless or any(_leaves(node) for part in other for node in ast.walk(part)):
             return ""  # the other ranks perhaps leave the loop too
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
@@ -218,3 +221,9 @@ class _Collectives:
     def _contains(self, function: Function) -> bool:
         """Return whether ``function`` certainly makes a call that all ranks must make."""
         return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))
+
+
+def _leaves(node: ast.AST) -> bool:
+    """Return whether ``node`` ends a loop, function or process."""
+    exits = isinstance(node, ast.Call) and last_name(node.func).lower() in ("abort", "exit", "_exit", "quit")
+    return exits or isinstance(node, ast.Break | ast.Return | ast.Raise)
