@@ -98,6 +98,17 @@ LEFT = {
     "condition of while": "x = 0\nwhile x < 9:\n    x += hvd.allreduce(torch.ones(1))\n"
     "    if hvd.rank() == 0 and x >= 9:\n        break",
 }
+TESTED = {
+    "else of try": "try:\n    hvd.new\nexcept AttributeError:\n    pass\nelse:\n    hvd.new()",
+    "is True": "if hasattr(hvd, 'new') is True:\n    hvd.new()\nif hasattr(hvd, 'new') == True:\n    hvd.new()",
+    "is False": "if hasattr(hvd, 'new') is False:\n    pass\nelse:\n    hvd.new()",
+}
+EPOCHS = {
+    "epoch": "s = torch.utils.data.DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())\n"
+    "loader = torch.utils.data.DataLoader(data, sampler=s)\ns.set_epoch(0)\n"
+    f"{NET}{WRAP}for epoch in range(3):\n    s.epoch = epoch\n    for x in loader:\n        net(x).sum().backward()\n"
+    "        optimizer.step()",
+}
 
 CASES = [
     *(("never_broadcast", text) for text in BROADCAST.values()),
@@ -106,8 +117,10 @@ CASES = [
     *(("skipped_reduction", text) for text in SKIPPED.values()),
     *(("clip_before_synchronize", text) for text in CHANGED.values()),
     *(("loop_left_on_some_ranks", text) for text in LEFT.values()),
+    *(("unknown_name", text) for text in TESTED.values()),
+    *(("same_order_every_epoch", text) for text in EPOCHS.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED, *LEFT]
+NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED, *LEFT, *TESTED, *EPOCHS]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

@@ -134,11 +134,15 @@ def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> 
     return any(isinstance(node, ast.Name) and node.id == epoch for value in values for node in ast.walk(value))
 
 
+#: Usual names of variables with an attribute ``epoch`` that are no samplers.
+_NO_SAMPLERS = ("args", "self", "state")
+
+
 def _sets_epoch(node: ast.AST) -> bool:
     """Return whether ``node`` is ``sampler.set_epoch``, or assigns ``sampler.epoch``."""
     if not isinstance(node, ast.Attribute):
         return False
-    stored = node.attr == "epoch" and isinstance(node.ctx, ast.Store) and "sampler" in last_name(node.value).lower()
+    stored = node.attr == "epoch" and isinstance(node.ctx, ast.Store) and last_name(node.value) not in _NO_SAMPLERS
     return node.attr == "set_epoch" or stored
 
 

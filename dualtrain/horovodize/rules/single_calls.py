@@ -210,9 +210,11 @@ def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
             known = [(one, isinstance(above.op, ast.And)) for one in above.values[: above.values.index(below)]]  # type: ignore[arg-type]
         if any(_shows(test, truth, name) for test, truth in known):
             return True
-        if isinstance(above, ast.Try) and below in above.body:
-            caught = [each.type for each in above.handlers if each.type is not None]
-            if any("AttributeError" in ast.unparse(one) for one in caught):
+        if isinstance(above, ast.Try) and any(
+            "AttributeError" in ast.unparse(one.type) for one in above.handlers if one.type
+        ):
+            tried = any(last_name(part) == name for one in above.body for part in ast.walk(one))
+            if below in above.body or (below in above.orelse and tried):
                 return True
         below = above
     return False
@@ -225,6 +227,11 @@ def _shows(test: ast.expr, truth: bool, name: str) -> bool:
     if isinstance(test, ast.BoolOp):
         parts = [_shows(value, truth, name) for value in test.values]
         return any(parts) if isinstance(test.op, ast.And) is truth else all(parts)
+    if isinstance(test, ast.Compare) and isinstance(value := test.comparators[0], ast.Constant) and len(test.ops) == 1:
+        equal = isinstance(test.ops[0], ast.Is | ast.Eq)
+        known = equal or isinstance(test.ops[0], ast.IsNot | ast.NotEq)
+        # ``hasattr(…) is True`` has the value of hasattr; ``is False`` and ``is not True`` have the opposite value.
+        return known and isinstance(value.value, bool) and _shows(test.left, truth is (equal is value.value), name)
     word = (
         test.args[1] if isinstance(test, ast.Call) and len(test.args) == 2 and last_name(test.func) == "hasattr" else None
     )
