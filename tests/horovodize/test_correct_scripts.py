@@ -95,6 +95,7 @@ LEFT = {
     "raise": f"{LOOP}{LEAVE}    raise SystemExit",
     "exit": f"import sys\n{LOOP}    if hvd.rank() != 0:\n        break\n    print(x)\n    sys.exit(0)",
     "outer block": f"{LOOP}    if x > 3:\n        if hvd.rank() == 0:\n            break\n    if x > 3:\n        break",
+    "last iteration": f"{LOOP}    if i == 8:\n        if hvd.rank() == 0:\n            break",
     "condition of while": "x = 0\nwhile x < 9:\n    x += hvd.allreduce(torch.ones(1))\n"
     "    if hvd.rank() == 0 and x >= 9:\n        break",
 }

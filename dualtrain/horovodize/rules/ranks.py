@@ -163,6 +163,9 @@ class _Collectives:
             below = above
         if not inside or not isinstance(above, ast.For | ast.While):
             return ""
+        tests = [one.test for one in self.source.above(jump) if isinstance(one, ast.If) and above in self.source.above(one)]
+        if isinstance(above, ast.For) and any(_compares_equal(test, above.target) for test in tests):
+            return ""  # perhaps in the last iteration
         branch, arm = inside[-1]
         other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
         around = [one for one in self.source.above(branch) if isinstance(one, ast.If) and above in self.source.above(one)]
@@ -227,3 +230,14 @@ def _leaves(node: ast.AST) -> bool:
     """Return whether ``node`` ends a loop, function or process."""
     exits = isinstance(node, ast.Call) and last_name(node.func).lower() in ("abort", "exit", "_exit", "quit")
     return exits or isinstance(node, ast.Break | ast.Return | ast.Raise)
+
+
+def _compares_equal(test: ast.expr, target: ast.expr) -> bool:
+    """Return whether ``test`` contains a comparison such as ``epoch == last`` with a variable of a loop."""
+    names = {ast.unparse(node) for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return any(
+        isinstance(node, ast.Compare)
+        and isinstance(node.ops[0], ast.Eq)
+        and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+        for node in ast.walk(test)
+    )
