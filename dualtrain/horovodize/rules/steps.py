@@ -131,7 +131,8 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
         name, full = last_name(call.func), source.name(call.func)
         method = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
         inherited = method and name not in source.functions and ast.unparse(call.func) not in source.values
-        given = " ".join(ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords)))
+        values = [*call.args, *(word.value for word in call.keywords)]
+        given = " ".join(ast.unparse(one) for one in values if isinstance(one, ast.Attribute | ast.Call | ast.Name))
         unknown = full and not full.startswith(_LIBRARIES) and re.search(r"param|model|net|grad", given, re.IGNORECASE)
         if is_collective(name) or name in averaging or inherited or unknown:
             return True
