@@ -26,6 +26,7 @@ esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DUALTRAIN_VENV:-$root/.venv}
 if [[ $venv != /* ]]; then venv=$PWD/$venv; fi # Horovod is built in another folder
+if [ -L "$venv" ]; then venv=$(readlink -m "$venv"); fi # Python's venv refuses a link, such as one to a larger disk
 cache=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}
 python=${PYTHON:-python3}
 with=${DUALTRAIN_WITH:-dev}

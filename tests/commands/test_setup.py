@@ -114,6 +114,15 @@ def test_relative_paths_start_at_the_current_folder_of_the_caller(setup, tmp_pat
     assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
 
 
+def test_a_link_stands_for_the_folder_that_it_names(setup, tmp_path):
+    link, folder = tmp_path / "link", tmp_path / "large disk"
+    link.symlink_to(folder)
+    status, output, errors = setup.run(DUALTRAIN_VENV=str(link), DUALTRAIN_WITH="none")
+    assert status == 0, errors
+    assert output.splitlines()[-1] == f"setup: ready: source {folder}/bin/activate"
+    assert (folder / "setup.done").exists()
+
+
 def test_a_wheel_that_a_different_build_script_made_is_not_used(setup, tmp_path):
     setup.root = tmp_path / "tree"
     shutil.copytree(ROOT / "launch", setup.root / "launch")
