@@ -91,9 +91,8 @@ def _given(function: Function, call: ast.Call, parameter: str) -> str | None:
     return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute) else None
 
 
-def inner_step(source: Source) -> Iterator[Finding]:
-    """A step of the original optimizer instead of its wrapper."""
-    guards = Guards(source)
+def _unused_wrappers(source: Source, guards: Guards) -> Iterator[tuple[str, str, ast.Call]]:
+    """Yield each wrapper that nothing uses: its name, the original optimizer as text, and the call that wraps it."""
     for name, wrap in source.wraps:
         inner = first_argument(wrap, "optimizer")
         if not isinstance(inner, ast.Name | ast.Attribute) or last_name(inner) == name or guards.is_conditional(wrap):
@@ -101,6 +100,13 @@ def inner_step(source: Source) -> Iterator[Finding]:
         text = ast.unparse(inner)
         if _is_used(source, name) or text in source.parameters(wrap) or _holds_wrapper(source, text, wrap):
             continue
+        yield name, text, wrap
+
+
+def inner_step(source: Source) -> Iterator[Finding]:
+    """A step of the original optimizer instead of its wrapper."""
+    guards = Guards(source)
+    for name, text, wrap in _unused_wrappers(source, guards):
         for call in source.calls:
             func = call.func
             if not isinstance(func, ast.Attribute) or func.attr != "step" or ast.unparse(func.value) != text:
@@ -114,14 +120,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
 
 def inner_given(source: Source) -> Iterator[Finding]:
     """The original optimizer as an argument, as in ``scaler.step(base)``, if nothing uses its wrapper."""
-    guards = Guards(source)
-    for name, wrap in source.wraps:
-        inner = first_argument(wrap, "optimizer")
-        if not isinstance(inner, ast.Name | ast.Attribute) or last_name(inner) == name or guards.is_conditional(wrap):
-            continue
-        text = ast.unparse(inner)
-        if _is_used(source, name) or text in source.parameters(wrap) or _holds_wrapper(source, text, wrap):
-            continue
+    for name, text, wrap in _unused_wrappers(source, Guards(source)):
         for call in source.calls:
             given = [ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords))]
             same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
