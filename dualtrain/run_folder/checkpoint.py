@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 from dualtrain.backends.wire import as_bytes
-from dualtrain.errors import BackendError, UserError
+from dualtrain.errors import BackendError, UserError, one_line
 from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
@@ -161,7 +161,7 @@ def fitting(what: str) -> Iterator[None]:
     except (UserError, BackendError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)[:300] or type(error).__name__
         raise UserError(
             f"{what} does not fit this model and optimizer ({reason}): use the model and optimizer that wrote it"
         ) from error

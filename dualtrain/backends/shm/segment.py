@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualtrain.backends.agreement import Exchange, exchange_text
+from dualtrain.errors import one_line
 
 _NONCE_BYTES = 8
 _REASON_BYTES = 128
@@ -92,7 +93,7 @@ def _map(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())
+    return getattr(error, "strerror", None) or one_line(error)
 
 
 def _agree(exchange: Exchange, mapped: bool, problem: str) -> None:
