@@ -15,9 +15,7 @@ import importlib
 import os
 import pickle
 import queue
-import random
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -31,6 +29,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from dualtrain.bench.meet import free_port
 from dualtrain.processes import JOB_SIGNALS
 from tests.forked import server
 
@@ -53,14 +52,6 @@ class Outcome:
     rank: int
     value: Any = None
     error: str | None = None
-
-
-def free_port() -> int:
-    """Return a free port below the ephemeral range (32768 to 60999), so that Linux does not give it to another socket."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:

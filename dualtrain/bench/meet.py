@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 def free_port() -> int:
-    """Return a free port of this host below the ephemeral range, so that no other socket gets it before rank 0 listens."""
+    """Return a free port of this host below the ephemeral range (32768 to 60999), so that Linux gives it to no socket."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with suppress(OSError), socket.create_server(("", port)):

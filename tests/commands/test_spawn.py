@@ -42,6 +42,10 @@ sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1]), {rest
 """
 WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
 IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+NOTE_SIGTERM = (
+    "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
+    "print(f'pid {rank} {os.getpid()};', flush=True)\n"
+)
 QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.REPEAT_SECONDS = 0.0"
 
 
@@ -144,8 +148,7 @@ def test_a_signal_ends_the_ranks_and_gives_the_status(start, number, status):
 
 
 def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
-    slow = "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
-    slow += "print(f'pid {rank} {os.getpid()};', flush=True)\nreceived.wait(60)\n"
+    slow = NOTE_SIGTERM + "received.wait(60)\n"
     slow += "if rank == 0:\n    time.sleep(1.5)\n    print('saved', flush=True)\nreturn 143"
     job = start(slow, settings=QUICK)
     job.await_ranks(2)
@@ -155,9 +158,7 @@ def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
 
 
 def test_a_rank_that_hangs_is_ended_if_another_one_fails_after_sigterm(start):
-    fails = "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
-    fails += "print(f'pid {rank} {os.getpid()};', flush=True)\n"
-    fails += "os.kill(os.getpid(), signal.SIGSTOP) if rank else received.wait(60)\nreturn 1"
+    fails = NOTE_SIGTERM + "os.kill(os.getpid(), signal.SIGSTOP) if rank else received.wait(60)\nreturn 1"
     job = start(fails, settings=QUICK)
     job.await_ranks(2)
     job.send_signal(signal.SIGTERM)
