@@ -15,7 +15,7 @@ from dualtrain.errors import UserError
 from dualtrain.state import averaged_buffers
 from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.rank_state import local_state, restore_local_state, trained_ranks
-from dualtrain.trainer.step import Step, with_last
+from dualtrain.trainer.step import Step, known_length
 
 #: The input of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
 ShardBatches = Tensors | Iterable[Tensors] | None
@@ -93,11 +93,12 @@ class RankParts:
         passes.begin_part(control_flags)
         if isinstance(batches, torch.Tensor):
             raise TypeError("step() is given a tensor: give batches (inputs, targets), one for each backward pass")
-        computed = False
-        for (inputs, targets), last in with_last(passes_of(cast("ShardBatches", batches))):
-            passes.compute(inputs, targets, expected, passes.load, send=last)
-            computed = self._trained = True
-        if not computed:
+        number, mine = 0, passes_of(cast("ShardBatches", batches))
+        count = known_length(mine)
+        for number, (inputs, targets) in enumerate(mine, 1):
+            passes.compute(inputs, targets, expected, passes.load, send=number == count)
+            self._trained = True
+        if not number:
             passes.load()  # a rank without samples
         return passes.reduce()
 

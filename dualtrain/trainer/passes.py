@@ -50,7 +50,7 @@ class Passes:
         self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
         self._scalars = StepScalars()
         self._diverged = False  # whether this rank has computed, in this step, a loss that is not finite
-        self._extra = optimizer.extra.numpy()
+        self._extra = optimizer.extra.numpy().data
         self._count = count
         self.targets_per_sample: float | None = None
         self._compared = False  # whether the ranks have compared ``targets_per_sample`` in this step
@@ -79,8 +79,9 @@ class Passes:
             load: called between forward and backward.
             send: true if this is known to be this rank's last batch: its backward then sends the gradients.
         """
+        forward, backward = self._precision.contexts()
         with nullcontext() if send else self._accumulating():
-            with self._precision.autocast():
+            with forward:
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
             if self._count is not None:
@@ -95,7 +96,7 @@ class Passes:
                     "the loss has no gradient: compute it from outputs of trained parameters, without detach(), no_grad() "
                     "or integers"
                 )
-            with self._precision.without_autocast():
+            with backward:
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def _in_samples(self, sums: list[float], targets: torch.Tensor, count: Count) -> list[float]:
@@ -124,7 +125,7 @@ class Passes:
     def load(self, more: torch.Tensor | None = None) -> None:
         """Write this part's scalars, then the numbers in ``more``, into the buffer that is sent with the gradients."""
         if self._piggyback:
-            self._extra[: StepScalars.COUNT] = self._scalars.values
+            StepScalars.LAYOUT.pack_into(self._extra, 0, *self._scalars.values)
         if more is not None:
             self.optimizer.extra[StepScalars.COUNT :] = more
 
@@ -149,11 +150,10 @@ class Passes:
             raise DivergedError(self._divergence())
         return step
 
-    def _totals(self) -> list[float]:
+    def _totals(self) -> Sequence[float]:
         """Return the scalars' sums over all ranks. Call this after the gradients are reduced. Collective."""
         if self._piggyback:
-            total: list[float] = self._extra[: StepScalars.COUNT].tolist()
-            return total
+            return StepScalars.LAYOUT.unpack_from(self._extra)
         mine = torch.tensor(self._scalars.values, dtype=torch.float64, device="cpu")
         return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 

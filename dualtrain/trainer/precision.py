@@ -15,6 +15,7 @@ import torch
 
 from dualtrain.errors import DivergedError
 
+_NOTHING = nullcontext()
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,17 +56,17 @@ class Precision:
         # Create the scale tensor now: a rank without samples in the first step does not call scale() in that step.
         self.scaler.scale(torch.zeros(1, device=device))
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass and the loss."""
-        if self._dtype is None:
-            return self.without_autocast()
-        return _casting(self._device_type, self._dtype)
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the context for the forward pass and the loss, and the one for the backward pass, which uses no autocast.
 
-    def without_autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for the backward pass: the caller's own autocast has no effect in it."""
-        if not torch.is_autocast_enabled(self._device_type):
-            return nullcontext()  # entering a disabled autocast can take longer than a small tensor operation
-        return torch.autocast(self._device_type, enabled=False)
+        The caller's own autocast has no effect in either of them.
+        """
+        device_type = self._device_type
+        # Entering a disabled autocast can take longer than a small tensor operation, so enter none if possible.
+        without: AbstractContextManager[Any] = _NOTHING
+        if torch.is_autocast_enabled(device_type):
+            without = torch.autocast(device_type, enabled=False)
+        return without if self._dtype is None else _casting(device_type, self._dtype), without
 
 
 @contextmanager

@@ -222,18 +222,23 @@ class Trainer:
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
-        scaler, groups = self.precision.scaler, self.optimizer.param_groups
+        scaler = self.precision.scaler
+        scales = scaler.is_enabled()
         if factor != 1:
-            for gradient in [p.grad for group in groups for p in group["params"] if p.grad is not None]:
-                gradient.mul_(factor)
-        if self._sends_fp16 and not scaler.is_enabled():  # a scaler skips the step, and lowers its scale
-            check_range(groups)
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        if self._sends_fp16 and not scales:  # a scaler skips the step, and lowers its scale
+            check_range(self.optimizer.param_groups)
         if self.clip_norm is not None:
             scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.advance_schedule(updated=not scaler.is_enabled())
+            nn.utils.clip_grad_norm_(self._parameters(), self.clip_norm)
+        if scales:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        self.advance_schedule(updated=not scales)
         if self.ema is not None:
             if not self._ema_updated:
                 # The first forward may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of
@@ -242,6 +247,10 @@ class Trainer:
                 self._ema_updated = True
             self.ema.update_parameters(self.model)
             _copy_extra_state(self.ema.module, self.model)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all groups of the optimizer."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def advance_schedule(self, *, updated: bool = False) -> None:
         """Step the schedule, if there is one: not collective, so call it on every rank.
@@ -381,7 +390,7 @@ class Trainer:
             for batch in batches:
                 inputs, targets = self.to_device(batch)
                 if len(targets):
-                    with self.precision.autocast():
+                    with self.precision.contexts()[0]:
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
             return total
 

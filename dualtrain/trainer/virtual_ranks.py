@@ -31,7 +31,7 @@ from dualtrain.trainer.fixed_state import FixedState
 from dualtrain.trainer.objective import NAMES
 from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
-from dualtrain.trainer.step import CONTROL_FLAGS, Step, with_last
+from dualtrain.trainer.step import CONTROL_FLAGS, Step, known_length
 
 log = logging.getLogger("dualtrain")
 T = TypeVar("T")
@@ -109,10 +109,13 @@ class VirtualRanks:
         return list(zip(self.mine, given, strict=True))
 
     def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
-        number = 0
-        for number, ((inputs, targets), last) in enumerate(with_last(_passes_of(batches)), 1):
+        number, mine = 0, _passes_of(batches)
+        count = known_length(mine)
+        for number, (inputs, targets) in enumerate(mine, 1):
             # ``load`` reads the buffers before backward, because backward may run forward again (activation checkpointing).
-            passes.compute(inputs, targets, expected, partial(self._load, passes, shard, number), send=send and last)
+            passes.compute(
+                inputs, targets, expected, partial(self._load, passes, shard, number), send=send and number == count
+            )
         if not number:
             self._load(passes, shard, number)
 

@@ -748,8 +748,10 @@ def test_training_and_evaluation_count_the_same_correct_predictions(classes, cou
 
 
 def test_an_outer_autocast_is_off_in_a_trainer_without_mixed_precision():
-    with torch.autocast("cpu", torch.bfloat16), Precision("off", torch.device("cpu")).autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        for context in Precision("off", torch.device("cpu")).contexts():  # of the forward pass, and of the backward pass
+            with context:
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_ignored_tokens_are_left_out():
