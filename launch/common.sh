@@ -15,7 +15,9 @@ nproc=${NPROC:-2}
 [[ $nproc =~ ^[1-9][0-9]{0,4}$ ]] || refuse "NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default, here for all launchers
 if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
-IFS=, read -ra names <<<"${HOSTS:-localhost}"
+HOSTS=$(printf %s "${HOSTS:-localhost}")
+HOSTS=${HOSTS//$'\n'/ } # `read` would ignore all lines but the first; count_ranks refuses the spaces
+IFS=, read -ra names <<<"$HOSTS"
 
 # count_ranks: sets hosts (host:slots,… where slots is the number of ranks on the host) and ranks (the total number of ranks).
 count_ranks() {

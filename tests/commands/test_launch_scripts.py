@@ -125,14 +125,15 @@ def test_the_variables_become_the_launchers_options(name, tmp_path):
 def test_variables_that_no_launcher_understands_are_refused_in_one_line(name, tmp_path):
     for program in ("bash", "dirname", "hostname", "id"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
-    cases = {
-        "NPROC=two is no number of ranks: set it to a number from 1 on": {"NPROC": "two"},
-        "HOSTS=one:x,two has the entry 'one:x': write each host as a name, or as name:ranks": {"HOSTS": "one:x,two"},
-        "HOSTS=one,,two has the entry ':2'": {"HOSTS": "one,,two"},
-        "HOSTS=one two has the entry 'one two:2'": {"HOSTS": "one two"},
-        f"no {name} found: run bash launch/setup.sh": {"DUALTRAIN_VENV": "/nowhere", "PATH": str(tmp_path)},
-    }
-    for message, variables in cases.items():
+    cases = [
+        ("NPROC=two is no number of ranks: set it to a number from 1 on", {"NPROC": "two"}),
+        ("HOSTS=one:x,two has the entry 'one:x': write each host as a name, or as name:ranks", {"HOSTS": "one:x,two"}),
+        ("HOSTS=one,,two has the entry ':2'", {"HOSTS": "one,,two"}),
+        ("HOSTS=one two has the entry 'one two:2'", {"HOSTS": "one two"}),
+        ("HOSTS=one two has the entry 'one two:2'", {"HOSTS": "one\ntwo"}),  # as in a file of hosts
+        (f"no {name} found: run bash launch/setup.sh", {"DUALTRAIN_VENV": "/nowhere", "PATH": str(tmp_path)}),
+    ]
+    for message, variables in cases:
         end = start(name, **variables)
         assert (end.returncode, end.stdout, len(end.stderr.splitlines())) == (2, "", 1), end.stderr
         assert end.stderr.startswith(f"{name}.sh: error: {message}")
