@@ -11,10 +11,14 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+nproc=${NPROC:-2}
+if ! [[ $nproc =~ ^[1-9][0-9]{0,4}$ ]]; then
+  echo "ways.sh: error: NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2" >&2
+  exit 2
+fi
 DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"
 source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
 
-nproc=${NPROC:-2}
 runs=${RUNS:-$root/runs/ways-$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$runs"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print five lines about it

@@ -285,6 +285,12 @@ def test_a_short_job_ends_the_chain_early(script):
     assert end.stdout.splitlines()[-1] == "3 runs, 1 hash"
 
 
+def test_the_comparison_of_ways_refuses_a_wrong_number_of_ranks(script):
+    end = script.run(name="ways", NPROC="two")
+    assert (end.returncode, end.stdout, script.started()) == (2, "", [])
+    assert end.stderr.startswith("ways.sh: error: NPROC=two is no number of ranks: set it")
+
+
 @pytest.mark.parametrize(("way", "status", "started"), [("one-process", 2, 1), ("torchrun", 130, 4), ("torchrun", 2, 7)])
 def test_the_comparison_of_ways_ends_after_ctrl_c_and_after_wrong_flags(way, status, started, script):
     (script.bin / f"status-{way}").write_text(str(status))
