@@ -93,9 +93,9 @@ def test_no_pod_runs_as_root_and_every_pod_requests_resources(pod):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pods_of_ranks_mount_memory_at_dev_shm(kind):
-    holders = [replica["template"]["spec"] for replica in replicas(kind).values()]
-    ranks = holders if kind == "PyTorchJob" else [replicas(kind)["Worker"]["template"]["spec"]]
-    for pod in ranks:
+    found = replicas(kind)
+    for name in found if kind == "PyTorchJob" else ["Worker"]:  # an MPIJob's launcher has no ranks
+        pod = found[name]["template"]["spec"]
         mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"

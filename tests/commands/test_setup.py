@@ -17,7 +17,7 @@ from tests.commands.setups import SECONDS, until
 from tests.pool import ROOT
 
 
-def test_each_value_of_dualtrain_with_also_installs_the_packages_of_the_values_before_it(setup):
+def test_dev_includes_tree_and_integrations_includes_dev(setup):
     status, output, errors = setup.run(DUALTRAIN_WITH="tree")
     assert status == 0, errors
     assert "during the next steps" in output

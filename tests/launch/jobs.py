@@ -30,10 +30,6 @@ def horovodrun(ranks: int, *arguments: str, controller: str | None = None) -> li
     return ["horovodrun", *([controller] if controller else []), "-np", str(ranks), *MODULE, *arguments]
 
 
-def alone(*arguments: str) -> list[str]:
-    return [*MODULE, *arguments]
-
-
 def run(command: list[str], timeout: float = 240, env: dict[str, str] = ENV) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
