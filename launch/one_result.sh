@@ -26,11 +26,12 @@ case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exi
 known=(nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi mpirun-torch mpirun-horovod chain)
 virtual=${V:-4}
 [[ $virtual =~ ^[1-9][0-9]{0,3}$ ]] || refuse "V is '$virtual', but must be a number of virtual ranks, such as V=4"
-read -ra sizes <<<"${RANKS:-}"
+# With -d '', read does not end at the first line, but its status is 1.
+read -rd '' -a sizes <<<"${RANKS:-}" || true
 for size in ${sizes[@]+"${sizes[@]}"}; do
   [[ $size =~ ^[1-9][0-9]{0,3}$ ]] || refuse "RANKS has '$size', but must be numbers of ranks, such as RANKS=\"1 2 3 4\""
 done
-read -ra ways <<<"${WAYS:-${known[*]}}"
+read -rd '' -a ways <<<"${WAYS:-${known[*]}}" || true
 for way in "${ways[@]}"; do
   [[ " ${known[*]} " == *" $way "* ]] || refuse "WAYS has '$way', but each entry must be one of ${known[*]}"
 done

@@ -249,6 +249,11 @@ def test_a_run_that_fails_is_named_and_the_other_runs_are_started(script):
     assert end.stdout.splitlines()[-1] == last
 
 
+def test_lists_may_have_several_lines(script):
+    end = script.run(RANKS="2\n3", WAYS="nproc-shm\nnproc-native")
+    assert end.stdout.splitlines()[-1] == "5 runs, 1 hash"
+
+
 def test_wrong_flags_of_the_job_end_the_script_at_once(script):
     (script.bin / "status-one-process").write_text("2")
     end = script.run("--lr", "fast")
