@@ -11,7 +11,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 count_ranks
 
-options=(--oversubscribe --bind-to none -x PATH -x OMP_NUM_THREADS) # ranks may outnumber cores
+options=(--oversubscribe --bind-to none) # ranks may outnumber cores
+# Unlike horovodrun, mpirun passes variables to the other hosts only if they are named.
+for name in PATH OMP_NUM_THREADS PYTHONPATH "${!DUALTRAIN_@}" ATEN_CPU_CAPABILITY ONEDNN_MAX_CPU_ISA MKL_CBWR THP_MEM_ALLOC_ENABLE; do
+  if [ -n "${!name:-}" ]; then options+=(-x "$name"); fi
+done
 if [ "$(id -u)" = 0 ]; then options+=(--allow-run-as-root); fi
 # With these keepalive times, mpirun ends the job on all hosts within 6 s of a broken link. With the defaults, the job had not ended after 60 s.
 options+=(--mca oob_tcp_keepalive_time 3 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3)

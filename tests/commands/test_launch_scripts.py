@@ -121,6 +121,20 @@ def test_the_variables_become_the_launchers_options(name, tmp_path):
         assert environment == place
 
 
+def test_mpirun_passes_the_variables_that_change_results_to_the_other_hosts(tmp_path):
+    launcher = tmp_path / "bin" / "mpirun"
+    launcher.parent.mkdir()
+    launcher.write_text('#!/bin/sh\necho "$*"\n')
+    launcher.chmod(0o755)
+    (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+    variables = {"PYTHONPATH": "/code", "MKL_CBWR": "COMPATIBLE", "DUALTRAIN_JOB": "one", "ONEDNN_MAX_CPU_ISA": ""}
+    end = start("mpirun", DUALTRAIN_VENV=str(tmp_path), **variables)
+    words = end.stdout.split()
+    passed = {words[number + 1] for number, word in enumerate(words) if word == "-x"}
+    assert passed >= {"PATH", "OMP_NUM_THREADS", "PYTHONPATH", "MKL_CBWR", "DUALTRAIN_JOB"}, end.stderr
+    assert "ONEDNN_MAX_CPU_ISA" not in passed  # mpirun warns of a variable that is not set
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_variables_that_no_launcher_understands_are_refused_in_one_line(name, tmp_path):
     for program in ("bash", "dirname", "hostname", "id"):
