@@ -130,6 +130,19 @@ def test_links_and_files_mentioned_on_pages_exist(name):
     assert [path for path in named if not any((place / path).exists() for place in places)] == []
 
 
+def test_the_docker_image_of_the_tests_has_all_files_that_pages_link():
+    ignore = ROOT / ".dockerignore"
+    if not ignore.exists():
+        pytest.skip("needs .dockerignore, which the image of the tests does not have")
+    links = {
+        link.split("/")[0]
+        for name in ("README.md", "CONTRIBUTING.md")
+        for link in re.findall(r"\]\(([\w./]+)", PAGES[name])
+    }
+    assert "CONTRIBUTING.md" in links
+    assert {f"!{name}" for name in links} - set(ignore.read_text().splitlines()) == set()
+
+
 def test_pages_mentioned_in_the_code_exist():
     named = [
         (path.relative_to(ROOT).as_posix(), target)
