@@ -1,6 +1,8 @@
-"""Recognition of the variables of an MPI launcher that has ended. With them, MPI would abort the process, and not say why.
+"""Recognition of an MPI launcher's variables that do not belong to a running launcher.
 
 A shell that mpirun has started, or a terminal multiplexer or container that was started in it, keeps mpirun's variables.
+With the address of a launcher that has ended, MPI would abort the process, and not say why. With only a rank and a size,
+copied or set by hand, MPI would start as a world of one process.
 """
 
 from __future__ import annotations
@@ -16,15 +18,29 @@ _SECONDS = 5.0  # for one connection; a server that does not answer in this time
 #: Variables with the addresses of the server through which the ranks of Open MPI find each other. Hydra's PMI_PORT is not
 #: checked: Hydra may regard the end of a connection as the end of a rank.
 _ADDRESS = re.compile(r"PMIX_SERVER_URI[0-9]*")
+#: Variables of which a launcher sets at least one besides the rank and the size: those of Open MPI, of PMI, of Cray's PALS,
+#: and of Flux.
+_LAUNCHED = re.compile(
+    r"PMIX_(NAMESPACE|RANK|SERVER_).*|OMPI_MCA_(orte|ess|pmix).*|PRTE_.*|PMI_(?!RANK$|SIZE$).*|PMI2_.*|PALS_.*|FLUX_.*"
+)
 _TCP = re.compile(r".*;tcp4://(?P<host>[^;:/]+):(?P<port>[0-9]{1,5})")
 
 
 def refuse_left_over(world: World, env: Mapping[str, str]) -> None:
-    """Check that the launcher of an MPI rank still runs. Call it before MPI starts. Does nothing for other launchers.
+    """Check that an MPI launcher has started this process, and still runs. Call it before MPI starts.
+
+    Does nothing for other launchers.
 
     Raises:
-        UserError: ``env`` has addresses of the launcher, and all of them refuse connections.
+        UserError: ``env`` has addresses of the launcher, and all of them refuse connections; or the world has several
+            processes, and ``env`` has no variable by which MPI finds the others.
     """
+    if world.launcher.startswith("mpi") and world.size > 1 and not any(map(_LAUNCHED.fullmatch, env)):
+        raise UserError(
+            f"{world.launcher}'s variables say that this process is rank {world.rank} of {world.size} ({world.because()}), "
+            f"but {world.launcher} has not started it: the variables through which MPI finds the other processes are not "
+            f"set; start the command with {world.launcher}, pass on all of its variables, or unset these"
+        )
     addresses = {
         name: found
         for name, value in sorted(env.items())

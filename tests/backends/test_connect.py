@@ -31,6 +31,7 @@ from dualtrain.backends.horovod import installed
 from dualtrain.backends.torch import TorchBackend, _chosen_interface, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
+from dualtrain.rendezvous.left_over import refuse_left_over
 from tests.conftest import require_horovod
 from tests.forked import run
 from tests.pool import free_port
@@ -164,6 +165,7 @@ def test_the_torch_backend_without_a_rendezvous_names_the_missing_variables():
 
 def test_an_mpi4py_whose_world_differs_from_the_launchers_world_is_refused(monkeypatch):
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
+    monkeypatch.setenv("PMIX_RANK", "0")
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
     with pytest.raises(UserError, match=r"mpi4py is rank 0 of 1, but mpirun started rank 0 of 2: .*rebuild"):
         connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
@@ -261,8 +263,28 @@ def test_variables_of_an_mpirun_that_has_ended_are_refused_before_mpi_starts(mon
             connect(backend, world=world)
 
 
+@pytest.mark.parametrize(("launcher", "left"), [("mpirun", "OMPI_COMM_WORLD_RANK"), ("mpiexec", "PMI_RANK")])
+def test_a_rank_and_a_size_without_a_launcher_of_mpi_are_refused_before_mpi_starts(monkeypatch, launcher, left):
+    """MPI would start as a world of one process, or abort the process if it cannot."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI_", "PRTE_")):
+            monkeypatch.delenv(name)
+    for name in (left, "PMIX_MCA_gds", "OMPI_MCA_btl"):  # the last two are settings of the user
+        monkeypatch.setenv(name, "0")
+    world = World(0, 2, launcher=launcher, evidence=((left, "0"),))
+    said = rf"rank 0 of 2 \({left}=0\), but {launcher} has not started it: .*; start the command with {launcher}"
+    for backend in ("torch", "horovod") if installed() else ("torch",):
+        with pytest.raises(UserError, match=said):
+            connect(backend, world=world)
+    refuse_left_over(replace(world, size=1), os.environ)
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess", "PMI_FD"):
+        refuse_left_over(world, {**os.environ, name: "1"})
+
+
 def test_a_missing_mpi4py_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setenv("PMIX_RANK", "0")
     with pytest.raises(UserError, match=r"mpirun started 3 ranks, and without mpi4py .*pip install mpi4py"):
         connect("torch", world=World(0, 3, 0, 3, launcher="mpirun"))
 
