@@ -23,6 +23,7 @@ _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.MAX: lambda own, received: torch.where(own < received, received, own),
 }
 _ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations that give the same bits if two values are swapped
+_SLICED_ELEMENTS = 2048  # chunks of at least this length are reduced one by one
 
 
 @keep_subnormals
@@ -32,18 +33,30 @@ def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor)
     Only the sign and the payload of a NaN may differ. ``op`` is SUM, MIN, MAX or PRODUCT. Valid for rows of at most 1 MB:
     Gloo cuts a row into more than 2 * size segments only if a segment would be longer than 1 MB.
     """
-    if len(rows) == 2 and op in _ANY_ORDER:
+    size, numel = rows.shape
+    if size == 2 and op in _ANY_ORDER:
         FOLD[op](rows[0], rows[1], out=result)
-        return
-    received, *others = rows.gather(0, _senders(*rows.shape)).unbind()
-    for own in others:
-        received = _FOLD[op](own, received)
-    result.copy_(received)
+    elif numel < _SLICED_ELEMENTS * size:
+        received, *others = rows.gather(0, _senders(size, numel)).unbind()
+        for own in others:
+            received = _FOLD[op](own, received)
+        result.copy_(received)
+    else:
+        # Gathering long rows would take most of the time. For short chunks, these many calls would take longer.
+        length = _chunk_length(size, numel)
+        for chunk, (values, target) in enumerate(zip(rows.split(length, dim=1), result.split(length), strict=True)):
+            received = values[chunk - 1]
+            for step in range(2, size + 1):
+                received = _FOLD[op](values[(chunk - step) % size], received)
+            target.copy_(received)
+
+
+def _chunk_length(size: int, numel: int) -> int:
+    return 2 * -(-numel // (2 * size))
 
 
 @lru_cache(maxsize=64)
 def _senders(size: int, numel: int) -> torch.Tensor:
     """Return, for each element, the ranks in the order in which their values are combined: int64, (size, numel)."""
-    elements = -(-numel // (2 * size))  # in one segment
-    chunks = torch.arange(numel, device="cpu") // max(1, 2 * elements)
+    chunks = torch.arange(numel, device="cpu") // max(1, _chunk_length(size, numel))
     return (chunks - 1 - torch.arange(size, device="cpu")[:, None]) % size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from dualtrain.backends import ring_order
 from dualtrain.backends.base import Broadcast, Gather, ReduceOp, Reduction
 from dualtrain.backends.call_channel import HEADER, CallChannel
 from dualtrain.backends.short_calls import CallBuffers, longest, travels
@@ -170,6 +172,19 @@ def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(
     copies = [Broadcast(0, torch.ones(most, dtype=torch.uint8) if rank == 0 else None) for rank in range(size)]
     answered([([5, 0], one) for one in copies])
     assert [one.result.numel() for one in copies] == [most] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
+def test_chunks_that_are_reduced_one_by_one_have_the_same_bits(size, op, monkeypatch):
+    rows = torch.randn(size, 997, generator=torch.Generator().manual_seed(0))
+    rows[0, ::7], rows[-1, ::11], rows[0, ::13] = math.nan, 0.0, -0.0
+    results = []
+    for length in (1, 2, 997, 998):
+        monkeypatch.setattr(ring_order, "_SLICED_ELEMENTS", length)
+        results.append(torch.empty(997))
+        ring_order.reduce_in_ring_order(rows, op, results[-1])
+    assert all(torch.equal(results[0].view(torch.int32), each.view(torch.int32)) for each in results)
 
 
 def test_the_reply_has_a_result_only_if_the_calls_agree():
