@@ -54,7 +54,7 @@ LAYERS = {
         {"compilation", "watch", "objects", "inference", "subnormals"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
-        {"shm.segment", "shm.shards", "tree_sum", "short_calls"},
+        {"shm.segment", "shm.shards", "tree_sum", "short_calls", "host_cores"},
         {"shm.operation"},
         {"shm.reductions"},
         {"collectives"},

@@ -12,10 +12,10 @@ missing, the reply has no result. The messages are frames (``call_channel.py``).
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from dualtrain.backends.base import REDUCIBLE, Broadcast, Gather, Reduction, Short
@@ -28,12 +28,16 @@ _OWN_BYTES = _WORD * _NUMBERS  # bytes after the header, in the frame of a rank 
 _MOST_VIEWS = 64
 
 
-def longest(size: int, one_host: bool) -> int:
-    """Return the largest number of bytes of data in a frame, for ``size`` ranks on one or several hosts: a multiple of 8.
+def longest(size: int, *, one_host: bool, few_cores: bool) -> int:
+    """Return the largest number of bytes of data in a frame, for ``size`` ranks: a multiple of 8.
 
     Rank 0 receives and sends the data of all ranks, so this limit decreases with ``size``, down to 4096. It is lower on
-    several hosts, because a ring all-reduce uses the network links of all hosts, and not only those of rank 0's host.
+    several hosts, because a ring all-reduce uses the network links of all hosts, and not only those of rank 0's host. If
+    the ranks have ``few_cores``, which means that they use all cores of their one host, a ring is slower, since it switches
+    more often between the processes: the limit is 1 MB for any number of ranks.
     """
+    if few_cores:
+        return 1 << 20
     return max(1 << 12, (1 << (20 if one_host else 18)) // size // _WORD * _WORD)
 
 
@@ -69,15 +73,15 @@ class CallBuffers:
         self._size = size
         self._stride = 1 + _NUMBERS + most // _WORD  # size of the buffer for a rank's frame, in int64 numbers
         self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
-        # Each array shares its memory with a tensor: Python reads and writes single numbers faster through an array. On
+        # Each memoryview shares its memory with a tensor: Python reads and writes single numbers faster through it. On
         # rank 0, ``_own`` holds the frames of all ranks, rank 0's own frame first.
         self._own, gathered = _shared(self._stride * (size if rank == 0 else 1))
         self._answer, self._reply = _shared(self._end + most // _WORD)
         self._gathered = gathered.view(-1, self._stride)
-        memory, end = memoryview(self._own).cast("B"), self._stride * _WORD
+        memory, end = self._own.cast("B"), self._stride * _WORD
         self._frame = memory[:end]
         self.rows = [memory[begin : begin + end] for begin in range(end, len(memory), end)]
-        self.reply = memoryview(self._answer).cast("B")
+        self.reply = self._answer.cast("B")
         self._numbers_in, self._numbers_out = self._gathered[:, 1 : 1 + _NUMBERS], self._reply[1 : self._end]
         self._data_bytes = self._gathered[:, 1 + _NUMBERS :].view(torch.uint8)
         self._result_bytes = self._reply[self._end :].view(torch.uint8)
@@ -117,7 +121,7 @@ class CallBuffers:
                 data.result = self._views_of(data.tensor).result
             else:
                 data.result = self._result_bytes[:length]
-        numbers = self._answer[1 : self._end]
+        numbers = self._answer[1 : self._end].tolist()
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _agreed(self) -> bool:
@@ -170,7 +174,10 @@ def _own_values(data: Short | None) -> torch.Tensor | None:
     return None if data is None else data.tensor if isinstance(data, Reduction) else data.data
 
 
-def _shared(length: int) -> tuple[array[int], torch.Tensor]:
-    """Return an array of zeros, and a tensor that shares its memory."""
-    numbers = array("q", bytes(8 * length))
-    return numbers, torch.frombuffer(numbers, dtype=torch.int64)
+def _shared(length: int) -> tuple[memoryview, torch.Tensor]:
+    """Return a memoryview of zeros, and a tensor that shares its memory.
+
+    The system allocates a page of this memory when it is first written: a long buffer costs nothing until it is used.
+    """
+    numbers = numpy.zeros(length, numpy.int64)
+    return numbers.data, torch.from_numpy(numbers)

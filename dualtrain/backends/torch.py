@@ -43,6 +43,7 @@ from dualtrain.backends.agreement import Call, agree, exchange_text
 from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
@@ -227,6 +228,8 @@ class TorchBackend(Backend):
         self._interface, self._address = _chosen_interface(placed), listening_address(placed)
         self._one_host = placed.single_host
         self._open_groups(store)
+        cores = cores_of_host(self.exchange_short, [0] * self.size, self.rank) if self._one_host else self.size + 1
+        self._set_longest(few_cores=cores <= self.size)
 
     def _open_groups(self, store: dist.Store) -> None:
         """Make the Gloo groups and the control channel, with ``store`` for the rendezvous. Collective; blocks.
@@ -236,7 +239,6 @@ class TorchBackend(Backend):
         """
         self._store = store
         self._buffers: CallBuffers | None = None
-        self._most = longest(self.size, self._one_host)
         try:
             self._sums, self._calls = (
                 _gloo_group(dist.PrefixStore(name, store), self.world, self._interface, self.timeout)
@@ -250,6 +252,10 @@ class TorchBackend(Backend):
         except dist.DistStoreError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
         self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
+
+    def _set_longest(self, *, few_cores: bool) -> None:
+        self._few_cores = few_cores
+        self._most = longest(self.size, one_host=self._one_host, few_cores=few_cores)
 
     def _hold(self, *groups: Any) -> None:
         self._groups += groups
@@ -370,6 +376,7 @@ class TorchBackend(Backend):
         group._nccl_sums = 0
         group._interface, group._address, group._one_host = self._interface, self._address, self._one_host
         group._open_groups(dist.PrefixStore(prefix, self._store))
+        group._set_longest(few_cores=self._few_cores)
         return group
 
     def make_default_group(self) -> None:

@@ -144,10 +144,13 @@ def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
     assert len(other._unfinished) == 1
 
 
+MOST = partial(longest, one_host=True, few_cores=False)
+
+
 def answered(messages):
     """Return what each rank reads from rank 0's reply. A message is a pair: a list of numbers, and data."""
     size = len(messages)
-    root, *others = (CallBuffers(rank, size, longest(size, one_host=True)) for rank in range(size))
+    root, *others = (CallBuffers(rank, size, MOST(size)) for rank in range(size))
     root.message(*messages[0])
     for row, other, message in zip(root.rows, others, messages[1:], strict=True):
         row[: len(frame)] = (frame := other.message(*message))
@@ -159,7 +162,7 @@ def answered(messages):
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(size):
-    most = longest(size, one_host=True)
+    most = MOST(size)
     for dtype in (torch.float32, torch.int64):
         data = torch.ones(most // dtype.itemsize, dtype=dtype)
         reductions = [Reduction(data, ReduceOp.SUM) for _ in range(size)]

@@ -273,10 +273,10 @@ def same_bits_everywhere(backend):
     ``allreduce`` uses the library's all-reduce only for long tensors. It sends short ones in the messages in which the
     ranks compare their calls.
     """
-    mine = torch.randn(140_000, generator=torch.Generator().manual_seed(backend.rank))
+    mine = torch.randn(270_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
     mine[9::50] = math.nan if backend.rank == backend.size - 1 else 1.0
-    for length in (0, 1, backend.size, 2 * backend.size + 1, 1025, 20_000, 140_000):
+    for length in (0, 1, backend.size, 2 * backend.size + 1, 1025, 20_000, 140_000, 262_144, 270_000):
         for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
             raw = mine[:length].clone()
             result = backend.allreduce(raw, op)

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from dualtrain.backends.factory import (
     choose_for_horovod_api,
 )
 from dualtrain.backends.horovod import installed
+from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.torch import TorchBackend, _chosen_interface, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
@@ -400,6 +402,30 @@ def unlike_transports(backend, port):
 def test_connect_names_the_different_transports_of_the_ranks(pool):
     pool.connect("torch", 2)
     pool.run(unlike_transports, free_port())
+
+
+def longest_short_data(backend, port, cores):
+    """Return how many bytes a rank sends with the comparison of a call, in a new world on a host with ``cores`` cores."""
+    world = replace(backend.world, rendezvous=("127.0.0.1", port))
+    with (
+        mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
+        connect("torch", world=world, transport="native") as new,
+    ):
+        return new._most, new.group([0, 1])._most
+
+
+def test_longer_data_is_sent_with_the_comparison_if_the_ranks_use_all_cores(pool):
+    pool.connect("torch", 2)
+    for cores, most in ((2, 1 << 20), (3, 1 << 19)):
+        assert pool.run(longest_short_data, free_port(), cores) == [(most, most)] * 2
+
+
+def test_the_cores_of_a_host_are_counted_over_its_ranks(monkeypatch):
+    rows = []
+    for cores in ({0, 1}, {1, 200}, {0, 1, 2, 3}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        cores_of_host(lambda numbers: [rows.append(numbers) or numbers], [0], 0)
+    assert cores_of_host(lambda numbers: rows, [0, 0, 1], 0) == 3
 
 
 def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():

@@ -17,20 +17,20 @@ starts the next operation. If the ranks compute on all cores, an additional thre
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import partial, reduce
-from operator import attrgetter, or_
+from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 
 from dualtrain.backends.base import GradientPath, Primitives, ReduceOp, Work
+from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
 from dualtrain.backends.shm.segment import UnsharedError, map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
@@ -46,7 +46,6 @@ _INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operati
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
-_CPU_NUMBERS = 64  # how many 62-bit integers encode a set of cores
 
 
 class SharedMemory:
@@ -76,7 +75,7 @@ class SharedMemory:
         self._exchange = library.exchange_short  # replaced below, when this memory is ready
         memory = self._map(Semaphores.bytes_for(_KINDS, self.size), Semaphores.initialise)
         # Don't spin when ranks outnumber cores: the peer needs this core to post.
-        spin = _cores(library) >= self.size
+        spin = cores_of_host(library.exchange_short, library.hosts, library.rank) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
         #: For each kind of signal, one condition per other rank: whether that rank has posted the signal.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
@@ -453,14 +452,6 @@ class SharedMemory:
 def _in_pages(nbytes: int) -> int:
     """Return ``nbytes``, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
-
-
-def _cores(library: Primitives) -> int:
-    """Return how many cores the ranks of this host may use together. Collective."""
-    mine = sum(1 << cpu for cpu in os.sched_getaffinity(0))
-    gathered = library.exchange_short([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_NUMBERS)])
-    here = [mask for mask, host in zip(gathered, library.hosts, strict=True) if host == library.hosts[library.rank]]
-    return sum(reduce(or_, masks).bit_count() for masks in zip(*here, strict=True))
 
 
 _has_posted = attrgetter("posted")
