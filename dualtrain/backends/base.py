@@ -499,6 +499,19 @@ def _not_here(ranks: Sequence[int]) -> str:
     return f"rank {numbers}, which has not reached this operation, or hangs"
 
 
+def refuse_other_devices(tensor: torch.Tensor) -> None:
+    """Check that ``tensor``, which is not on the CPU, is on an NVIDIA GPU. The libraries send no other tensors.
+
+    Raises:
+        BackendError: it is on another device.
+    """
+    if not tensor.is_cuda:
+        raise BackendError(
+            f"a tensor on the device {str(tensor.device)!r} cannot be sent to other ranks: move it to the CPU or to a GPU "
+            "(cuda)"
+        )
+
+
 class Done(Work[None]):
     """Handle of an operation that has already ended."""
 

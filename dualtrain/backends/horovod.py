@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from dualtrain.backends.agreement import fingerprint
-from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.base import ReduceOp, Work, refuse_other_devices
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.inference import ordinary
 from dualtrain.differences import refuse_unlike
@@ -271,6 +271,8 @@ class HorovodBackend(Backend):
             # The ranks compare calls before they start them, so no mismatch caused the earlier failure: Horovod's world
             # itself has failed, and will not recover.
             raise self.failure(what, self.failed) from self.failed
+        if not inputs[0].is_cpu:
+            refuse_other_devices(inputs[0])
         # Horovod's thread, which is not in inference mode, resizes and writes the tensors.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             inputs = tuple(map(ordinary, inputs))

@@ -40,7 +40,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from dualtrain.backends.agreement import Call, agree, exchange_text
-from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work
+from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work, refuse_other_devices
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.host_cores import cores_of_host
@@ -320,8 +320,9 @@ class TorchBackend(Backend):
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
         """Return the process group for checked calls on ``tensor``. Collective for the first GPU tensor."""
-        if not tensor.is_cuda:
+        if tensor.is_cpu:
             return self._calls
+        refuse_other_devices(tensor)
         if self._nccl is None:
             self._nccl = _nccl_group(self._native_store(), self.world, self.timeout)
             self._hold(self._nccl)
@@ -329,10 +330,11 @@ class TorchBackend(Backend):
 
     def _group_of_sums(self, tensor: torch.Tensor) -> Any:
         """Return the process group for a sum of gradients. Collective for the first GPU tensor."""
-        if not tensor.is_cuda:
+        if tensor.is_cpu:
             return self._sums
+        group = self._group_of(tensor)
         self._nccl_sums += 1
-        return self._group_of(tensor)
+        return group
 
     def _native_store(self) -> dist.Store:
         """Return torch's C++ store for NCCL's threads, which outlive the interpreter and must not call into Python.

@@ -34,6 +34,7 @@ from dualtrain.backends.inference import ordinary
 from dualtrain.backends.sum_order import sum_order
 from dualtrain.backends.wire import average_
 from dualtrain.gradients import GradientReducer
+from tests.conftest import require_horovod
 from tests.threads import run_threads
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -1117,7 +1118,7 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
 
 def counts_sums(backend):
     """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return ``sums_beside`` of both devices."""
-    gpu = types.SimpleNamespace(is_cuda=True)
+    gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
     try:
         assert backend._group_of(gpu) is backend._group_of_sums(gpu) is gpu
@@ -1130,6 +1131,25 @@ def counts_sums(backend):
 def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
     pool.connect("torch", 2)
     assert pool.run(counts_sums) == [(1, 0)] * 2
+
+
+def sends_from_other_devices(backend):
+    tensor = torch.ones(2 * backend.size, device="meta")
+    calls = [backend.allreduce, backend.broadcast, backend.allgather, backend.alltoall, backend.reducescatter]
+    calls.append(lambda tensor: backend.start_sum(tensor, "sum"))
+    with mock.patch.object(backend.watch, "wait_for_report", side_effect=AssertionError("no rank has failed")):
+        for call in calls:
+            with pytest.raises(BackendError, match="a tensor on the device 'meta' cannot be sent to other ranks: move it"):
+                call(tensor)
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+@pytest.mark.parametrize("name", ["torch", "shm", "horovod"])
+def test_a_tensor_on_an_unsupported_device_is_an_error_that_waits_for_no_report(pool, name):
+    if name == "horovod":
+        require_horovod()
+    pool.connect(name, 2)
+    pool.run(sends_from_other_devices)
 
 
 # -- local ranks --------------------------------------------------------------------------------------------------
