@@ -35,7 +35,7 @@ from dualtrain.backends.sum_order import sum_order
 from dualtrain.backends.wire import average_
 from dualtrain.gradients import GradientReducer
 from tests.conftest import require_horovod
-from tests.threads import run_threads
+from tests.threads import ThreadsBackend, run_threads
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -1131,6 +1131,42 @@ def counts_sums(backend):
 def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
     pool.connect("torch", 2)
     assert pool.run(counts_sums) == [(1, 0)] * 2
+
+
+class OneGroup(ThreadsBackend):
+    """A backend that starts sums of gradients and calls in one group, as NCCL does: their order must be the same."""
+
+    @property
+    def gradient_path(self):
+        return self
+
+
+def sum_after_an_asynchronous_call(backend):
+    """Start a sum after an asynchronous call. Rank 0 sends the data of this call late."""
+    backend.__class__ = OneGroup
+    weight, start, started = torch.nn.Parameter(torch.ones(2)), backend.start_allreduce, threading.Event()
+    reducer = GradientReducer([("weight", weight)], backend)
+    weight.sum().backward()  # the first backward pass makes calls of its own
+
+    def late(tensor, op, name):
+        if backend.rank == 0 and name == "late":
+            time.sleep(0.2)
+        work = start(tensor, op, name)
+        started.set()
+        return work
+
+    backend.start_allreduce = late
+    work, weight.grad = backend.allreduce_async(torch.ones(3), "sum", "late"), None
+    if backend.rank:
+        assert started.wait(20)
+    (weight * (1 + backend.rank)).sum().backward()
+    assert work.wait().tolist() == [2] * 3
+    assert weight.grad.tolist() == [1.5] * 2
+    reducer.close()
+
+
+def test_a_sum_of_gradients_starts_after_earlier_asynchronous_calls():
+    run_threads(2, sum_after_an_asynchronous_call)
 
 
 def sends_from_other_devices(backend):
