@@ -21,7 +21,7 @@ ALIASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "news": ("0.3.0", ("dualtrain/trainer/step.py", "dualtrain/trainer/trainer.py", "tests/training/test_trainer.py")),
     "settle": (
         "0.3.0",
-        ("dualtrain/backends/collectives.py", "dualtrain/backends/watch.py", "tests/backends/test_watch.py"),
+        ("dualtrain/backends/calls.py", "dualtrain/backends/watch.py", "tests/backends/test_watch.py"),
     ),
 }
 

@@ -1,11 +1,10 @@
 """Backend contract: the primitives that a communication library must implement to become a backend.
 
-``collectives.py`` contains the operations that users call. They use only these primitives, so they are the same for all
-backends. ``torch.py`` and ``horovod.py`` implement the primitives over one library each, and ``local.py`` implements them
-for a single process.
+The operations that users call (``collectives.py``) use only these primitives, so they are the same for all backends.
+``torch.py`` and ``horovod.py`` implement the primitives over one library each, ``local.py`` for a single process.
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
-do not check this; their callers do. The operations of ``collectives.py`` first compare the ranks' calls (``agreement.py``).
+do not check this; their callers do. The operations that users call first compare the ranks' calls (``agreement.py``).
 The code that sums gradients (the gradient path) compares the ranks' layouts of the gradients whenever it makes a layout.
 
 Buckets of gradients are sent while backward may make other collective calls. So, except with NCCL, libraries match the sums

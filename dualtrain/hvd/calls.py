@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from dualtrain.backends import wire
-from dualtrain.backends.collectives import rows_to_send
+from dualtrain.backends.movement import rows_to_send
 from dualtrain.hvd import compat
 from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum
 from dualtrain.hvd.basics import engine

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from dualtrain.backends.collectives import split_sizes
+from dualtrain.backends.reductions import split_sizes
 from dualtrain.hvd import basics
 from dualtrain.rendezvous import hosts
 

@@ -1,0 +1,125 @@
+"""The order of collective calls, and errors of one rank's call, which all ranks raise."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from operator import index
+from typing import NoReturn, TypeVar
+
+import torch
+
+from dualtrain.backends.agreement import Call, refuse
+from dualtrain.backends.base import Primitives, Work
+from dualtrain.backends.compilation import not_compiled
+from dualtrain.backends.serial import SerialQueue
+from dualtrain.errors import BackendError
+from dualtrain.launchers import World
+
+T = TypeVar("T")
+
+
+class Calls(Primitives):
+    """Primitives, and the order in which this rank makes collective calls.
+
+    A method of a subclass passes a function that makes the call to ``_now`` or ``_later``. This function compares the calls
+    of the ranks (``agreement.py``), and then starts primitives.
+    """
+
+    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+        super().__init__(world, device, timeout)
+        self._queue = SerialQueue()
+        self._of_thread = threading.local()  # not the thread's ID, which a later thread may reuse
+        self._of_thread.made_this = True
+        self._open = True
+
+    @not_compiled
+    def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
+        """Return the result of ``call``, and whether any rank's ``flag`` is true.
+
+        ``call`` must call exactly one method of this backend. The flags are sent in the messages in which the ranks compare
+        this call, so they need no exchange of their own.
+        """
+        self._queue.drain()  # an earlier asynchronous call must not send the flag
+        self.flag = flag
+        try:
+            return call(), self.any_flag
+        finally:
+            self.flag = False
+
+    def drain(self) -> None:
+        """Block until the asynchronous calls made so far have ended, so that the next primitive starts after them."""
+        self._queue.drain()
+
+    def settle(self) -> None:
+        """Deprecated name of :meth:`drain`."""
+        warnings.warn(
+            "Backend.settle is now called Backend.drain; the old name will be removed in version 0.3.0",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.drain()
+
+    def refuse(self, kind: str, name: str | None, problem: Exception) -> NoReturn:
+        """Raise an error on every rank, because this rank found ``problem`` before its call ``kind``. Collective; blocks.
+
+        Call this in place of the first collective call of an operation that consists of several steps.
+
+        Raises:
+            Exception: ``problem``, on every rank, if all of them refuse this call for this reason.
+            BackendError: on every rank, if their calls or problems differ; the message names each rank's.
+        """
+        self._now(kind, name, partial(raise_problem, problem))
+        raise AssertionError("a call that raises has returned")
+
+    @not_compiled
+    def _now(self, kind: str, name: str | None, call: Callable[[], T]) -> T:
+        self._check_open()
+        self._queue.drain()
+        return self.whole_call(partial(self._in_thread, kind, name, call, self._is_second_thread()))
+
+    @not_compiled
+    def _later(self, kind: str, name: str | None, call: Callable[[], T]) -> Work[T]:
+        self._check_open()
+        call = partial(self._in_thread, kind, name, call, self._is_second_thread())
+        return self._queue.submit(partial(self.whole_call, call))
+
+    def _is_second_thread(self) -> bool:
+        """Return whether this backend was made by a different thread than the calling one."""
+        return not hasattr(self._of_thread, "made_this")
+
+    def _in_thread(self, kind: str, name: str | None, call: Callable[[], T], second: bool) -> T:
+        """Return the result of ``call``; ``second`` says whether a second thread makes it.
+
+        If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not
+        wait for a rank that was called with wrong arguments. Their error names this rank's call by ``kind`` and ``name``.
+        """
+        before = self.in_second_thread, self.compared
+        self.in_second_thread, self.compared = second, False
+        try:
+            return call()
+        except BackendError:
+            raise
+        except Exception as problem:  # of any type: the arguments may run the user's code
+            if self.compared:
+                raise
+            refuse(self, Call(kind, name if isinstance(name, str) else None), problem)
+        finally:
+            self.in_second_thread, self.compared = before
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise BackendError("this backend is closed: make its last call before close()")
+
+    def _checked_root(self, root: int) -> int:
+        root = index(root)  # convert any integer type to int: the ranks compare the text of the call
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}")
+        return root
+
+
+def raise_problem(problem: Exception) -> NoReturn:
+    """Raise ``problem``: a call that fails when it is made."""
+    raise problem

@@ -1,0 +1,84 @@
+"""Collective calls that send Python objects (``objects.py``): broadcast_object, allgather_object."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from dualtrain.backends import objects
+from dualtrain.backends.agreement import Call, agree, exchange_text
+from dualtrain.backends.base import Broadcast, Gather
+from dualtrain.backends.movement import Movement
+from dualtrain.differences import ranks_in_words
+from dualtrain.errors import BackendError
+
+_REASON_BYTES = 1024  # the reason why an object cannot be sent is cut to this length before it is sent to other ranks
+
+
+class ObjectCalls(Movement):
+    """The calls that send objects."""
+
+    def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
+        """Copy rank ``root``'s ``obj`` (plain Python values and tensors, never code) to every rank. Blocks.
+
+        Raises:
+            TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now("broadcast_object", name, partial(self._broadcast_object, obj, root, name))
+
+    def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
+        """Gather every rank's ``obj`` (plain values and tensors, never code) in rank order, on every rank. Blocks.
+
+        Raises:
+            TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now("allgather_object", name, partial(self._allgather_object, obj, name))
+
+    # -- implementation -------------------------------------------------------------------------------------------
+
+    def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
+        root = self._checked_root(root)
+        data, problem = _encoded(obj) if self.rank == root else (None, None)
+        length = -1 if problem else 0 if data is None else len(data)
+        short = Broadcast(root, data)
+        length = agree(self, Call("broadcast_object", name, root=root), length, short)[root]
+        self._refuse_if_unsent({root: length}, problem)
+        if (buffer := short.result) is None:
+            try:
+                buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
+                self.start_broadcast(buffer, root, name or "broadcast_object").wait()
+            except Exception as error:
+                self.report_unsent(error)
+                raise
+        return obj if data is not None else objects.decode(buffer)
+
+    def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
+        data, problem = _encoded(obj)
+        short = None if data is None else Gather(data, unit=1)
+        lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data), short)
+        self._refuse_if_unsent(dict(enumerate(lengths)), problem)
+        assert data is not None
+        if short is not None and short.result is not None:
+            return [objects.decode(part) for part in short.result.split(lengths)]
+        return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
+
+    def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
+        """Raise on every rank, with the reason, if a rank's object cannot be sent (its length is then negative)."""
+        refused = [rank for rank, length in lengths.items() if length < 0]
+        if not refused:
+            return
+        reasons = exchange_text(self.compare_numbers, "" if problem is None else str(problem), _REASON_BYTES)
+        if problem is not None:
+            raise problem
+        raise BackendError(f"{ranks_in_words(refused)} could not send an object: {reasons[refused[0]]}")
+
+
+def _encoded(obj: Any) -> tuple[torch.Tensor | None, TypeError | None]:
+    try:
+        return objects.encode(obj), None
+    except TypeError as problem:
+        return None, problem
