@@ -353,15 +353,22 @@ class Primitives(ABC):
             if True in acquired:
                 self._turn.release()
 
-    def report_unsent(self, error: Exception) -> None:
-        """Report to the other ranks an ``error`` of this rank, such as too little memory, in place of data they wait for.
+    def send_data(self, step: Callable[[], T]) -> T:
+        """Return the result of ``step``, the step of a call in which this rank sends data that the other ranks wait for.
 
-        Later calls of this rank fail, as after an interruption. Otherwise, a library that matches operations by their order
-        would give the other ranks the data of this rank's next operation. A BackendError needs no report.
+        If ``step`` raises, for example because there is too little memory, report the error to the other ranks in place of
+        the data. Later calls of this rank then fail, as after an interruption. Otherwise, a library that matches operations
+        by their order would give the other ranks the data of this rank's next operation. A BackendError needs no report.
         """
-        if self.size > 1 and not isinstance(error, BackendError):
-            self.interrupted = type(error)
-            self._report_interruption(self.interrupted)
+        try:
+            return step()
+        except BackendError:
+            raise
+        except Exception as error:
+            if self.size > 1:
+                self.interrupted = type(error)
+                self._report_interruption(self.interrupted)
+            raise
 
     def compare_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers`` as :meth:`exchange_short` does, as a step of a call. Blocks."""

@@ -153,15 +153,15 @@ class Movement(Calls):
 
         The bytes are padded to the greatest length, since ``start_allgather`` gathers only tensors of equal length.
         """
-        width = max(lengths)
-        try:
-            output = data.new_empty(self.size * width)
-            if width:
-                self.start_allgather(output, torch.nn.functional.pad(data, (0, width - len(data))), name).wait()
-        except Exception as error:
-            self.report_unsent(error)
-            raise
-        return [part[:n] for part, n in zip(output.view(self.size, width), lengths, strict=True)]
+        parts = self.send_data(partial(self._gather_padded, data, max(lengths), name))
+        return [part[:n] for part, n in zip(parts, lengths, strict=True)]
+
+    def _gather_padded(self, data: torch.Tensor, width: int, name: str) -> torch.Tensor:
+        """Return every rank's bytes, each padded to ``width``: uint8, (size, width)."""
+        output = data.new_empty(self.size * width)
+        if width:
+            self.start_allgather(output, torch.nn.functional.pad(data, (0, width - len(data))), name).wait()
+        return output.view(self.size, width)
 
     @torch.no_grad()
     def _alltoall(
@@ -175,16 +175,15 @@ class Movement(Calls):
 
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
+        return self.send_data(partial(self._exchange_rows, tensor, sent, received, name))
+
+    def _exchange_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        try:
-            data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
-            output = data.new_empty(sum(received) * row_bytes)
-            if row_bytes:
-                counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
-                self.start_alltoall(output, data, *counts, name).wait()
-        except Exception as error:
-            self.report_unsent(error)
-            raise
+        data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
+        output = data.new_empty(sum(received) * row_bytes)
+        if row_bytes:
+            counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
+            self.start_alltoall(output, data, *counts, name).wait()
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
 
 

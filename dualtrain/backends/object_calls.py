@@ -48,13 +48,13 @@ class ObjectCalls(Movement):
         length = agree(self, Call("broadcast_object", name, root=root), length, short)[root]
         self._refuse_if_unsent({root: length}, problem)
         if (buffer := short.result) is None:
-            try:
-                buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
-                self.start_broadcast(buffer, root, name or "broadcast_object").wait()
-            except Exception as error:
-                self.report_unsent(error)
-                raise
+            buffer = self.send_data(partial(self._broadcast_bytes, data, length, root, name or "broadcast_object"))
         return obj if data is not None else objects.decode(buffer)
+
+    def _broadcast_bytes(self, data: torch.Tensor | None, length: int, root: int, name: str) -> torch.Tensor:
+        buffer = torch.empty(length, dtype=torch.uint8, device="cpu") if data is None else data
+        self.start_broadcast(buffer, root, name).wait()
+        return buffer
 
     def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
         data, problem = _encoded(obj)

@@ -123,12 +123,11 @@ class Reductions(Movement):
         agree(self, call, data=reduction)
         if reduction.result is not None:
             return tensor.copy_(reduction.result) if in_place else reduction.result.clone()
-        try:
-            output = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
-            self.start_allreduce(output, op, name).wait()
-        except Exception as error:
-            self.report_unsent(error)
-            raise
+        return self.send_data(partial(self._reduce, tensor, op, name, in_place=in_place))
+
+    def _reduce(self, tensor: torch.Tensor, op: ReduceOp, name: str, *, in_place: bool) -> torch.Tensor:
+        output = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
+        self.start_allreduce(output, op, name).wait()
         return output
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
