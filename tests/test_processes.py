@@ -62,10 +62,10 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def started(tmp_path: Path, **above: str) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+def started(tmp_path: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), **above}
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), **variables}
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True

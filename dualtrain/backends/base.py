@@ -189,7 +189,7 @@ class Primitives(ABC):
         compared: whether the running call has begun to compare itself with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
-            See :meth:`whole_call`. A comparison of calls or a sum that has failed on this rank alone counts too.
+            See :meth:`whole_call`. It is also set if a comparison of calls or a sum has failed on this rank alone.
         scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
     """
 
@@ -379,10 +379,10 @@ class Primitives(ABC):
             raise
 
     def abandon(self, error: BackendError) -> None:
-        """Make later calls of this rank fail if ``error``, which has ended a comparison or a sum, is of this rank alone.
+        """Make later calls of this rank fail if ``error`` has ended a comparison or a sum on this rank alone.
 
-        The other ranks may still complete it, and then wait for this rank's data. A library that matches operations by
-        their order would give them the data of this rank's next call.
+        The other ranks may still complete the comparison or the sum, and then wait for this rank's data. A library that
+        matches operations by their order would give them the data of this rank's next call.
         """
         own = error.__cause__ is not None  # otherwise, all ranks raise it
         # After the failure of a peer, later calls raise this error again.

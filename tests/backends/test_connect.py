@@ -455,6 +455,16 @@ def test_a_with_statement_closes_the_backend_and_propagates_exceptions():
         raise KeyError("mine")
 
 
+def test_waits_for_gpu_operations_have_no_timeout():
+    """NCCL may abort its communicator when a wait times out."""
+    backend, waits = TorchBackend.__new__(TorchBackend), []
+    operation = SimpleNamespace(wait=lambda *timeouts: waits.append(timeouts))
+    work = _TorchWork(backend, operation, "sum of 'x'", SimpleNamespace(is_cuda=True))
+    work.wait()
+    work.wait()
+    assert waits == [(), ()]
+
+
 FORKS = """
 import ctypes, os, signal
 import torch
@@ -482,16 +492,6 @@ for what in (lambda: None, backend.close, again):
 allreduce(backend)
 print(*statuses)
 """
-
-
-def test_waits_for_gpu_operations_have_no_timeout():
-    """NCCL may abort its communicator when a wait times out."""
-    backend, waits = TorchBackend.__new__(TorchBackend), []
-    operation = SimpleNamespace(wait=lambda *timeouts: waits.append(timeouts))
-    work = _TorchWork(backend, operation, "sum of 'x'", SimpleNamespace(is_cuda=True))
-    work.wait()
-    work.wait()
-    assert waits == [(), ()]
 
 
 def test_a_forked_child_does_not_end_the_groups_of_its_parent(tmp_path):

@@ -84,7 +84,7 @@ def test_detect_world_reads_the_process_environment_by_default(monkeypatch):
 
 @pytest.mark.parametrize("outer", [SRUN, MPIRUN])
 @pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo"])
-def test_the_innermost_launcher_wins(inner, outer):
+def test_the_innermost_launcher_is_detected(inner, outer):
     assert detect_world({**outer, **LAUNCHERS[inner]}).launcher == inner
 
 
@@ -93,7 +93,7 @@ def test_mpirun_inside_a_slurm_allocation_is_mpirun():
 
 
 @pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo", "mpirun", "mpiexec"])
-def test_a_launcher_started_by_a_spawned_rank_wins(inner):
+def test_a_launcher_that_a_spawned_rank_has_started_is_detected(inner):
     assert detect_world({**SPAWN, **LAUNCHERS[inner]}).launcher == inner
 
 
