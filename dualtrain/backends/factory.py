@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import torch
 
@@ -27,6 +29,8 @@ TRANSPORTS = ("auto", "shm", "native")
 def choose(name: str, world: World) -> str:
     """Return the name of the backend to use in ``world``: ``name``, or for ``"auto"`` the launcher's backend.
 
+    Without a launcher, this is ``"local"``, or ``"torch"`` if the program has made a world of several processes.
+
     Raises:
         UserError: there is no backend of this name.
     """
@@ -35,7 +39,7 @@ def choose(name: str, world: World) -> str:
     if name != "auto":
         return name
     if world.launcher == "none":
-        return "local"
+        return "local" if world.size == 1 else "torch"
     return "horovod" if world.launcher.startswith(("horovodrun", "mpi")) else "torch"
 
 
@@ -108,10 +112,10 @@ def connect(
     Raises:
         UserError: a name is unknown, the device does not support the transport, the backend does not support
             ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, or
-            its size is not the number of processes that were started.
+            its size is not the number of processes that were started; or ``timeout`` is no finite number.
     """
     world = detect_world() if world is None else world
-    if name == "auto" and world.launcher == "none":
+    if name == "auto" and world.launcher == "none" and world.size == 1:
         _refuse_to_train_alone()
     name = choose(name, world)
     own_device = _device(device)
@@ -151,6 +155,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
         same = ("launcher", "evidence", "rendezvous", "job", "job_key")
         return LocalBackend(World(**{name: getattr(world, name) for name in same}), device, timeout)
+    _check_timeout(timeout)
     from dualtrain.backends import torch as over_torch
 
     if name == "horovod":
@@ -162,6 +167,11 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
         _refuse_other_world(name, found, world)
     store, placed = over_torch.meet(world, timeout)
     return over_torch.TorchBackend(world, device, timeout, store, placed)
+
+
+def _check_timeout(timeout: object) -> None:
+    if not isinstance(timeout, Real) or not timeout <= threading.TIMEOUT_MAX:  # NaN is not
+        raise UserError(f"timeout={timeout!r} cannot end a wait: pass a number of seconds, such as 300.0")
 
 
 def _refuse_to_train_alone() -> None:
@@ -207,6 +217,11 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
     """
     if found == (world.rank, world.size):
         return
+    if world.launcher == "none":
+        raise UserError(
+            f"the {name} backend is rank {found[0]} of {found[1]}, but the program gave connect() a World of rank "
+            f"{world.rank} of {world.size}: give the rank and the size of the {name} backend, or choose another backend"
+        )
     raise UserError(
         f"the {name} backend is rank {found[0]} of {found[1]}, but {world.launcher} started this process as rank "
         f"{world.rank} of {world.size}: the library did not use the launcher's variables; choose the launcher's backend "

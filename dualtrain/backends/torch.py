@@ -567,6 +567,10 @@ def open_store(world: World, timeout: float) -> dist.Store:
         return _numbered(found, world, ("", 0))
     if world.rendezvous is None:
         others = "the other process" if world.size == 2 else f"the other {world.size - 1} processes"
+        if world.launcher == "none":
+            raise UserError(
+                f"the torch backend has no address to meet {others} at: give the World a rendezvous=(host, port) of rank 0"
+            )
         raise UserError(
             f"the torch backend has no address to meet {others} at: {world.launcher} sets no "
             "MASTER_ADDR and MASTER_PORT; start with torchrun, or export both with one free port for all processes"

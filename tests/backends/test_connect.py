@@ -160,6 +160,20 @@ def test_the_local_backend_under_a_launcher_of_two_ranks_is_refused():
         connect("local", world=PAIR)
 
 
+def test_a_world_of_several_processes_that_the_program_has_made_is_not_the_local_backends():
+    assert choose("auto", World(1, 2)) == "torch"
+    with pytest.raises(UserError, match=r"no address to meet the other process at: give the World a rendezvous=\(host, "):
+        connect("auto", world=World(1, 2))
+    with pytest.raises(UserError, match=r"local backend is rank 0 of 1, but the program gave .* a World of rank 1 of 2: "):
+        connect("local", world=World(1, 2))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), None, "30"])
+def test_a_timeout_that_is_no_finite_number_is_refused(timeout):
+    with pytest.raises(UserError, match=rf"timeout={timeout!r} cannot end a wait: pass a number of seconds"):
+        connect("torch", world=ALONE, timeout=timeout)
+
+
 def test_the_torch_backend_without_a_rendezvous_names_the_missing_variables():
     with pytest.raises(UserError, match=r"environment sets no MASTER_ADDR and MASTER_PORT; start with torchrun"):
         connect("torch", world=World(0, 2, 0, 2, launcher="environment"))
@@ -558,6 +572,8 @@ def free_of_the_default_group(backend, port):
         assert dist.is_initialized()
         with pytest.raises(UserError, match=f"rank {backend.rank} of {backend.size} in torch.distributed's default"):
             connect("auto", world=World(launcher="none"))
+        with connect("auto", world=World(backend.rank, backend.size)) as third:  # what the error says
+            assert third.allgather_object(third.rank) == [*range(backend.size)]
         dist.destroy_process_group()
         assert first.allgather_object("still here") == ["still here"] * backend.size
     assert "GLOO_SOCKET_IFNAME" not in os.environ
