@@ -211,6 +211,7 @@ class TorchBackend(Backend):
 
     Raises:
         UserError: the processes cannot connect to each other.
+        BackendError: a rank failed after it had connected.
     """
 
     name = "torch"
@@ -228,8 +229,11 @@ class TorchBackend(Backend):
         self._interface, self._address = _chosen_interface(placed), listening_address(placed)
         self._one_host = placed.single_host
         self._open_groups(store)
-        cores = cores_of_host(self.exchange_short, [0] * self.size, self.rank) if self._one_host else self.size + 1
-        self._set_longest(few_cores=cores <= self.size)
+        try:
+            self._set_longest(few_cores=self._one_host and self._cores() <= self.size)
+        except BaseException:
+            self.disconnect()
+            raise
 
     def _open_groups(self, store: dist.Store) -> None:
         """Make the Gloo groups and the control channel, with ``store`` for the rendezvous. Collective; blocks.
@@ -252,6 +256,10 @@ class TorchBackend(Backend):
         except dist.DistStoreError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
         self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
+
+    def _cores(self) -> int:
+        """Return how many cores the ranks may use together, if all of them are on one host. Collective; blocks."""
+        return cores_of_host(self.exchange_short, [0] * self.size, self.rank)
 
     def _set_longest(self, *, few_cores: bool) -> None:
         self._few_cores = few_cores

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from dualtrain import BackendError, UserError, connect
+from dualtrain.backends import torch as torch_backend
 from dualtrain.backends.factory import (
     NAMES,
     _as_numbers,
@@ -658,3 +659,14 @@ def test_a_rank_0_that_ends_while_the_ranks_connect_is_reported(monkeypatch):
     monkeypatch.setattr("dualtrain.backends.torch.open_control_channel", ended)
     with pytest.raises(UserError, match="the 1 processes could not connect to each other: no process has set 'x'"):
         connect("torch", world=ALONE)
+
+
+def test_a_failure_after_the_ranks_have_connected_ends_the_groups(monkeypatch):
+    def fail(*arguments):
+        raise BackendError("a rank has closed its connection")
+
+    before = list(torch_backend._IN_USE)
+    monkeypatch.setattr(torch_backend, "cores_of_host", fail)
+    with pytest.raises(BackendError, match="has closed its connection"):
+        connect("torch", world=ALONE)
+    assert before == torch_backend._IN_USE
