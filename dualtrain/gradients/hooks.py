@@ -50,6 +50,13 @@ class Place:
     owner: weakref.ref[nn.Module]
     key: str
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the attribute is ``None``, in place of a module. A new module may be assigned to it later."""
+        owner = self.owner()
+        # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
+        return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
+
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
         """Return what is there now, "parameter" or "module", if it has trained parameters that no reducer averages.
 
@@ -253,7 +260,7 @@ def _on_module(owner: nn.Module, key: str, new: Any) -> None:
     if key not in owner._modules:
         return
     old = owner._modules[key]
-    if old is not None and new is not None and new is not old:
+    if old is not None and new is not old:  # a module may be assigned after None
         _report_replacement(owner, key, nn.Module.parameters(old))
 
 

@@ -107,7 +107,8 @@ class Refusals:
         for key, (place, name) in list(self._replaced.items()):
             found = place.unaveraged(self.hooks.known)
             if found is None:
-                del self._replaced[key]
+                if not place.is_empty:
+                    del self._replaced[key]
             elif found == ("parameter", True):
                 return (
                     f"parameter {name!r} was replaced in its module by a new one (load_state_dict(assign=True), or an "

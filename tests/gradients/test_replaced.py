@@ -173,6 +173,15 @@ def replace_module(model, optimizer):
     return r"the module of parameter '2\.weight' was replaced by one with", lambda: model.__setitem__(2, before)
 
 
+def remove_and_replace_module(model, optimizer):
+    """Assign ``None`` before the new module, and take a step in between."""
+    before, model[2] = model[2], None
+    optimizer.step()
+    optimizer.zero_grad()
+    model[2] = nn.Linear(6, 3)
+    return r"the module of parameter '2\.weight' was replaced by one with", lambda: model.__setitem__(2, before)
+
+
 def append(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     params.append(nn.Parameter(torch.ones(2)))
@@ -229,7 +238,7 @@ def refused(backend, change):
         vector_loss(model, backend.rank).backward()
 
     # A new module is refused once it has gradients.
-    exchange = backward if backend.rank == 0 or change in (misplace, replace_module) else optimizer.synchronize
+    exchange = backward if backend.rank == 0 or change in (misplace, *NEW_MODULES) else optimizer.synchronize
     with pytest.raises(BackendError, match=rf"^rank 1: {text}"):
         exchange()
     if backend.rank == 1:
@@ -241,7 +250,8 @@ def refused(backend, change):
     optimizer.close()
 
 
-CHANGES = [cast, load_assigned, replace_module, append, exchange_equal, misplace, reshape, reshape_equally]
+NEW_MODULES = [replace_module, remove_and_replace_module]
+CHANGES = [cast, load_assigned, *NEW_MODULES, append, exchange_equal, misplace, reshape, reshape_equally]
 
 
 @pytest.mark.parametrize("change", CHANGES)
