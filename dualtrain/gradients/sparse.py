@@ -63,14 +63,17 @@ class SparseGradients:
             grad = grad.coalesce() if transfer.coalesce else grad
             # torch 2.5 to 2.15 has no public names for the parts of an uncoalesced tensor.
             indices = backend.allgather(grad._indices().t(), name=f"{slot.name}.indices")
-            values = backend.allgather(grad._values(), name=f"{slot.name}.values")
+            mine = grad._values()
+            if transfer.coalesce and transfer.before != 1:
+                mine = mine * transfer.before  # before the exchange: each rank may have a different factor
+            values = backend.allgather(mine, name=f"{slot.name}.values")
             if frozen:
                 self.trained_elsewhere = self.trained_elsewhere or (slot if len(indices) else None)
             elif not len(indices) and drop_empty:
                 p.grad = None
             elif transfer.coalesce:
                 p.grad = _sparse(indices.t(), values, p).coalesce()
-                p.grad.values().mul_(transfer.before * transfer.factor_after(backend.size))
+                p.grad.values().mul_(transfer.factor_after(backend.size))
             else:
                 # Divide as Horovod does: a multiplication by 1/size would give other bits. Horovod also ignores the factor
                 # before the sum here.

@@ -575,13 +575,15 @@ def test_gradients_are_averaged_after_frozen_and_trained_layers_are_swapped(typi
 def own_factors(backend):
     """Multiply by a different factor on each rank before the sum, and by 1/size after it.
 
-    Rank 0 gives ``after=None``, which also means 1/size.
+    Rank 0 gives ``after=None``, which also means 1/size. One gradient is dense, and one is sparse.
     """
-    p = nn.Parameter(torch.ones(3))
+    p, table = nn.Parameter(torch.ones(3)), nn.Embedding(3, 1, sparse=True)
     after = 1 / backend.size if backend.rank else None
-    reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))
-    p.sum().backward()
-    torch.testing.assert_close(p.grad, torch.full((3,), (backend.size + 1) / 2))
+    named = [("p", p), ("table", table.weight)]
+    reducer = GradientReducer(named, backend, transfer=Transfer(before=backend.rank + 1.0, after=after))
+    (p.sum() + table(torch.arange(3)).sum()).backward()
+    for grad in (p.grad, table.weight.grad.to_dense().flatten()):
+        torch.testing.assert_close(grad, torch.full((3,), (backend.size + 1) / 2))
     reducer.close()
 
 
