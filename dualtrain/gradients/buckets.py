@@ -55,14 +55,14 @@ class Bucket:
         numel, sent_as = _wire_form(layout, transfer)
         self.wire = backend.new_buffer(numel + extra, sent_as, layout.device)
         self.extra = self.wire[numel:]
-        #: The gradients as real numbers: the front of ``wire``, or a separate buffer.
+        #: The gradients as real numbers: the first part of ``wire``, or a separate buffer.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
         self.sum: BucketSum = (
             RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order, self._split)
         )
         self._before, self._after = transfer.before, transfer.factor_after(self.sum.shards)
-        #: Whether the wire dtype has fewer bits than the gradients'. If so, the sum is scaled in the gradients' dtype.
+        #: Whether the wire dtype has fewer bits than the gradients' dtype, in which ``finish`` then scales the sum.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
@@ -73,8 +73,8 @@ class Bucket:
         if in_place and _averages_first(backend, transfer):
             self.factor = torch.tensor(self._before * self._after, dtype=real, device="cpu")
             self._before = self._after = 1.0
-        #: If true, ``add_shard`` adds a copy of ``wire``, which holds the converted or scaled gradients. If false, it adds
-        #: the separate gradients, since they are neither converted nor scaled, and does not copy ``wire``.
+        #: Whether gradients are converted or scaled. If so, ``add_shard`` adds a copy of ``wire``, which holds the results.
+        #: If not, it adds the gradients themselves, without a copy.
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)

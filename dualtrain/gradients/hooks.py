@@ -58,10 +58,11 @@ class Place:
         return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
 
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
-        """Return what is there now, "parameter" or "module", if it has trained parameters that no reducer averages.
+        """Return "parameter" or "module" if one is there now that has trained parameters which no reducer averages.
 
-        Return also whether one of them is in use: a module may be a copy that only computes targets, and gets no gradient.
-        ``known`` has the ids of the caller's parameters; it may not have put hooks on all of them yet.
+        Return also whether one of these parameters is in use. A parameter always counts as in use. A module may be a copy
+        that only computes targets: its parameters are in use if one of them has a gradient. ``known`` has the ids of the
+        caller's parameters, some of which may have no hook yet.
         """
         owner = self.owner()
         if owner is None:

@@ -64,7 +64,7 @@ class GradientReducer:
 
     Attributes:
         extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction. The reduction replaces them by
-            their sums over the ranks, computed in the precision of the gradients.
+            their sums over the ranks, computed in the dtype in which gradients are sent: 16 bits with ``Transfer.dtype``.
         closed: whether :meth:`close` was called.
         has_local: whether backward has added to gradients since the last exchange or :meth:`renew`.
 

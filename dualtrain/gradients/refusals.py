@@ -103,7 +103,7 @@ class Refusals:
             self.dropped = True
 
     def _unaveraged(self) -> str | None:
-        # Places are checked here, and not when something is replaced: the program may then call add_param_group.
+        # Places are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
         for key, (place, name) in list(self._replaced.items()):
             found = place.unaveraged(self.hooks.known)
             if found is None:

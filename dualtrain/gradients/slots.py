@@ -43,7 +43,7 @@ class Slot:
     bucket: SlotBucket | None = None
     #: The tensor that becomes ``param.grad``. It is not ``front`` itself: the user may assign to ``param.grad.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: Address (``data_ptr()``), strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
+    #: Address (``data_ptr()``), strides, shape and dtype of ``view``: a gradient that has the same ones lies in the bucket.
     address: int = 0
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
@@ -169,9 +169,9 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
 
 @torch.no_grad()
 def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
-    """Copy results into gradients that stay the gradients of their parameters.
+    """Copy each result into the tensor that is ``param.grad``, and stays ``param.grad``.
 
-    If gradients share memory, only the first one can hold its result: the others become views of their buckets instead.
+    If such tensors share memory, only the first one can hold its result. The other gradients become views of their buckets.
     """
     end = 0
     for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):

@@ -20,7 +20,7 @@ from dualtrain.errors import BackendError
 
 _PLACES = 20  # how many reducers fit into one integer, with three bits for each
 _ALL = (1 << _PLACES) - 1
-_MORE = 1 << 3 * _PLACES  # in the same integer: whether this rank has more reducers
+_MORE = 1 << 3 * _PLACES  # a bit of the same integer: whether this rank has reducers that did not fit
 _ROUND = Call("exchange of gradients")
 _State = tuple[int, int, int]
 
