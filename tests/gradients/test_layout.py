@@ -44,6 +44,8 @@ def test_the_layout_is_a_function_of_the_parameters_alone():
         assert found == lay_out([p.clone() for p in params])
     assert all({params[each.number].dtype for each in bucket.places} == {bucket.dtype} for bucket in found)
     assert sorted(each.number for bucket in found for each in bucket.places) == list(range(6))
+    devices = [bucket.device.type for bucket in lay_out([torch.zeros(2), torch.zeros(2, device="meta")])]
+    assert devices == ["meta", "cpu"]
 
 
 def test_a_group_of_parameters_shares_one_bucket_even_above_the_size_limit():

@@ -85,15 +85,18 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
 
 
 def shares_memory(backend):
-    """On the last rank only, make one gradient a part of another one."""
-    p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
-    reducer = GradientReducer([("p", p), ("q", q)], backend)
+    """On the last rank only, make two gradients parts of a third one, and all elements of another gradient the same one."""
+    named = {name: nn.Parameter(torch.ones(n)) for name, n in {"whole": 6, "middle": 2, "end": 1, "same": 3}.items()}
+    reducer = GradientReducer(named.items(), backend)
     last = backend.size - 1
     memory = torch.full((6,), 1.0)
-    p.grad, q.grad = memory[:4], memory[2:4] if backend.rank == last else torch.full((2,), 7.0)
+    parts = {"whole": memory, "middle": memory[2:4], "end": memory[5:], "same": torch.ones(1).expand(3)}
+    for name, p in named.items():
+        p.grad = parts[name] if name == "whole" or backend.rank == last else torch.full_like(p, 7.0)
     reducer.reduce()
-    torch.testing.assert_close(p.grad, torch.ones(4))
-    torch.testing.assert_close(q.grad, torch.full((2,), (7.0 * last + 1) / backend.size))
+    torch.testing.assert_close(named.pop("whole").grad, torch.ones(6))
+    for p in named.values():
+        torch.testing.assert_close(p.grad, torch.full_like(p, (7.0 * last + 1) / backend.size))
     reducer.close()
 
 

@@ -324,24 +324,28 @@ def test_a_bucket_layout_that_only_one_rank_changes_is_refused_in_the_next_backw
     many(layout_of_one_rank, change)
 
 
-def reshaped(backend, shape):
+def reshaped(backend, before, shape):
     """Change the shape of a parameter on one rank after the first step."""
     model = nn.Module()
-    model.q = nn.Parameter(torch.ones(1, 6))
+    model.q = nn.Parameter(torch.ones(before))
     optimizer = sgd(model, backend)
     model.q.square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     if backend.rank == 1:
         model.q.data = torch.ones(shape)
-    with pytest.raises(BackendError, match=r"rank 1: .*'q'.* \(1, 6\).*make a new optimizer"):
+    with pytest.raises(BackendError, match=rf"rank 1: .*'q'.* {re.escape(str(before))}.*make a new opt"):
         model.q.square().sum().backward()
     optimizer.close()
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 6)])
 def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
-    run_threads(2, reshaped, shape)
+    run_threads(2, reshaped, (1, 6), shape)
+
+
+def test_a_large_parameter_whose_shape_changed_before_backward_is_refused():
+    run_threads(3, reshaped, (1, 20000), (2, 10000))
 
 
 def without_the_other_rank(backend):
