@@ -47,6 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     averaged zeros for a parameter, because no rank had a gradient for it, and the program then assigns a gradient,
     ``step()`` raises BackendError: most likely, each rank has assigned its own.
 
+    Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`: otherwise, if the next
+    backward reaches no parameter that was trained before, its gradients are not averaged until ``step()``.
+
     Args:
         optimizer: any torch optimizer; its state is kept.
         named_parameters: ``model.named_parameters()``, for readable errors; without it, errors show numbers. It must

@@ -118,7 +118,7 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
 
 def _average_buffers(model: torch.nn.Module, backend: Backend, counted: tuple[int, bool] | None = None) -> None:
-    """Average the buffers over all ranks or, with ``counted``, over (the number of ranks, whether this rank is one)."""
+    """Average the buffers over all ranks, or over some: ``counted`` is (how many ranks count, whether this one does)."""
     try:
         buffers = [dense(b) for _, b in local_buffers(model)]
     except Exception as problem:  # of any type, since the model is the user's

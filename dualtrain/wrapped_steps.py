@@ -63,8 +63,8 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
-    # A step that calls the step of a base class may run the hooks twice: the base class's step runs hooks too after this
-    # process has made an optimizer of exactly that class. This may have happened on some ranks only.
+    # Don't wrap a closure twice. If a step calls the step of its base class, torch may run the hooks in both, and on some
+    # ranks only: the base class's step runs them only after its process has made an optimizer of exactly that class.
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 

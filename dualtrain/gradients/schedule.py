@@ -34,7 +34,7 @@ class Schedule:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether a bucket was not sent in this round."""
+        """Return whether there is a bucket that is still to be sent in this round."""
         return self.next < len(self.buckets)
 
     @property

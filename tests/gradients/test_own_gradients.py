@@ -104,6 +104,22 @@ def test_gradients_that_share_memory_get_separate_results(typical):
     typical(shares_memory)
 
 
+def made_in_inference_mode(backend):
+    """Assign gradients that torch refuses to change in place, since they were made in inference mode."""
+    p = nn.Parameter(torch.ones(3))
+    reducer = GradientReducer([("p", p)], backend)
+    with torch.inference_mode():
+        kept = torch.full((3,), backend.rank + 1.0)
+    p.grad = kept
+    reducer.reduce()
+    torch.testing.assert_close(p.grad, torch.full((3,), (backend.size + 1) / 2))
+    reducer.close()
+
+
+def test_gradients_that_were_made_in_inference_mode_are_averaged(typical):
+    typical(made_in_inference_mode)
+
+
 def penalizes(backend, retain):
     """Add a penalty on the averaged gradients, through their graph; compare with one process."""
     losses = [partial(vector_loss, key=rank) for rank in range(backend.size)]

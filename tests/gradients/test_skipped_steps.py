@@ -1,4 +1,4 @@
-"""A step that only some ranks take is an error on all ranks, even if no check can detect that gradients were zeroed."""
+"""A step that only some ranks take is an error on all ranks, also if no check can detect how gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Change nothing. Gradients that are zeroed in place on a GPU look the same to a check that does not read values."""
+    """Change nothing. Gradients that are zeroed in place on a GPU look unchanged to a check that does not read values."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
