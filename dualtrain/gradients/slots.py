@@ -105,7 +105,7 @@ class Slot:
             self.alias = alias = self.front.detach()
         try:
             self.param.grad = alias
-        except RuntimeError:  # the parameter has a different shape or dtype now
+        except RuntimeError:  # the user has assigned data of a different shape or dtype to ``alias.data``
             self.alias = self.param.grad = self.front.detach()
 
     def describe(self) -> str:

@@ -21,6 +21,7 @@ SMALL = Transfer(bucket_bytes=64)
 #: Indices of the models that a rank uses in one step, in the order in which their losses are added.
 PARTS = [(0, 1), (1,), (1, 0), (), (0,), (0, 1), (1,)]
 STEPS = 7
+SECOND_ALONE = 2  # the step that uses only the second model and optimizer, which therefore sends first in the next step
 
 
 def wrapped(model, backend, transfer=SMALL):
@@ -41,7 +42,7 @@ def two_models():
 
 
 def loss_of(models, rank, step):
-    parts = PARTS[(3 * rank + step) % len(PARTS)]
+    parts = (1,) if step == SECOND_ALONE else PARTS[(3 * rank + step) % len(PARTS)]
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
     return sum(models[part](x).square().mean() for part in parts)
 
@@ -55,7 +56,7 @@ def alone(size):
             optimizer.zero_grad(set_to_none=False)
         total = sum(loss_of(models, rank, step) for rank in range(size)) / size
         total.backward()
-        for optimizer in optimizers:
+        for optimizer in optimizers[step == SECOND_ALONE :]:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -72,7 +73,8 @@ def in_parts(backend):
         loss = loss_of(models, backend.rank, step)
         if isinstance(loss, torch.Tensor):
             loss.backward()
-        for optimizer in optimizers[:: (-1) ** (backend.rank + step)]:  # in opposite orders on even and odd ranks
+        used = optimizers[step == SECOND_ALONE :]
+        for optimizer in used[:: (-1) ** (backend.rank + step)]:  # in opposite orders on even and odd ranks
             optimizer.step()
     mine = [p for model in models for p in model.parameters()]
     for p, expected in zip(mine, alone(backend.size), strict=True):
@@ -83,6 +85,23 @@ def in_parts(backend):
 def test_ranks_may_use_different_optimizers_in_one_backward(many):
     hashes = many(in_parts)
     assert hashes == hashes[:1] * many.size
+
+
+def counts_passes(backend):
+    """Let one of two optimizers exchange after two backward passes: the other one's exchange must not include it."""
+    models = two_models()
+    options = {"extra": 1, "backward_passes_per_step": 2}
+    twice = DistributedOptimizer(torch.optim.SGD(models[0].parameters(), lr=0.1), backend=backend, **options)
+    once = wrapped(models[1], backend)
+    twice.extra[0] = 1
+    for number in range(2):
+        sum(model(torch.ones(2, 6)).sum() for model in models).backward()
+        assert twice.extra.item() == (backend.size if number else 1)
+        once.step()
+
+
+def test_an_optimizer_that_counts_passes_is_not_exchanged_early():
+    run_threads(2, counts_passes)
 
 
 class Branched(nn.Module):
