@@ -141,6 +141,23 @@ def compute_shards(optimizer, model, mine):
             optimizer.reducer.add_shard()
 
 
+def steps_with_a_closure(backend):
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=0.0), backend=backend, sum_order="canonical")
+
+    def closure():
+        loss = p.sum() + 0.1 * (backend.rank + 1)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure).item()
+
+
+def test_a_closures_loss_is_averaged_along_the_tree_of_ranks():
+    losses = [torch.tensor(0.1 * (rank + 1)).double() for rank in range(3)]
+    assert run_threads(3, steps_with_a_closure) == [(tree(losses) / 3).float().item()] * 3
+
+
 def unfrozen(backend):
     """Return the second step's gradients; between the steps a parameter is unfrozen, which changes the layout."""
     model = perceptron()

@@ -138,6 +138,25 @@ def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
     spmd(inputs_of_some_ranks)
 
 
+def norms_without_samples(backend):
+    """Normalize batches of different sizes; the first of several ranks has no samples."""
+    model, whole = torch.nn.Sequential(torch.nn.BatchNorm1d(2)), torch.nn.BatchNorm1d(2)
+    synchronize_norms(model, backend)
+    parts = [x.requires_grad_() for x in inputs(backend.size, lambda r: 3 * r)]
+    expected = whole(torch.cat(parts)).split([len(x) for x in parts])
+    sum(map(loss_of, expected, range(backend.size))).backward()
+    mine = parts[backend.rank].detach().requires_grad_()
+    result = model(mine)
+    loss_of(result, backend.rank).backward()
+    torch.testing.assert_close(result, expected[backend.rank])
+    torch.testing.assert_close(mine.grad, parts[backend.rank].grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model[0].running_var, whole.running_var)
+
+
+def test_synchronized_norms_work_if_a_rank_has_no_samples(many):
+    many(norms_without_samples)
+
+
 def differentiates_norms_twice(backend):
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     synchronize_norms(model, backend)
