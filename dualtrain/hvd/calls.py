@@ -129,6 +129,8 @@ def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Opt
     splits = options["splits"]
     if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
         raise ValueError(f"splits have dtype {splits.dtype}: pass a list, or an int32 tensor")
+    if splits is not None and len(splits) == 0:
+        splits = None  # as on Horovod, empty splits mean equal numbers of rows
     rows = rows_to_send(tensor, splits, len(process_set.ranks))
     return engine().submit(kind, options["name"], set_id, tensors, splits=rows)
 

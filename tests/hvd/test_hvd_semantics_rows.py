@@ -57,6 +57,8 @@ def alltoalls(backend):
             same("partial", lambda: hvd.alltoall(rows, partial, name="f"), (some, [int(me < size - 1)] * size)),
             same("nothing", lambda: hvd.alltoall(rows, [0] * size, name="g"), ([], [0] * size)),
             same("no rows", lambda: hvd.alltoall(torch.ones(0, 2), name="h"), []),
+            same("empty", lambda: hvd.alltoall(rows, [], name="k"), (mine, [1] * size)),
+            same("empty tensor", lambda: hvd.alltoall(rows, int32[:0], name="l"), (mine, [1] * size)),
             same("indivisible", lambda: hvd.alltoall(torch.ones(size + 1), name="i"), "ValueError"),
             same("too many", lambda: hvd.alltoall(rows, [size] * size, name="j"), "ValueError"),
         )
