@@ -45,6 +45,21 @@ class _Waiting:
     calls: dict[int, deque[Message]] = field(default_factory=dict)
 
 
+@dataclass
+class _Opened:
+    """A channel that was opened without the ranks that had joined.
+
+    Attributes:
+        request: the request of the first rank.
+        answer: the message that opened the channel.
+        absent: the ranks that have not requested the channel yet.
+    """
+
+    request: Message
+    answer: Message
+    absent: set[int]
+
+
 class Coordinator:
     """Matches the calls of the ranks, and sends the ranks the calls to execute.
 
@@ -81,8 +96,7 @@ class Coordinator:
         self._reported: set[str] = set()
         #: Rank → (the call for which its main thread waits, time of the report). Such a rank makes no other calls.
         self._blocked: dict[int, tuple[Key, float]] = {}
-        #: The channels that were opened: the first rank's request, and the message that opened the channel.
-        self._opened: dict[Key, tuple[Message, Message]] = {}
+        self._opened: dict[Key, _Opened] = {}  # channels that a rank which had joined has not requested yet
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
@@ -178,10 +192,10 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks opened instead of ``key``, which was not opened.
+        """Return the channel that the other ranks opened for the optimizer of ``key``, with another number of gradients.
 
-        This channel is for the same optimizer, but for another number of gradients. Return ``None`` if there is none, or if
-        ``rank`` has not joined. A joined rank requests a channel only after the other ranks have opened theirs.
+        Return ``None`` if there is none, or if ``rank`` has not joined. A joined rank requests a channel only after the
+        other ranks have opened theirs.
         """
         if key[1] != "channel" or rank not in self._joined:
             return None
@@ -189,12 +203,15 @@ class Coordinator:
 
     def _reopen(self, key: Key, rank: int, message: Message) -> None:
         """Answer a request for a channel that the other ranks opened after ``rank`` had joined."""
-        first, facts = self._opened[key]
-        problem = disagreement(key, {first["rank"]: first, rank: message})
-        if problem is None:
-            self._send(rank, {**facts, "id": message["id"]})
-        else:
+        opened = self._opened[key]
+        problem = disagreement(key, {opened.request["rank"]: opened.request, rank: message})
+        if problem is not None:
             self.shut_down(problem)  # the other ranks may wait for this rank's gradients already
+            return
+        self._send(rank, {**opened.answer, "id": message["id"]})
+        opened.absent.discard(rank)
+        if not opened.absent:
+            del self._opened[key]
 
     def _needed(self, key: Key) -> list[int]:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
@@ -234,7 +251,8 @@ class Coordinator:
             # Shared memory needs equal buffers, which ranks do not have if only some of them use a GPU.
             same = all(message["buffers"] == first["buffers"] for message in calls.values())
             facts["buffers"] = first["buffers"] if same else []
-            self._opened[key] = {**first, "rank": next(iter(calls))}, facts
+            if absent:
+                self._opened[key] = _Opened({**first, "rank": next(iter(calls))}, facts, set(absent))
         if key[1] in FREE_ROWS:
             facts["rows"] = [[rows_of(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
         if key[1] == "alltoall":

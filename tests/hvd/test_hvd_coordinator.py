@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 
 import pytest
 
@@ -141,6 +142,33 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     harness.receive(1, "join", divide_by="initial")
     sent = [("join_with_zeros", "p.1"), ("join_with_zeros", "of a set.1"), ("absent", None)]
     assert harness.answers(1, "do", "channel") == sent
+
+
+class Layout(list):
+    """A list to which weak references are possible."""
+
+
+def test_a_request_for_a_channel_is_kept_only_until_all_ranks_have_made_it():
+    harness = Harness(2)
+    kept = []
+
+    def open_channel(rank, name):
+        layout = Layout(["a (2,)"])
+        kept.append(weakref.ref(layout))
+        harness.receive(rank, "channel", name, tensors=[], sparse=[], buffers=[], layout=layout)
+        return harness.answers(rank, "do", "name")
+
+    open_channel(0, "first/1")
+    assert open_channel(1, "first/1") == [("run", "first/1")]
+    harness.answers(0)
+    assert [each() for each in kept] == [None, None]
+    harness.coordinator.receive(1, {"kind": "join", "id": 9, "divide_by": "initial"})
+    harness.answers(0)
+    assert open_channel(0, "second/1") == [("run", "second/1")]
+    harness.answers(1)
+    assert kept[-1]() is not None
+    assert open_channel(1, "second/1") == [("run", "second/1")]
+    assert [each() for each in kept] == [None] * 4
 
 
 def test_process_sets_are_added_and_removed():
