@@ -27,7 +27,7 @@ _NEW_LAYOUT = (
     "parameters were unfrozen, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
     "before the same backward"
 )
-_AFTER_REPLACEMENT = "make the optimizer after the replacement, or call add_param_group on every rank"
+_AFTER_REPLACEMENT = "make and wrap the optimizer after the replacement, or call add_param_group on every rank"
 _SAME_STEPS = "step or skip on all ranks, and call optimizer.zero_grad() after a backward whose step is skipped"
 
 

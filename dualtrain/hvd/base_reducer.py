@@ -135,7 +135,7 @@ class HorovodReducer(ABC):
         Raises:
             HorovodInternalError: a rank failed, a rank has different parameters, or Horovod was shut down. All gradients
                 are then ``None`` if some of them may be sums already.
-            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
+            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of some of its parameters.
         """
         if self.is_reduced():
             return
@@ -336,22 +336,23 @@ class HorovodReducer(ABC):
         self.hooks.remove()
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the reducer was closed, by ``close`` or by a later optimizer of the same parameters."""
+        """Raise RuntimeError if the reducer was closed, by ``close`` or by a later optimizer of some of its parameters."""
         if self.closed:
             raise RuntimeError(
-                "this optimizer was closed, or a new optimizer of the same parameters replaced it: use a new optimizer"
+                "this optimizer was closed, or replaced by a new optimizer of some of its parameters: use a new optimizer"
             )
 
     @staticmethod
-    def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:
-        """Close the reducers of earlier optimizers that have exactly these parameters, before a new reducer replaces them.
+    def close_replaced(named: Named, process_set: ProcessSet) -> None:
+        """Close the reducers of earlier optimizers that share a parameter and a name with a new reducer.
 
-        Two reducers of the same parameters cannot work: on Horovod, their calls would have equal names. An old optimizer
-        may still exist: Lightning wraps the optimizer in each ``fit``, and only garbage collection frees the previous one.
+        On Horovod, both optimizers would send gradients under this name, which fails. An old optimizer may still exist
+        after the script has dropped it, because only garbage collection frees it: Lightning wraps the optimizer in each
+        ``fit``, and other scripts wrap a new optimizer after they have replaced or unfrozen a module.
         """
-        params = {id(p) for _, p in named}
+        names = {name for name, _ in named}
         for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
-            if (old.base_name, old.process_set, old.hooks.known) == (base_name, process_set, params):
+            if old.process_set == process_set and not names.isdisjoint(slot.name for slot in old.hooks.slots):
                 old.close()
 
     def begin_world(self) -> None:

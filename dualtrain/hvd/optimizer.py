@@ -148,7 +148,7 @@ class _Optimizer(NativeOptimizer):
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         options = base_name(named, self.process_set), self.process_set, self._passes
-        HorovodReducer.close_replaced(named, *options[:2])
+        HorovodReducer.close_replaced(named, self.process_set)
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
             compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not

@@ -265,6 +265,43 @@ def test_a_second_optimizer_of_the_same_parameters_replaces_the_first(real):
     assert torch.tensor(first).allclose(nn.Linear(2, 2).weight - 4 * 0.1 * 1.5)
 
 
+def trained_in_two_phases(wrap, ranks, change):
+    """Train the last layer. Then unfreeze or replace the first layer, and train all parameters with a new optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(change != "unfreeze")
+    kept = []
+    for _ in range(2):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        kept.append(wrap(torch.optim.SGD([p for _, p in named], lr=0.1), named))
+        for step in range(3):
+            kept[-1].zero_grad(set_to_none=False)
+            model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+            kept[-1].step()
+        if change == "replace":
+            model[0] = nn.Linear(2, 2)
+        model[0].requires_grad_()
+    return model[1].weight, kept[0]
+
+
+def wrapped_with_more(backend, change, named):
+    with library(backend, HOROVOD_FUSION_THRESHOLD="4") as hvd:
+        wrap = lambda sgd, params: hvd.DistributedOptimizer(sgd, params if named else None)  # noqa: E731
+        weight, old = trained_in_two_phases(wrap, [hvd.rank()], change)
+        with pytest.raises(RuntimeError, match="replaced by a new optimizer of some of its parameters"):
+            old.step()
+        return weight.tolist()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("change", ["unfreeze", "replace"])
+@OURS_2
+def test_a_second_optimizer_may_have_more_parameters_than_the_first(real, change, named):
+    found = real(wrapped_with_more, change, named)
+    expected, _ = trained_in_two_phases(lambda sgd, _: sgd, range(real.size), change)
+    assert torch.allclose(torch.tensor(found), expected.detach().expand(real.size, 2, 2))
+
+
 def scaled(backend, overflow):
     """Train in mixed precision as Horovod documents it. In step 1, the gradient of rank ``overflow`` is infinite."""
     with library(backend) as hvd:
