@@ -37,7 +37,7 @@ _OF_LAUNCHERS |= {f"HOROVOD_GLOO_{name}" for name in ("IFACE", "RENDEZVOUS_ADDR"
 
 @dataclass(frozen=True)
 class Settings:
-    """Time limits, the timeline, and the size of gradient buckets.
+    """What the environment variables set.
 
     Attributes:
         stall_check: seconds after which a wait is reported on every rank; 0 for never.

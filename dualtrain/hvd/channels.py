@@ -128,7 +128,7 @@ class Exchangers:
     def enter_world(self) -> None:
         """Forget the channels and the exchanges of the previous world."""
         if self.alive():
-            gc.collect()  # an optimizer that the script has dropped must not take the place of one that it uses
+            gc.collect()  # otherwise find() could return the reducer of an optimizer that the script has dropped
         for each in (self.done, self.dropped, self.unused, self.added):
             each.clear()
         self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []

@@ -166,6 +166,7 @@ class Coordinator:
             yield title_of(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
 
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
+        """Yield the same for each exchange of gradients for which ranks wait now."""
         now = self._clock()
         for what, reports in self._waits.items():
             fresh = {rank: message for rank, (when, message) in reports.items() if now - when < _FRESH_SECONDS}

@@ -137,7 +137,7 @@ class Engine:
         while (request := self._next_zeros_request(begun)) is not None:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
-                continue  # this rank has taken part in the exchange: the request is of a rank that is still in that step
+                continue  # this rank took part before it joined; a slower rank is still in that step
             exchanger = begun.get(channel) or self.exchangers.find(channel)
             if exchanger is None:
                 self.end_world(
