@@ -26,6 +26,7 @@ PLAIN = {
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = 1 << 63
 _SMALLEST_NORM = sys.float_info.min**0.5
+_LARGEST_DENOMINATOR = 1 << 20
 _SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch splits a longer sum into one part per thread
 
 
@@ -52,10 +53,16 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     result = (tensor.double() * factor).trunc().to(tensor.dtype)
     if tensor.dtype == torch.int64:
         # A double has 53 bits of precision, so larger numbers are multiplied one by one as fractions.
-        exact = Fraction(factor)
+        exact = _fraction(factor)
         for index in (tensor.abs() >= _EXACT_IN_DOUBLE).nonzero():
             result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
     return result
+
+
+def _fraction(factor: float) -> Fraction:
+    """Return the fraction that the caller has probably rounded to ``factor``: 1/3, although the float 1/3 is a bit less."""
+    simple = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
+    return simple if float(simple) == factor else Fraction(factor)
 
 
 @keep_subnormals
@@ -69,7 +76,7 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
     if factor == 1:
         return average_(total, divisor)
     if not (total.is_floating_point() or total.is_complex()):
-        numerator, denominator = factor.as_integer_ratio()
+        numerator, denominator = _fraction(factor).as_integer_ratio()
         largest = max(int(total.max()), -int(total.min())) if total.numel() else 0
         if denominator * divisor < _INT64 and largest * abs(numerator) < _INT64:  # exact in int64
             return torch.div(total.long() * numerator, denominator * divisor, rounding_mode="trunc").to(total.dtype)

@@ -113,6 +113,11 @@ def test_integer_averages_with_a_factor_are_exact():
     for size in (3, 7, 49, 98, 103):
         assert torch.equal(finished(k * size, Average, size, 0.5), k // 2)
         assert torch.equal(finished(k * size, Average, size, 2.0), k * 2)
+        for divisor in (3, 10):  # as a float, 1/3 is less than a third, and 1/10 more than a tenth
+            assert torch.equal(finished(k * size, Average, size, 1 / divisor), k // divisor)
+            assert torch.equal(finished(-k * size, Average, size, 1 / divisor), -(k // divisor))
+    large = torch.tensor([3 * 2**55, -3 * 2**55])
+    assert scaled(large, 1 / 3).tolist() == [2**55, -(2**55)]
 
 
 def without_a_dimension(backend):
