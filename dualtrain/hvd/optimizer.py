@@ -135,7 +135,9 @@ class _Optimizer(NativeOptimizer):
         several = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         self._alone = not (several and process_set.included())
         if not self._alone:
-            self.reducer = self._make_reducer(first_names(named, optimizer), compression, transfer)
+            named = first_names(named, optimizer)
+            HorovodReducer.close_replaced(named, process_set)
+            self.reducer = self._make_reducer(named, compression, transfer)
         if self.reducer is not None:
             self.reducer.follow(optimizer)
         check_own_steps(optimizer, self)
@@ -148,7 +150,6 @@ class _Optimizer(NativeOptimizer):
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         options = base_name(named, self.process_set), self.process_set, self._passes
-        HorovodReducer.close_replaced(named, self.process_set)
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
             compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not

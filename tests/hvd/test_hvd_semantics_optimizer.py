@@ -254,6 +254,10 @@ def wrapped_anew(backend):
         with pytest.raises(RuntimeError, match="closed"):
             old.step()
         other.step()  # not closed: its model is a different one, with parameters of the same names and shapes
+        adasum = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), op=hvd.Adasum)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            adasum.step()
         return model.weight.tolist()
 
 
