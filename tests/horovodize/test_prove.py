@@ -922,6 +922,23 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     assert not (tmp_path / "handled").exists()  # SIGKILL was sent, not SIGTERM, which the script handles
 
 
+def test_a_failed_run_whose_processes_hang_at_exit_is_ended_before_its_timeout(record, tmp_path, monkeypatch):
+    """Write a record with an error on rank 1, then sleep, as ranks of Horovod that hang at exit do."""
+    path, script = record / "rank-1.jsonl", tmp_path / "failing.py"
+    *lines, end = path.read_text().splitlines()
+    lines.append(json.dumps({**json.loads(end), "reason": "error", "status": 1, "error": "ValueError: no"}))
+    path.write_text("\n".join(lines) + "\n")
+    copy = f"shutil.copytree({str(record)!r}, sys.argv[1], dirs_exist_ok=True)"
+    script.write_text(f"import shutil, sys, time\n{copy}\ntime.sleep(20)\nopen({str(tmp_path / 'end')!r}, 'w')\n")
+    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program, folder: [sys.executable, str(script), str(folder)])
+    monkeypatch.setattr(launch, "_FAILED_SECONDS", 0.1)
+    with workspace() as space:
+        with pytest.raises(RunError, match=r"the script failed on rank 1, .*: ValueError: no$"):
+            Job((str(script),), 2, STEPS, None, timeout=50.0, space=space).record("dualtrain", "record")
+        assert not marked(space.mark)
+    assert not (tmp_path / "end").exists()
+
+
 def test_a_full_disk_for_temporary_files_is_reported_with_the_cure():
     """The disk is full when the folder of a run is made."""
     with (

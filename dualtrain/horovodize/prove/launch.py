@@ -21,7 +21,7 @@ from dualtrain.differences import ranks_in_words
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.cleaner import END_SECONDS, MARK, POLL_SECONDS, end_marked
-from dualtrain.horovodize.prove.records import RankRecord, RunRecord, read_record
+from dualtrain.horovodize.prove.records import RankRecord, RunRecord, failure_at_end, read_record
 from dualtrain.horovodize.prove.workspace import Workspace
 from dualtrain.processes import signal_at_parents_end
 
@@ -32,6 +32,9 @@ _OF_LAUNCHER = re.compile(r"^(\[\d+(,\d+)?\](<std(out|err)>:?)?\s?)")
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
 #: Errors of ranks whose peer has failed or exited.
 _OF_PEERS = re.compile(r"HorovodInternalError|PeerFailedError")
+#: Longest wait for the end of a run without a further step, after a rank has recorded an error of the script. With some
+#: errors, Horovod's ranks hang at exit.
+_FAILED_SECONDS = 15.0
 #: Allow Open MPI to run as root and with more ranks than cores. Other MPI implementations ignore these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -158,7 +161,10 @@ def environment(nproc: int, side: Side, compat: bool, space: Workspace) -> dict[
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float) -> tuple[int, bool]:
-    """Run ``command``. Return its exit status, and whether it was ended because no rank took a step for ``timeout`` s."""
+    """Run ``command``. Return its exit status, and whether it was ended because no rank took a step for ``timeout`` s.
+
+    End it after ``_FAILED_SECONDS`` without a step if the script has failed on a rank.
+    """
     parent = os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -172,14 +178,17 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
         )
         try:
             written, since = _written(folder), time.monotonic()
+            looked = False  # whether the ranks' records have been searched for an error since the last step
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                now = _written(folder)
+                now, silent = _written(folder), time.monotonic() - since
                 if now != written:
-                    written, since = now, time.monotonic()
-                elif time.monotonic() - since > timeout:
+                    written, since, looked = now, time.monotonic(), False
+                elif silent > timeout or (silent > _FAILED_SECONDS and not looked and _has_failed(folder)):
                     end_marked(env[MARK])  # by SIGKILL: a script that handles SIGTERM would record an ordinary end
-                    return 1, True
+                    return 1, silent > timeout
+                elif silent > _FAILED_SECONDS:
+                    looked = True
             return process.returncode, False
         finally:
             _end(process, env[MARK])
@@ -188,6 +197,12 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
 def _written(folder: Path) -> int:
     """Return the number of bytes that the ranks have recorded. Each step adds some."""
     return sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
+
+
+def _has_failed(folder: Path) -> bool:
+    """Return whether a rank has recorded an error of the script that a failed peer did not cause."""
+    failures = (failure_at_end(path) for path in folder.glob("rank-*.jsonl"))
+    return any(failure and not _OF_PEERS.search(failure) for failure in failures)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

@@ -245,6 +245,14 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     return RunRecord([ranks[rank] for rank in range(size)], first)
 
 
+def failure_at_end(path: Path) -> str:
+    """Return the error or exit status with which the script has failed, if a rank's file ends with a failure, else ""."""
+    lines = _complete_lines(path)
+    end = parse_json(lines[-1]) if lines else {}
+    failed = end.get("kind") == "end" and (end["reason"] == "error" or end["status"])
+    return str(end.get("error") or f"exit status {end['status']}") if failed else ""
+
+
 def _checked(path: Path, read: Callable[[], T]) -> T:
     try:
         return read()
@@ -257,8 +265,12 @@ def _checked(path: Path, read: Callable[[], T]) -> T:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    return map(parse_json, _complete_lines(path))
+
+
+def _complete_lines(path: Path) -> list[str]:
     # Leave out the text after the last line end: a killed process may have written part of a line.
-    return (parse_json(line) for line in read_text(path).split("\n")[:-1])
+    return read_text(path).split("\n")[:-1]
 
 
 def _read_rank(path: Path) -> RankRecord:
