@@ -85,7 +85,7 @@ def findings(source: Source) -> list[Finding]:
     if not source.uses_horovod and not source.wrapped:
         return []
     with _deep_recursion():
-        off, unused = Guards(source).lines_without_horovod(), lines_of_unused(source)
+        off, unused = Guards.of(source).lines_without_horovod(), lines_of_unused(source)
         found = {finding[:3]: finding for rule in RULES for finding in rule(source) if finding.line not in off}
     return sorted(each for each in found.values() if each.level == "unsupported" or each.line not in unused)
 

@@ -40,12 +40,8 @@ def fix(arguments: Sequence[str]) -> int:
         initialized = any(any(True for _ in source.hvd_calls("init")) for _, source in scripts.values())
         repaired = {name: repair(source, initialized) for name, (_, source) in scripts.items()}
         data = {name: _encoded(scripts[name][0], result) for name, result in repaired.items()}
-        if not options:
-            for name, (file, _) in scripts.items():
-                _write(file, data[name])
-        if options:
-            for name, (file, _) in scripts.items():
-                _show_diff(file, data[name])
+        for name, (file, _) in scripts.items():
+            (_show_diff if options else _write)(file, data[name])
         return _report(repaired, diff=bool(options))
     except UserError as error:
         print_error(error)
@@ -90,8 +86,9 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
         compile(after.text, "script", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return None
-    remaining, earlier = Counter(one[1:3] for one in findings(after)), Counter(one[1:3] for one in found)
-    return (after, findings(after)) if remaining < earlier else None
+    left = findings(after)
+    remaining, earlier = Counter(one[1:3] for one in left), Counter(one[1:3] for one in found)
+    return (after, left) if remaining < earlier else None
 
 
 def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:

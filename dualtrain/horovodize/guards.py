@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from dualtrain.horovodize.source import Source
 
@@ -38,6 +38,13 @@ class Guards:
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
         self._ranks = self._assigned_ranks()
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
+
+    @classmethod
+    def of(cls, source: Source) -> Guards:
+        """Return the guards of ``source``. They are computed once, because all rules need them."""
+        if cls not in source.derived:
+            source.derived[cls] = cls(source)
+        return cast(Guards, source.derived[cls])
 
     def _assigned_ranks(self) -> dict[str, str]:
         """Map each variable that is assigned one kind of rank, and no other kind, to this kind.

@@ -41,7 +41,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
     """Yield the nodes after ``first`` that run only if ``first`` has run; runs without Horovod do not count."""
-    guards, scope, seen = Guards(source), source.scope(first), set[Scope]()
+    guards, scope, seen = Guards.of(source), source.scope(first), set[Scope]()
     for node in _following(source, first):
         if guards.runs_whenever(first, node):
             yield node
@@ -92,7 +92,7 @@ def _following_with_callers(source: Source, first: ast.AST, depth: int) -> Itera
 
 def _following(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes after ``first`` in the same function, until a block ends with a return, an exception or an exit."""
-    guards, scope = Guards(source), source.scope(first)
+    guards, scope = Guards.of(source), source.scope(first)
     statement = source.statement(first)
     while statement is not scope:
         if isinstance(statement, ast.stmt) and not isinstance(statement, ast.Module):

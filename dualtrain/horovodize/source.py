@@ -56,6 +56,8 @@ class Source:
         #: Names of variables that hold an hvd.DistributedOptimizer; for ``self.optimizer`` this is ``optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
         self.program = program or [self]
+        #: Objects that other modules compute from this source, by class.
+        self.derived: dict[type, object] = {}
 
     @property
     def files(self) -> list[Source]:

@@ -59,7 +59,7 @@ def likely_causes(program: Sequence[str]) -> list[str]:
 def _findings(source: Source) -> list[list[str]]:
     """Return, for each rule, the lines with a finding, and their messages."""
     try:
-        off = Guards(source).lines_without_horovod()
+        off = Guards.of(source).lines_without_horovod()
         found = [sorted(rule(source), key=lambda each: each.line) for rule in CAUSES]
     except RecursionError:
         return [[] for _ in CAUSES]

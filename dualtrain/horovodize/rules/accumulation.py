@@ -167,7 +167,7 @@ def _range_of(loop: ast.For | ast.While) -> ast.expr | None:
 
 
 def _with_passes(source: Source, wraps: list[ast.Call], step: Event, passes: ast.expr | None) -> list[Edit]:
-    if passes is None or len(wraps) != 1 or Guards(source).is_conditional(wraps[0]):
+    if passes is None or len(wraps) != 1 or Guards.of(source).is_conditional(wraps[0]):
         return []
     if not _is_known_at(source, passes, wraps[0], step.node):
         return []

@@ -139,7 +139,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
         reads = re.search("environ|getenv", ast.unparse(source.statement(node)))
         if not reads or _has_alternative(source, node) or is_for_other_launcher(source, node):
             continue
-        if not Guards(source).is_without_horovod(node):
+        if not Guards.of(source).is_without_horovod(node):
             message = (
                 f"torchrun does not set {node.value}, so that the script fails or trains each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
@@ -162,7 +162,7 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
     """Calls of mpi4py's COMM_WORLD, which has one rank under torchrun; one finding for all."""
     if any(True for _ in mpi_communicator(source)):
         return
-    guards = Guards(source)
+    guards = Guards.of(source)
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call) or call.func.attr in _OF_PROCESS:
             continue

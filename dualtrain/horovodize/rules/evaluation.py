@@ -50,7 +50,7 @@ _COMBINATIONS = re.compile(r"reduce(?!lr)|gather|averag|avg|sync|aggregat|mean_?
 
 def _evaluates_on_some_ranks(source: Source) -> bool:
     """Return whether the script calls its functions for evaluation only under conditions on the rank."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     calls = [
         call for call in source.calls if is_evaluation(last_name(call.func)) and last_name(call.func) in source.functions
     ]

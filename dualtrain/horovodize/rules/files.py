@@ -38,7 +38,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
     """A file that every rank writes."""
     if not (source.wraps or any(True for _ in source.hvd_calls("init"))):
         return
-    guards = Guards(source)
+    guards = Guards.of(source)
     for call in source.calls:
         file = _written(source, call)
         if file is None or runs_on_driver(source, call):
@@ -122,7 +122,7 @@ def _is_open(source: Source, file: ast.expr) -> bool:
 
 def _is_read_by_all(source: Source, file: ast.expr) -> bool:
     """Return whether every rank may read the file."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
     everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
     return any(_words(source, call.args[0]) & _words(source, file) for call in everywhere)
@@ -249,7 +249,7 @@ def _nodes_after_init(source: Source) -> frozenset[ast.AST]:
 
 def events_of_all_ranks(source: Source) -> Iterator[Finding]:
     """SummaryWriters of all ranks that write to the same folder."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     for target, call, _ in source.assignments:
         if not isinstance(call, ast.Call) or not _SUMMARY.match(source.name(call.func)) or not source.wraps:
             continue
@@ -276,7 +276,7 @@ def _adds_to(call: ast.Call, writer: str) -> bool:
 
 def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
     """A data set of torchvision that all ranks download to the same folder; at most one finding."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     downloads = [call for call in source.calls if _downloads(source, call)]
     if any(guards.looks_like_one_rank(node) for call in downloads for node in (call, *_callers(source, call))):
         return  # most likely, one rank downloads first, and the other ranks find its files

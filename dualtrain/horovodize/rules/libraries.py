@@ -52,7 +52,7 @@ def launcher_readers(source: Source) -> Iterator[Finding]:
 
 def averaged_twice(source: Source) -> Iterator[Finding]:
     """A model in DistributedDataParallel whose optimizer is wrapped too."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     certain = {source.scope(wrap) for _, wrap in source.wraps if not guards.is_conditional(wrap)}
     for call in source.calls if certain else ():
         if source.name(call.func) not in _DDP or guards.is_conditional(call) or source.scope(call) not in certain:
@@ -70,7 +70,7 @@ _DP = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.para
 
 def data_parallel(source: Source) -> Iterator[Finding]:
     """A model in DataParallel, which makes each rank use the GPUs of all ranks."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     scopes = {source.scope(wrap) for _, wrap in source.wraps}
     if any(re.search("visible_devices", file.text, re.IGNORECASE) for file in (source, *source.program)):
         return  # the script may make only one GPU visible to each rank

@@ -19,7 +19,7 @@ _NEEDS_INIT = (COLLECTIVES | RANK_NAMES) - {"shutdown"}
 
 def gpu_by_rank(source: Source) -> Iterator[Finding]:
     """A GPU chosen by rank() in place of local_rank()."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     for used in _gpu_numbers(source):
         if guards.rank(used) != "rank" or _is_logged(source, used):
             continue
@@ -43,7 +43,7 @@ def same_gpu(source: Source) -> Iterator[Finding]:
         return
     if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
         return  # Ray may show each rank its own GPU
-    guards = Guards(source)
+    guards = Guards.of(source)
     placed = any(_PLACED.search(file.code) for file in (source, *source.program))
     shown = any(_VISIBLE.search(file.code) for file in (source, *source.program))
     for call in source.calls:
@@ -173,7 +173,7 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
 def use_before_init(source: Source) -> Iterator[Finding]:
     """Calls of rank() and similar functions before init(), in the same block of code."""
     inits = list(source.hvd_calls("init"))
-    if len(inits) != 1 or Guards(source).is_conditional(inits[0]) or runs_on_driver(source, inits[0]):
+    if len(inits) != 1 or Guards.of(source).is_conditional(inits[0]) or runs_on_driver(source, inits[0]):
         return
     start = source.statement(inits[0])
     block = source.block(start)

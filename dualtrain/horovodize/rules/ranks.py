@@ -59,7 +59,7 @@ def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A learning-rate schedule that only some ranks step."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     steps = [call for call in source.calls if _steps_schedule(source, call)]
     for call in steps:
         others = [other for other in steps if ast.unparse(other.func) == ast.unparse(call.func) and other is not call]
@@ -124,7 +124,7 @@ class _Collectives:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.guards = Guards(source)
+        self.guards = Guards.of(source)
         self.own: set[Function] = set()
         for _ in range(4):  # nested calls, four levels deep
             self.own |= {one for name, one in source.functions.items() if self._contains(one) and source.is_only(name)}

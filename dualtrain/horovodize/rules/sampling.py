@@ -63,7 +63,7 @@ _OTHER_LAUNCHER = re.compile(r"dist|ddp|parallel|multi|launch|world|gpu|nccl|\bd
 
 def is_for_other_launcher(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` perhaps runs only without Horovod, because of a condition around it."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp)]
     unknown = [test for test in tests if not guards.is_with_horovod(test)]
     return any(_OTHER_LAUNCHER.search(ast.unparse(test)) for test in unknown)
@@ -88,7 +88,7 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
 
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
     """A DistributedSampler that gets the local rank or size."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
         return  # the script may give each host its own samples
     for call in distributed_samplers(source):
@@ -185,7 +185,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     """A loader of training data without a sampler, in a script with a wrapped optimizer."""
     if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
         return
-    guards = Guards(source)
+    guards = Guards.of(source)
     for call in source.calls:
         if source.name(call.func) not in _LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
             continue

@@ -29,7 +29,7 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
     """A seed that is the same on every rank, in a script that augments its samples."""
     if not _trains(source) or source.uses_elastic:
         return
-    guards = Guards(source)
+    guards = Guards.of(source)
     drawn = _drawn_for_samples(source)
     if drawn and _draws_in_workers(source):
         drawn = {"torch"}
@@ -84,7 +84,7 @@ def _seeding(source: Source) -> Iterator[ast.AST]:
 
 def seeds_ranks_alike(source: Source) -> bool:
     """Return whether the script may seed torch's default generator alike on all ranks; seeds with the rank do not count."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     calls = [call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and call.args]
     ranked = [call.func for call in calls if any(guards.rank(part) for part in _expressions(call.args[0]))]
     return _seeds_by_name(source) or any(node not in ranked for node in _seeding(source))

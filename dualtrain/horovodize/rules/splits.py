@@ -14,7 +14,7 @@ from dualtrain.horovodize.source import Finding, Source, keyword
 
 def different_splits(source: Source) -> Iterator[Finding]:
     """A split of the data that gives a different result on each rank: random_split, or train_test_split of sklearn."""
-    guards, files = Guards(source), [source, *source.program]
+    guards, files = Guards.of(source), [source, *source.program]
     for call in source.calls if source.wraps else ():
         name = source.name(call.func)
         if name == "torch.utils.data.random_split":
@@ -64,7 +64,7 @@ def shuffled_shards(source: Source) -> Iterator[Finding]:
 
 def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
     """Return whether, after ``shuffle``, the same function takes a slice of ``name`` whose bounds contain the rank."""
-    guards, nodes = Guards(source), list(ast.walk(source.scope(shuffle)))
+    guards, nodes = Guards.of(source), list(ast.walk(source.scope(shuffle)))
     later = [node for node in nodes if getattr(node, "lineno", 0) > shuffle.lineno]
     names = {name}
     for statement in sorted((node for node in later if isinstance(node, ast.Assign)), key=lambda node: node.lineno):
@@ -80,7 +80,7 @@ def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
 
 def shard_by_local_rank(source: Source) -> Iterator[Finding]:
     """A shard of the samples whose index is the local rank, although there are as many shards as ranks on all hosts."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
         return
     for node in source.nodes:

@@ -26,7 +26,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     if not firsts or any(has(before, "unscale", name) for name in firsts):
         return []
     edits: list[Edit] = []
-    guards = Guards(source)
+    guards = Guards.of(source)
     for name, step in firsts.items():
         if not can_synchronize(source, name) or skips(source, step) or step.owner is None:
             return []
@@ -65,7 +65,7 @@ def can_synchronize(source: Source, optimizer: str) -> bool:
     wraps = [wrap for name, wrap in source.wraps if name == optimizer]
     if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
         return False
-    guards = Guards(source)
+    guards = Guards.of(source)
     return not any(guards.is_conditional(wrap) for wrap in wraps)
 
 

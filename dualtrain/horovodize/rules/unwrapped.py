@@ -105,7 +105,7 @@ def _unused_wrappers(source: Source, guards: Guards) -> Iterator[tuple[str, str,
 
 def inner_step(source: Source) -> Iterator[Finding]:
     """A step of the original optimizer instead of its wrapper."""
-    guards = Guards(source)
+    guards = Guards.of(source)
     for name, text, wrap in _unused_wrappers(source, guards):
         for call in source.calls:
             func = call.func
@@ -120,7 +120,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
 
 def inner_given(source: Source) -> Iterator[Finding]:
     """The original optimizer as an argument, as in ``scaler.step(base)``, if nothing uses its wrapper."""
-    for name, text, wrap in _unused_wrappers(source, Guards(source)):
+    for name, text, wrap in _unused_wrappers(source, Guards.of(source)):
         for call in source.calls:
             given = [ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords))]
             same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
@@ -185,7 +185,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
     """An optimizer that is not wrapped, of a model that is broadcast, in a script that wraps another optimizer."""
     if not source.wraps:
         return
-    guards = Guards(source)
+    guards = Guards.of(source)
     for target, made, _ in source.assignments:
         if not isinstance(made, ast.Call) or not re.fullmatch(r"torch\.optim\.(\w+\.)?[A-Z]\w*", source.name(made.func)):
             continue

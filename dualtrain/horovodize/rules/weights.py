@@ -51,7 +51,7 @@ def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:
     """State of a model or optimizer that only some ranks load before training, and that is not broadcast afterwards."""
     if any(_SENDS.search(file.code) for file in source.files):
         return
-    guards, models = Guards(source), {ast.unparse(model) for _, wrap in source.wraps if (model := _model_of(wrap))}
+    guards, models = Guards.of(source), {ast.unparse(model) for _, wrap in source.wraps if (model := _model_of(wrap))}
     loads = [call for call in source.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "load_state_dict"]
     for load in loads:
         owner = load.func.value  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def _finding(source: Source, wrap: ast.Call, model: str, *, certain: bool) -> Fi
     )
     spelled, statement = source.spell("broadcast_parameters", wrap), source.statement(wrap)
     code = f"{spelled}({model}.state_dict(), root_rank=0)"
-    possible = spelled and not Guards(source).is_conditional(wrap) and isinstance(statement, ast.Assign)
+    possible = spelled and not Guards.of(source).is_conditional(wrap) and isinstance(statement, ast.Assign)
     return Finding(wrap.lineno, "trap", message, tuple(source.layout.insert_after(statement, code)) if possible else ())
 
 

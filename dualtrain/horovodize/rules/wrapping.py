@@ -70,7 +70,7 @@ def _is_loaded_by_all(source: Source, load: ast.Call) -> bool:
     """Return whether all ranks may run ``load``, or the program broadcasts the optimizer's state."""
     files = (source, *source.program)
     broadcasts = any(True for file in files for _ in file.hvd_calls("broadcast_optimizer_state"))
-    return broadcasts or not Guards(source).looks_like_one_rank(load)
+    return broadcasts or not Guards.of(source).looks_like_one_rank(load)
 
 
 def _has_no_state(source: Source, optimizer: str) -> bool:
@@ -92,7 +92,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
 
     The first call in which this step may have an effect has a finding; later calls have none.
     """
-    guards = Guards(source)
+    guards = Guards.of(source)
     for call in source.hvd_calls("broadcast_optimizer_state"):
         given = first_argument(call, "optimizer")
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
