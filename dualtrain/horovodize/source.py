@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from dualtrain.horovodize.names import MODULE_NAMES, PUBLIC
 
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
+_SCHEDULE = re.compile(r"torch\.optim\.(lr_scheduler\.\w+|swa_utils\.SWALR)")
 #: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
 
@@ -226,11 +229,15 @@ class Source:
     @property
     def plain_optimizers(self) -> set[str]:
         """Names of the variables to which an optimizer of torch is assigned."""
-        return {
-            target.rpartition(".")[2]
-            for target, value, _ in self.assignments
-            if isinstance(value, ast.Call) and self.name(value.func).startswith("torch.optim.")
-        }
+        return {target.rpartition(".")[2] for target, value, _ in self.assignments if self.makes_optimizer(value)}
+
+    def makes_optimizer(self, value: ast.AST) -> bool:
+        """Return whether ``value`` is a call that makes an optimizer of torch."""
+        return isinstance(value, ast.Call) and _OPTIMIZER.fullmatch(self.name(value.func)) is not None
+
+    def makes_schedule(self, value: ast.AST) -> bool:
+        """Return whether ``value`` is a call that makes a learning-rate schedule of torch."""
+        return isinstance(value, ast.Call) and _SCHEDULE.fullmatch(self.name(value.func)) is not None
 
     def is_plain(self, optimizer: ast.expr) -> bool:
         """Return whether ``optimizer`` is a function's local variable to which only torch's optimizers are assigned."""
@@ -238,8 +245,7 @@ class Source:
         if not isinstance(optimizer, ast.Name) or scope is self.tree:
             return False
         values = [value for target, value, at in self.assignments if target == optimizer.id and self.scope(at) is scope]
-        made = [isinstance(value, ast.Call) and self.name(value.func).startswith("torch.optim.") for value in values]
-        return bool(made) and all(made)
+        return bool(values) and all(map(self.makes_optimizer, values))
 
     @cached_property
     def functions(self) -> dict[str, Function]:

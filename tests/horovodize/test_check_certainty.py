@@ -94,6 +94,11 @@ CASES = [
         f"plain = torch.optim.SGD(q)\n{WRAP}{CLIP}plain.step()\noptimizer.step()",
     ),
     (
+        "clip_before_synchronize",  # a step of a schedule is no step of another optimizer
+        f"{WRAP}s = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n{CLIP}s.step()\noptimizer.step()",
+        f"plain = torch.optim.SGD(q)\n{WRAP}s = torch.optim.lr_scheduler.StepLR(plain, 1)\n{CLIP}plain.step()\ns.step()",
+    ),
+    (
         "clip_before_synchronize",  # two conditions with the same text
         f"{WRAP}loss.backward()\nif half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
         f"{WRAP}if half:\n    scaled.backward()\n    optimizer.synchronize()\nelse:\n    loss.backward()\n"

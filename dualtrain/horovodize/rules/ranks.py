@@ -84,7 +84,7 @@ def _is_schedule(source: Source, value: ast.expr, depth: int = 0) -> bool:
     if not isinstance(value, ast.Call):
         return False
     name = source.name(value.func)
-    if name.startswith("torch.optim.lr_scheduler.") or re.fullmatch(r"transformers\.(\w+\.)*get_\w*schedule\w*", name):
+    if source.makes_schedule(value) or re.fullmatch(r"transformers\.(\w+\.)*get_\w*schedule\w*", name):
         return True
     function = source.functions.get(value.func.id) if isinstance(value.func, ast.Name) and depth < 3 else None
     if function is None or source.is_ambiguous(function.name):

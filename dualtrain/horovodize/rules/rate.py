@@ -109,7 +109,7 @@ def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
         return
     for call in source.calls:
         rate = keyword(call, "lr") or keyword(call, "max_lr")
-        if rate is None and source.name(call.func).startswith("torch.optim.") and len(call.args) > 1:
+        if rate is None and source.makes_optimizer(call) and len(call.args) > 1:
             rate = call.args[1]
         if rate is not None:
             yield rate

@@ -34,7 +34,7 @@ def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool
     """Return a description of code in ``value``, its elements or the values assigned to it; None if there is no code."""
     if isinstance(value, ast.Lambda):
         return "a lambda"
-    if isinstance(value, ast.Call) and source.name(value.func).startswith("torch.optim.lr_scheduler."):
+    if source.makes_schedule(value):
         return _SCHEDULE
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
         return f"an instance of {value.func.id}"

@@ -134,8 +134,7 @@ def inner_given(source: Source) -> Iterator[Finding]:
 
 def _reads_only(source: Source, call: ast.Call) -> bool:
     """Return whether the called function's name shows that it makes a learning-rate schedule, or takes no step."""
-    library = source.name(call.func).startswith("torch.optim.lr_scheduler.")
-    return library or re.search(_READS, last_name(call.func)) is not None
+    return source.makes_schedule(call) or re.search(_READS, last_name(call.func)) is not None
 
 
 _READS = r"(?i)print|log|info|save|sched|lr|rate|^(getattr|hasattr|id|isinstance|len|repr|str|type)$"
@@ -187,7 +186,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
         return
     guards = Guards.of(source)
     for target, made, _ in source.assignments:
-        if not isinstance(made, ast.Call) or not re.fullmatch(r"torch\.optim\.(\w+\.)?[A-Z]\w*", source.name(made.func)):
+        if not isinstance(made, ast.Call) or not source.makes_optimizer(made):
             continue
         if len(source.values[target]) != 1 or guards.is_conditional(made):
             continue
@@ -235,8 +234,7 @@ def _is_passed(source: Source, optimizer: str) -> bool:
             parent = file.parents[node]
             parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
             stored = isinstance(getattr(node, "ctx", None), ast.Store)
-            schedule = isinstance(parent, ast.Call) and file.name(parent.func).startswith("torch.optim.lr_scheduler.")
-            if not stored and not schedule and not isinstance(parent, ast.Attribute):
+            if not stored and not file.makes_schedule(parent) and not isinstance(parent, ast.Attribute):
                 return True
     return False
 
@@ -254,8 +252,7 @@ def _is_used(source: Source, wrapper: str) -> bool:
             if isinstance(parent, ast.Attribute) and parent.attr in ("zero_grad", "param_groups", "state_dict"):
                 continue
             name = file.hvd(parent.func) if isinstance(parent, ast.Call) else ""
-            library = file.name(parent.func) if isinstance(parent, ast.Call) else ""
-            if name != "broadcast_optimizer_state" and not library.startswith("torch.optim.lr_scheduler."):
+            if name != "broadcast_optimizer_state" and not file.makes_schedule(parent):
                 return True
     return False
 
