@@ -7,12 +7,17 @@ import re
 
 from dualtrain.horovodize.source import Source, last_name
 
+#: Names of functions that may combine tensors of the ranks.
 _COLLECTIVE = re.compile(r"reduce|gather|alltoall|broadcast_?(async_?)?$", re.IGNORECASE)
 #: Names of functions that average gradients or weights, whichever file defines them.
-_AVERAGES = re.compile(
+_OF_WEIGHTS = re.compile(
     r"(average|avg|mean|reduce|(?<!a)sync).*(grad|model|param|weight)|(grad|model|param|weight).*(average|avg|reduce|(?<!a)sync)",
     re.IGNORECASE,
 )
+#: Names of functions that most likely average gradients if they are called between backward and step.
+_IN_STEP = re.compile(r"(?<!a)sync|all_?reduce", re.IGNORECASE)
+#: Names of functions that most likely average gradients if they are called between backward and step.
+_IN_STEP = re.compile(r"(?<!a)sync|all_?reduce", re.IGNORECASE)
 _WEIGHTS = re.compile(r"^(grads?|data|state_dict|(named_)?param(eter)?s?|weights?)$|_(grads|params)$")
 _HOOKS = re.compile(r"register_(post_accumulate_grad_)?hook\b|grad_hook|comm_hook")
 #: Calls that use parameters without averaging them.
@@ -25,9 +30,9 @@ def may_average(source: Source) -> bool:
         return True
     averaging = averaging_functions(source)
     for file in source.files:
-        if any(_AVERAGES.search(last_name(call.func)) and not file.name(call.func) for call in file.calls):
+        if any(_OF_WEIGHTS.search(last_name(call.func)) and not file.name(call.func) for call in file.calls):
             return True
-        if any(_AVERAGES.search(name.rpartition(".")[2]) for name in file.imported_names):
+        if any(_OF_WEIGHTS.search(name.rpartition(".")[2]) for name in file.imported_names):
             return True
         for _, nodes in file.scopes:
             called = {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
@@ -47,12 +52,24 @@ def is_collective(name: str) -> bool:
     return _COLLECTIVE.search(name) is not None
 
 
+def _averages(name: str) -> bool:
+    return is_collective(name) or _OF_WEIGHTS.search(name) is not None
+
+
+def averages_in_step(name: str) -> bool:
+    """Return whether a function of this name may average gradients if it is called between backward and step."""
+    return any(pattern.search(name) for pattern in (_OF_WEIGHTS, _IN_STEP))
+
+
 def averaging_functions(source: Source) -> set[str]:
-    """Return the names of the program's functions and methods that call collectives, also through other functions."""
+    """Return the names of the program's functions that call collectives or average gradients.
+
+    Methods, and functions that call such functions, count too.
+    """
     called = [(name, names) for file in source.files for name, names in file.called_names]
     found: set[str] = set()
     while True:
-        more = {name for name, names in called if names & found or any(map(is_collective, names))}
+        more = {name for name, names in called if names & found or any(map(_averages, names))}
         if more <= found:
             return found
         found |= more

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
+from dualtrain.horovodize.averaging import averages_in_step, is_collective
 from dualtrain.horovodize.source import Source, last_name
 
 #: Methods that change a tensor. Zeroing does not count, because scripts do so before backward, or for frozen parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
-#: Calls by which a function that changes gradients may also average them.
-_AVERAGING = re.compile(r"reduce|synchronize|broadcast|gather|backward|^step$")
+#: Names of functions that run backward passes or steps, and so may average gradients.
+_PASSES = re.compile(r"backward|^step$")
 
 
 def is_change(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` changes the gradient ``p.grad`` of a parameter, by a method or an assignment that uses it."""
+    """Return whether ``node`` changes the gradient ``p.grad`` of a parameter.
+
+    It may do so by a method, or by an assignment whose value uses the old gradient.
+    """
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and _is_gradient(source, node.func.value)
     if isinstance(node, ast.AugAssign):
         return _is_gradient(source, node.target)
     if not isinstance(node, ast.Assign) or not any(_is_gradient(source, target) for target in node.targets):
         return False
-    called = {last_name(part.func) for part in ast.walk(node.value) if isinstance(part, ast.Call)}
     uses = any(_is_gradient(source, part) for part in ast.walk(node.value))
-    return uses and not any(_AVERAGING.search(name) for name in called)
+    return uses and not _may_average(ast.walk(node.value))
 
 
 def changing_functions(source: Source) -> set[str]:
@@ -44,11 +47,16 @@ def _changing_functions_of(file: Source) -> Iterator[str]:
         return
     for name, function in file.functions.items():
         inside = list(ast.walk(function))
-        called = {last_name(node.func) for node in inside if isinstance(node, ast.Call)}
-        if file.is_ambiguous(name) or any(_AVERAGING.search(one) for one in called):
+        if file.is_ambiguous(name) or _may_average(inside):
             continue
         if any(is_change(file, node) for node in inside):
             yield name
+
+
+def _may_average(nodes: Iterable[ast.AST]) -> bool:
+    """Return whether ``nodes`` contain a call that may average gradients, by its name."""
+    called = (last_name(node.func) for node in nodes if isinstance(node, ast.Call))
+    return any(is_collective(name) or averages_in_step(name) or _PASSES.search(name) for name in called)
 
 
 def _is_gradient(source: Source, node: ast.AST) -> bool:

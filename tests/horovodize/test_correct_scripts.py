@@ -89,6 +89,17 @@ CHANGED = {
     "clip": f"{BACKWARD}    for p in net.parameters():\n        hvd.allreduce_(p.grad)\n"
     f"    torch.nn.utils.clip_grad_norm_(net.parameters(), 1)\n{SKIP}",
 }
+SCALED = BACKWARD.replace("net(x).sum().backward()", "scaler.scale(net(x).sum()).backward()")
+BY_IMPORT = {
+    "scaler": f"from lib import avg_grads\nscaler = torch.amp.GradScaler()\n{SCALED}    avg_grads(net)\n"
+    f"{SKIP.replace('optimizer.step()', 'scaler.step(optimizer)')}",
+    "change": "from lib import average_gradients\ndef limit(m):\n    average_gradients(m)\n"
+    f"    for p in m.parameters():\n        p.grad.clamp_(-1, 1)\n{BACKWARD}    limit(net)\n{SKIP}",
+}
+RATES = {
+    "step size": f"{NET}{WRAP}a = torch.optim.lr_scheduler.StepLR(optimizer, 30 * hvd.size())\n"
+    "b = torch.optim.swa_utils.AveragedModel(net, hvd.size())",
+}
 LEAVE = "    if hvd.rank() == 0:\n        print(x)\n        break\n"
 LOOP = "for i in range(9):\n    x = hvd.allreduce(torch.ones(1))\n"
 LEFT = {
@@ -117,11 +128,15 @@ CASES = [
     *(("wrapped_twice", text) for text in WRAPPED.values()),
     *(("skipped_reduction", text) for text in SKIPPED.values()),
     *(("clip_before_synchronize", text) for text in CHANGED.values()),
+    ("scaler_before_synchronize", BY_IMPORT["scaler"]),
+    ("clip_before_synchronize", BY_IMPORT["change"]),
+    ("skipped_reduction", BY_IMPORT["change"]),
+    *(("rate_times_size", text) for text in RATES.values()),
     *(("loop_left_on_some_ranks", text) for text in LEFT.values()),
     *(("unknown_name", text) for text in TESTED.values()),
     *(("same_order_every_epoch", text) for text in EPOCHS.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED, *LEFT, *TESTED, *EPOCHS]
+NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED, *BY_IMPORT, "change, skip", *RATES, *LEFT, *TESTED, *EPOCHS]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

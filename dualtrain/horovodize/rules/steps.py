@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.averaging import averaging_functions, has_gradient_hooks, is_collective
+from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
@@ -98,7 +98,7 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     """
     passes, between = _since_last_pass(source, events, number)
     named = (last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES))
-    if any(_AVERAGES.search(name) and not name.endswith("synchronize") for name in named):
+    if any(averages_in_step(name) and not name.endswith("synchronize") for name in named):
         return True
     calls = (call for file in (source, *source.program) for call in file.calls if not file.name(call.func))
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
@@ -139,8 +139,7 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     return False
 
 
-#: Matches names of functions that average gradients. Functions of ``_LIBRARIES`` do not count.
-_AVERAGES = re.compile(r"(?<!a)sync|all_?reduce|average_?grad|reduce_?grad", re.IGNORECASE)
+#: Libraries whose functions do not average a script's gradients.
 _LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
