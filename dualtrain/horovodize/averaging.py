@@ -20,13 +20,19 @@ _IN_STEP = re.compile(r"(?<!a)sync|all_?reduce", re.IGNORECASE)
 _IN_STEP = re.compile(r"(?<!a)sync|all_?reduce", re.IGNORECASE)
 _WEIGHTS = re.compile(r"^(grads?|data|state_dict|(named_)?param(eter)?s?|weights?)$|_(grads|params)$")
 _HOOKS = re.compile(r"register_(post_accumulate_grad_)?hook\b|grad_hook|comm_hook")
+#: Calls after which a library averages a model's gradients in backward.
+_WRAPPERS = re.compile(r"\.(DistributedDataParallel|FullyShardedDataParallel|fully_shard|replicate)$")
 #: Calls that use parameters without averaging them.
 _USES_ONLY = re.compile(r"^torch\.(optim\.|save$|nn\.utils\.clip_)")
 
 
 def may_average(source: Source) -> bool:
-    """Return whether the program may average gradients or weights itself: by hooks, or by collectives near parameters."""
-    if has_gradient_hooks(source):
+    """Return whether the program may average gradients or weights without Horovod's optimizer.
+
+    It may do so by hooks, by collectives near parameters, or by DistributedDataParallel and similar libraries.
+    """
+    calls = (file.name(call.func) for file in source.files for call in file.calls)
+    if has_gradient_hooks(source) or any(map(_WRAPPERS.search, calls)):
         return True
     averaging = averaging_functions(source)
     for file in source.files:

@@ -99,6 +99,11 @@ CASES = [
         f"plain = torch.optim.SGD(q)\n{WRAP}s = torch.optim.lr_scheduler.StepLR(plain, 1)\n{CLIP}plain.step()\ns.step()",
     ),
     (
+        "averaged_twice",  # DDP of the wrapped optimizer's model, or of another model
+        "net = torch.nn.parallel.DistributedDataParallel(model)\no = hvd.DistributedOptimizer(a, net.named_parameters())",
+        f"net = torch.nn.parallel.DistributedDataParallel(other)\n{WRAP}",
+    ),
+    (
         "clip_before_synchronize",  # two conditions with the same text
         f"{WRAP}loss.backward()\nif half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
         f"{WRAP}if half:\n    scaled.backward()\n    optimizer.synchronize()\nelse:\n    loss.backward()\n"

@@ -55,8 +55,11 @@ AVERAGED = {
     f"{SENT.format('d')}",
     "rank 0 calls": f"{PLAIN}def train():\n    d(1).sum().backward()\n    o.step()\nif hvd.rank() == 0:\n    train()",
     "broadcast later": f"{PLAIN}{STEP}    o.step()\n{SENT.format('d')}",
+    "DDP": f"{PLAIN}e = torch.nn.parallel.DistributedDataParallel(d)\n{STEP.replace('d(', 'e(')}    o.step()",
+    "FSDP": f"{PLAIN}torch.distributed.fsdp.fully_shard(d)\n{STEP}    o.step()",
     "one rank": f"{PLAIN}if hvd.size() == 1:\n    for x in data:\n        d(x).sum().backward()\n        o.step()",
 }
+OTHER_MODEL = {"DDP of another model": f"{PLAIN}d = torch.nn.parallel.DistributedDataParallel(d)\n{STEP}    o.step()"}
 
 WRAPPED = {
     "tuple": f"net, optimizer = build()\n{AGAIN}net, optimizer = build()\n{AGAIN}",
@@ -128,6 +131,7 @@ CASES = [
     *(("wrapped_twice", text) for text in WRAPPED.values()),
     *(("skipped_reduction", text) for text in SKIPPED.values()),
     *(("clip_before_synchronize", text) for text in CHANGED.values()),
+    *(("averaged_twice", text) for text in OTHER_MODEL.values()),
     ("scaler_before_synchronize", BY_IMPORT["scaler"]),
     ("clip_before_synchronize", BY_IMPORT["change"]),
     ("skipped_reduction", BY_IMPORT["change"]),
@@ -136,7 +140,20 @@ CASES = [
     *(("unknown_name", text) for text in TESTED.values()),
     *(("same_order_every_epoch", text) for text in EPOCHS.values()),
 ]
-NAMES = [*BROADCAST, *AVERAGED, *WRAPPED, *SKIPPED, *CHANGED, *BY_IMPORT, "change, skip", *RATES, *LEFT, *TESTED, *EPOCHS]
+NAMES = [
+    *BROADCAST,
+    *AVERAGED,
+    *WRAPPED,
+    *SKIPPED,
+    *CHANGED,
+    *OTHER_MODEL,
+    *BY_IMPORT,
+    "change, skip",
+    *RATES,
+    *LEFT,
+    *TESTED,
+    *EPOCHS,
+]
 
 
 @pytest.mark.parametrize(("rule", "text"), CASES, ids=NAMES)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.rules.losses import models_of_optimizer
+from dualtrain.horovodize.rules.sent_models import are_related
+from dualtrain.horovodize.source import Finding, Source, first_argument, keyword, last_name
 
 _STARTS_GROUP = "torch.distributed.init_process_group"
 _LAUNCHER_READERS = r"(accelerate\.Accelerator|transformers\.(Trainer|TrainingArguments|Seq2SeqTrainer))$"
@@ -53,15 +55,25 @@ def launcher_readers(source: Source) -> Iterator[Finding]:
 def averaged_twice(source: Source) -> Iterator[Finding]:
     """A model in DistributedDataParallel whose optimizer is wrapped too."""
     guards = Guards.of(source)
-    certain = {source.scope(wrap) for _, wrap in source.wraps if not guards.is_conditional(wrap)}
-    for call in source.calls if certain else ():
-        if source.name(call.func) not in _DDP or guards.is_conditional(call) or source.scope(call) not in certain:
+    wraps = [wrap for _, wrap in source.wraps if not guards.is_conditional(wrap)]
+    for call in source.calls if wraps else ():
+        if source.name(call.func) not in _DDP or guards.is_conditional(call):
+            continue
+        if not any(source.scope(wrap) is source.scope(call) and _may_share_model(source, call, wrap) for wrap in wraps):
             continue
         message = (
             "DistributedDataParallel and hvd.DistributedOptimizer both average the gradients, and the first needs a "
             "process group that Horovod does not create; use one of them"
         )
         yield Finding(call.lineno, "trap", message)
+
+
+def _may_share_model(source: Source, ddp: ast.Call, wrap: ast.Call) -> bool:
+    """Return whether the optimizer of ``wrap`` may have parameters of the model that ``ddp`` gets."""
+    own, module = models_of_optimizer(source, wrap), first_argument(ddp, "module")
+    names = [target for target, value, _ in source.assignments if value is ddp]
+    names += [ast.unparse(module)] if isinstance(module, ast.Name | ast.Attribute) else []
+    return not (own and names) or any(are_related(source, one, other) for one in names for other in own)
 
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
