@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     environment.uncovered_imports,
     environment.horovod_run,
     environment.branch_on_build,
+    environment.threads_of_mpi,
     environment.variables,
     environment.variables_of_mpi,
     environment.world_of_mpi,

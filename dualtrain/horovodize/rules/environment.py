@@ -90,19 +90,32 @@ def _is_accepted(word: ast.keyword) -> bool:
 
 def branch_on_build(source: Source) -> Iterator[Finding]:
     """Branches that depend on how Horovod was built."""
-    for call in source.hvd_calls(*BUILD):
-        if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):
-            continue
-        if is_switched_off(source, call):
+    for call in source.hvd_calls(*BUILD - {"mpi_threads_supported"}):
+        if not _is_in_condition(source, call) or is_switched_off(source, call):
             continue
         name = source.hvd(call.func)
-        if name == "mpi_threads_supported":
-            answer = "raises ValueError, as Horovod does without MPI"
-        elif name.startswith(("mpi_", "gloo_")):
+        if name.startswith(("mpi_", "gloo_")):
             answer = f"is {name.startswith('gloo_')}"
         else:
             answer = "describes torch's build instead of Horovod's"
         yield Finding(call.lineno, "differs", f"{name}() {answer}; check the branch that depends on it")
+
+
+def threads_of_mpi(source: Source) -> Iterator[Finding]:
+    """Calls of mpi_threads_supported, outside of a ``try`` statement."""
+    for call in source.hvd_calls("mpi_threads_supported"):
+        if not any(isinstance(above, ast.Try) for above in source.above(call)) and not is_switched_off(source, call):
+            message = "mpi_threads_supported() raises ValueError, as on Horovod without MPI; remove the call"
+            yield Finding(call.lineno, "unsupported", message)
+
+
+def _is_in_condition(source: Source, call: ast.Call) -> bool:
+    below: ast.AST = call
+    for above in source.above(call):
+        if getattr(above, "test", None) is below:
+            return True
+        below = above
+    return False
 
 
 def variables(source: Source) -> Iterator[Finding]:
