@@ -59,6 +59,9 @@ MODULE_NAMES = {
     "sync_batch_norm": {"SyncBatchNorm"},
 }
 
+#: Compressions, including dualtrain's own ``bf16``.
+COMPRESSIONS = {"Compression.bf16", "Compression.fp16", "Compression.none"}
+
 #: Arguments of DistributedOptimizer.
 WRAP_ARGUMENTS = {
     *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor"),

@@ -63,6 +63,22 @@ CASES = [
     ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
     ("branch_on_build", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),
     ("branch_on_build", "a = 1 if x and hvd.mpi_enabled() else 2  # HERE", "a = 1 if hvd.size() > 1 else 2"),
+    ("branch_on_build", "while not hvd.mpi_enabled(): pass  # HERE", "if hvd.rank() == 0:\n    print(hvd.nccl_built())"),
+    (
+        "threads_of_mpi",
+        "print(hvd.mpi_threads_supported())  # HERE",
+        "try:\n    hvd.mpi_threads_supported()\nexcept ValueError: pass",
+    ),
+    (
+        "unknown_name",  # the compressors have other names than their classes
+        "c = hvd.Compression.FP16Compressor if half else hvd.Compression.none  # HERE",
+        "c = hvd.Compression.fp16.compress(x)\nhvd.compression.Compression.bf16\nclass Mine(hvd.Compression): ...",
+    ),
+    (
+        "discarded_result",  # an augmented assignment reads the tensor
+        "def mean(x):\n    y = x.clone()\n    hvd.allreduce(y, name='barrier')  # HERE\n    y /= 2\n    return y",
+        "def wait(x):\n    y = x.clone()\n    hvd.allreduce(y, name='barrier')\n    y = 2\n    return y",
+    ),
     (
         "variables",
         "import os\nos.environ['HOROVOD_CYCLE_TIME'] = '1'  # HERE",

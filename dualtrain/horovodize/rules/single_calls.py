@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.names import ASYNC, MODULE_NAMES, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
+from dualtrain.horovodize.names import (
+    ASYNC,
+    COMPRESSIONS,
+    MODULE_NAMES,
+    OBJECTS,
+    OUT_OF_PLACE,
+    PUBLIC,
+    RANK_NAMES,
+    WRAP_ARGUMENTS,
+)
 from dualtrain.horovodize.source import HOMES, Finding, Function, Source, first_argument, keyword, last_name
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
@@ -136,13 +145,17 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
 
 def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
     """Return whether ``value`` is made from the value of a variable, and is read after ``call`` in the same function."""
-    values = source.values.get(value.id, ()) if isinstance(value, ast.Name) else ()
-    if not isinstance(value, ast.Name) or not values or not all(_copies_variable(source, one) for one in values):
+    if not isinstance(value, ast.Name):
+        return False
+    made = [(given, at) for target, given, at in source.assignments if target == value.id]
+    values = [given for given, at in made if not isinstance(at, ast.AugAssign)]
+    if not values or not all(_copies_variable(source, one) for one in values):
         return False
     scope, later = source.scope(call), call.end_lineno or call.lineno
     same = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later]
     same = [node for node in same if source.scope(node) is scope]
-    stored = any(isinstance(node.ctx, ast.Store) for node in same)
+    # ``value /= size`` reads the value, too.
+    stored = any(isinstance(node.ctx, ast.Store) and not isinstance(source.parents[node], ast.AugAssign) for node in same)
     return not stored and any(getattr(source.parents[node], "attr", "") not in _OF_SHAPE for node in same)
 
 
@@ -178,10 +191,12 @@ def unknown_name(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if isinstance(source.parents.get(node), ast.Attribute):
             continue  # ``node`` is a part of a longer name
-        called = source.hvd(node).partition(".")[0]
+        called, *attributes = source.hvd(node).split(".")
         module = source.hvd_path(node).partition(".")[0]
         inside = module in MODULE_NAMES and called != module
         names = MODULE_NAMES[module] if inside else PUBLIC | _OWN_MODULES
+        if called == "Compression" and attributes:
+            called, names = f"Compression.{attributes[0]}", COMPRESSIONS
         if called and called not in names and not called.startswith("__") and not _tests_for(source, node, called):
             where = f"horovod.torch.{module}" if inside else "horovod.torch"
             message = f"{called!r} is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
