@@ -981,6 +981,14 @@ CASES = [
         "optimizer = torch.optim.SGD(p)\noptimizer = wrap(optimizer, net)\noptimizer.step()",
     ),
     (
+        "not_returned",
+        "def wrap(o, net):\n    if HAVE_HVD:\n        o = hvd.DistributedOptimizer(o)  # HERE\n"
+        "        hvd.broadcast_optimizer_state(o, 0)\n    else:\n        return o",
+        "def wrap(o, net):\n    if HAVE_HVD:\n        o = hvd.DistributedOptimizer(o)\n    return o\n"
+        "def other(o):\n    if HAVE_HVD:\n        o = hvd.DistributedOptimizer(o)\n        net.o = o\n    else:\n"
+        "        return o\ndef third(o):\n    o = hvd.DistributedOptimizer(o)",
+    ),
+    (
         "lost_by_function",  # no finding if the function stores the wrapped optimizer
         "def start(net, opt):\n    opt = hvd.DistributedOptimizer(opt)\n    hvd.broadcast_optimizer_state(opt, 0)\n"
         "optimizer = torch.optim.SGD(p)\nstart(net, opt=optimizer)  # HERE\noptimizer.step()",

@@ -83,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     accumulation.accumulation_without_passes,
     unwrapped.lost_wrapper,
     unwrapped.lost_by_function,
+    unwrapped.not_returned,
     unwrapped.inner_step,
     unwrapped.inner_given,
     unwrapped.never_wrapped,

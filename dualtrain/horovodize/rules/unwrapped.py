@@ -52,6 +52,23 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
                 yield Finding(call.lineno, "trap", message)
 
 
+def not_returned(source: Source) -> Iterator[Finding]:
+    """A function that wraps its argument but does not return the wrapper, although it returns the argument otherwise."""
+    for function in source.functions.values():
+        parameter = _wrapped_parameter(source, function)
+        ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+        for wrap in (node for node in ast.walk(function) if isinstance(node, ast.Call) and parameter):
+            if source.hvd(wrap.func) != "DistributedOptimizer" or isinstance(source.parents[wrap], ast.Return):
+                continue
+            others = [end for end in ends if source.exclusive(end, wrap) and ast.unparse(end.value or end) == parameter]
+            if others and all(source.exclusive(end, wrap) for end in ends):
+                message = (
+                    f"the wrapper is lost: {function.name}() returns None here, but the optimizer in line "
+                    f"{others[0].lineno}; return the wrapped optimizer"
+                )
+                yield Finding(wrap.lineno, "trap", message)
+
+
 def _wrapped_parameter(source: Source, function: Function) -> str:
     """Return the parameter that ``function`` wraps; "" if there is none.
 
