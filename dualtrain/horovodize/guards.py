@@ -81,7 +81,7 @@ class Guards:
         return found
 
     def depends_on_rank(self, test: ast.expr) -> bool:
-        """Return whether ``test`` is true on one rank only, or on all ranks but one."""
+        """Return whether ``test`` is true on one rank only, or on all ranks except one."""
         return self.signature(test) is not None
 
     def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
@@ -119,7 +119,7 @@ class Guards:
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 
     def _rank_constant(self, test: ast.expr) -> str:
-        """Return the only rank that ``test`` compares with, -1 not counted; "" if there is none or several.
+        """Return the one constant, besides -1, with which ``test`` compares a rank; "" if there is none, or several.
 
         For example, return "0" for ``rank not in (-1, 0)``.
         """
@@ -143,7 +143,7 @@ class Guards:
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def is_on_some_ranks(self, node: ast.AST) -> bool:
-        """Return whether a condition in the function around ``node`` makes it run on one rank only, or on all but one."""
+        """Return whether ``node`` runs on one rank only, or on all except one, because of a condition in its function."""
         scope = self.source.scope(node)
         return any(
             self.signature(test) is not None for test, _ in self._conditions(node) if self.source.scope(test) is scope

@@ -296,7 +296,7 @@ class Recorder:
 
 
 def marks(steps: int) -> set[int]:
-    """Return the steps after which a run of ``steps`` steps summarizes the weights: MARKS, three quarters, and the end."""
+    """Return the steps after which the weights are summarized: MARKS, three quarters of ``steps``, and ``steps``."""
     return {*MARKS, 3 * steps // 4, steps}
 
 

@@ -83,7 +83,7 @@ def _seeding(source: Source) -> Iterator[ast.AST]:
 
 
 def seeds_ranks_alike(source: Source) -> bool:
-    """Return whether the script may seed torch's default generator alike on all ranks; seeds with the rank do not count."""
+    """Return whether the script may seed torch's default generator with a seed that does not contain the rank."""
     guards = Guards.of(source)
     calls = [call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and call.args]
     ranked = [call.func for call in calls if any(guards.rank(part) for part in _expressions(call.args[0]))]
@@ -111,7 +111,9 @@ def _seeds_by_name(source: Source) -> bool:
     if any(_gets_seed(source, call) for call in source.calls):
         return True
     named = (call for call in source.calls if _SEEDING.search(last_name(call.func)))
-    return any(not source.name(call.func).startswith(("torch.", "numpy.", "random.")) and _is_own(call) for call in named)
+    return any(
+        not source.name(call.func).startswith(("torch.", "numpy.", "random.")) and _may_seed_all(call) for call in named
+    )
 
 
 def _gets_seed(source: Source, call: ast.Call) -> bool:
@@ -126,8 +128,8 @@ def _gets_seed(source: Source, call: ast.Call) -> bool:
     return bool(name) and any("seed" in last_name(value).lower() for value in given)
 
 
-def _is_own(call: ast.Call) -> bool:
-    """Return whether ``call`` may seed all generators; ``generator.manual_seed(1)`` and ``env.seed(1)`` do not."""
+def _may_seed_all(call: ast.Call) -> bool:
+    """Return whether ``call`` may seed all generators. ``generator.manual_seed(1)`` and ``env.seed(1)`` seed only one."""
     return isinstance(call.func, ast.Name) or last_name(call.func) not in ("seed", "manual_seed", "initial_seed")
 
 

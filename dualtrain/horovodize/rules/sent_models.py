@@ -22,10 +22,11 @@ def owner_of(value: ast.expr, *methods: str) -> ast.Name | ast.Attribute | None:
 
 
 def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.expr | None]:
-    """Yield the models that the program gives to broadcast_parameters; None for each use that may send ``model`` of ``at``.
+    """Yield the models that the program gives to broadcast_parameters, or None for each call whose model is unknown.
 
-    A use sends certainly another variable only if it is in the function of ``at`` or at module level, or, for attributes of
-    ``self``, in the same class.
+    The caller compares the yielded models with ``model``, which ``at`` uses, by name. So the model of a call is known only
+    if its name means the same variable in ``at``: the call is in the same function or at module level, or both models are
+    attributes of ``self`` in one class.
     """
     for file in source.files:
         for node in file.mentions.get("broadcast_parameters", ()):
@@ -42,7 +43,7 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
 
 
 def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, at: ast.AST) -> bool:
-    """Return whether different texts of ``sent`` and ``model``, which ``at`` uses, certainly name different variables."""
+    """Return whether ``sent``, and ``model`` of ``at``, are certainly different variables if their names differ."""
     if isinstance(sent, ast.Name) and isinstance(model, ast.Name):
         scope = source.scope(sent)
         local = any(isinstance(above, ast.Lambda) for above in source.above(sent))
@@ -77,7 +78,7 @@ def _is_store(node: ast.AST) -> bool:
 
 
 def are_related(source: Source, one: str, other: str) -> bool:
-    """Return whether the models may share weights: one may contain or copy the other, or both may contain a third one."""
+    """Return whether two models may share weights: one may contain or copy the other, or both may contain a third one."""
     if one == other or f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}."):
         return True
     first, second = {one, *_reachable(source, one)}, {other, *_reachable(source, other)}
@@ -103,7 +104,7 @@ def _is_model(source: Source, name: str) -> bool:
 
 
 def _reachable(source: Source, model: str) -> set[str]:
-    """Return the names in the values of ``model`` and of its attributes, in arguments of its methods, and so on."""
+    """Return the names in the values of ``model`` and of its attributes, and in arguments of its methods, recursively."""
     found, left = set[str](), [model]
     while left:
         name = left.pop()

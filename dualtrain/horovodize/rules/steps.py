@@ -118,8 +118,8 @@ def _since_last_pass(source: Source, events: list[Event], number: int) -> tuple[
 def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     """Return whether the script may have averaged the gradients by other calls than synchronize() before event ``number``.
 
-    That is so if it calls a collective, or a function that does, or one that is unknown and gets parameters. Hooks may
-    average gradients, too.
+    That is so if it calls a collective, a function that calls one, or a function of another file with parameters as its
+    argument. Hooks may average gradients, too.
     """
     if has_gradient_hooks(source):
         return True

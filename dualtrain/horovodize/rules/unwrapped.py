@@ -234,7 +234,7 @@ def _is_broadcast_before(source: Source, made: ast.Call, steps: list[ast.Call]) 
 
 
 def _is_on_all_ranks(guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether ``node``, and each call of the function around it, is under no ``if``, and runs on all ranks."""
+    """Return whether ``node`` is under no ``if`` and runs on all ranks, and so is each call of the function around it."""
     source = guards.source
     tests = (above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp))
     if any("__name__" not in ast.unparse(test) for test in tests):
@@ -245,7 +245,10 @@ def _is_on_all_ranks(guards: Guards, node: ast.AST, depth: int = 0) -> bool:
 
 
 def _is_passed(source: Source, optimizer: str) -> bool:
-    """Return whether something may wrap ``optimizer``: a call gets it (schedules do not count), or a list contains it."""
+    """Return whether other code may wrap ``optimizer``, because it is an argument of a call, or an element of a list.
+
+    Calls that make schedules do not count.
+    """
     for file in source.files:
         for node in file.mentions.get(optimizer, ()):
             parent = file.parents[node]

@@ -20,7 +20,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     if depth > 3:
         return True
     if _is_of_other_object(source, call):
-        return False  # data.sampler = call: a library may read it, but no rule shall report it
+        return False  # data.sampler = call: a library may read it, so the rules don't report it
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]
@@ -161,9 +161,9 @@ def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | N
 
 
 def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
-    """Return whether anything may read samples through ``node`` after a function has returned ``node``.
+    """Return whether anything may read samples through ``node``, which a function returns.
 
-    True if no function returns ``node``.
+    Return True if ``node`` is not in a ``return`` statement.
     """
     above, number = source.parents[node], None
     if isinstance(above, ast.Tuple):
