@@ -104,6 +104,12 @@ CASES = [
         f"net = torch.nn.parallel.DistributedDataParallel(other)\n{WRAP}",
     ),
     (
+        "never_broadcast",  # gradients or single parameters that are set to constants do not make the weights equal
+        f"{WRAP}{INIT}for p in model.parameters():\n    p.grad.zero_()\ntorch.nn.init.zeros_(model.bias)\n"
+        "for p in model.parameters():\n    if p.dim() == 1:\n        p.data.zero_()\n    p.data.fill_(x)",
+        f"{WRAP}{INIT}for p in model.parameters():\n    p.data.zero_()",
+    ),
+    (
         "clip_before_synchronize",  # two conditions with the same text
         f"{WRAP}loss.backward()\nif half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
         f"{WRAP}if half:\n    scaled.backward()\n    optimizer.synchronize()\nelse:\n    loss.backward()\n"

@@ -36,6 +36,13 @@ BROADCAST = {
     "for p, q in zip(net.parameters(), one.parameters()):\n    p.data.copy_(q.data)\n" + WRAP,
 }
 
+CONSTANT = {
+    "loop": f"{NET}{WRAP}for p in net.parameters():\n    p.data.fill_(0.1)",
+    "no_grad": f"{NET}{WRAP}for name, p in net.named_parameters():\n    with torch.no_grad():\n        p.zero_()",
+    "weight and bias": f"{NET}{WRAP}torch.nn.init.zeros_(net.weight)\ntorch.nn.init.constant_(net.bias, 1)",
+    "no bias": f"net = torch.nn.Linear(4, 2, bias=False)\n{WRAP}with torch.no_grad():\n    net.weight.fill_(1.0)",
+}
+
 AGAIN = "optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())\n"
 PLAIN = (
     f"{NET}{WRAP}{SENT.format('net')}d = torch.nn.Linear(2, 2)\n{SENT.format('d')}o = torch.optim.Adam(d.parameters())\n"
@@ -127,6 +134,7 @@ EPOCHS = {
 
 CASES = [
     *(("never_broadcast", text) for text in BROADCAST.values()),
+    *(("never_broadcast", text) for text in CONSTANT.values()),
     *(("never_wrapped", text) for text in AVERAGED.values()),
     *(("wrapped_twice", text) for text in WRAPPED.values()),
     *(("skipped_reduction", text) for text in SKIPPED.values()),
@@ -142,6 +150,7 @@ CASES = [
 ]
 NAMES = [
     *BROADCAST,
+    *CONSTANT,
     *AVERAGED,
     *WRAPPED,
     *SKIPPED,

@@ -37,10 +37,50 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
             continue  # other files may call this function, then broadcast
         text = ast.unparse(model)
         seen.add(text)
+        if _is_set_to_constants(source, text):
+            continue
         made = any(isinstance(value, ast.Call) for value in source.values.get(text, ()))
         if sent and not (is_new_model(source, model) and not any(are_related(source, text, str(one)) for one in sent)):
             continue  # it may share weights with a model that is broadcast
         yield _finding(source, wrap, text, certain=made)
+
+
+_CONSTANTS = re.compile(r"torch\.nn\.init\.(constant|eye|ones|zeros)_$")
+
+
+def _is_set_to_constants(source: Source, model: str) -> bool:
+    """Return whether the script sets all parameters of ``model`` to constants, in a loop or as ``weight`` and ``bias``."""
+    found = set()
+    for call in source.calls:
+        tensor = _set_to_constant(source, call)
+        loop = source.parents[source.statement(call)]
+        loop = source.parents[loop] if isinstance(loop, ast.With) else loop
+        if isinstance(tensor, ast.Name) and isinstance(loop, ast.For):
+            names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+            owner = owner_of(loop.iter, "parameters", "named_parameters")
+            if tensor.id in names and owner is not None and ast.unparse(owner) == model:
+                return True
+        found |= {ast.unparse(tensor)} if tensor is not None else set()
+    made = source.values.get(model, [])
+    unbiased = bool(made) and all(isinstance(one, ast.Call) and _is_false(keyword(one, "bias")) for one in made)
+    return f"{model}.weight" in found and (unbiased or f"{model}.bias" in found)
+
+
+def _set_to_constant(source: Source, call: ast.Call) -> ast.expr | None:
+    """Return the tensor that ``call`` sets to a constant, without ``.data``; None if it does nothing like that."""
+    tensor: ast.expr | None = None
+    values: list[ast.expr] = []
+    if call.args and _CONSTANTS.match(source.name(call.func)):
+        tensor, values = call.args[0], call.args[1:]
+    elif isinstance(call.func, ast.Attribute) and call.func.attr in ("fill_", "zero_"):
+        tensor, values = call.func.value, call.args
+    if isinstance(tensor, ast.Attribute) and tensor.attr == "data":
+        tensor = tensor.value
+    return tensor if all(isinstance(value, ast.Constant) for value in values) else None
+
+
+def _is_false(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
 
 
 #: Code that may send what one rank has loaded, besides broadcast_parameters and broadcast_optimizer_state.
