@@ -151,6 +151,29 @@ CASES = [
         "    elif worse():\n        break\nfor e in r:\n    if hvd.rank() == 0:\n        optimizer.step()\n        break\n"
         "for e in r:\n    optimizer.step()\n    if bad > 3:\n        break",
     ),
+    (
+        "loop_by_value_of_some_ranks",  # no finding if the value is sent, or if a call may send it
+        WRAP
+        + "start = 0\nif hvd.rank() == 0:\n    start = load()\nfor e in range(start, 9):  # HERE\n    optimizer.step()",
+        WRAP + "start = 0\nif hvd.rank() == 0:\n    start = load()\nstart = hvd.broadcast_object(start)\n"
+        "for e in range(start, 9):\n    optimizer.step()\nend = 0\nif hvd.rank() == 0:\n    end = load()\nsend(end)\n"
+        "for e in range(end):\n    optimizer.step()\nn = 0\nif hvd.rank() == 0:\n    n = 3\n    for e in range(n): show()",
+    ),
+    (
+        "loop_by_value_of_some_ranks",  # no finding if all ranks may leave the loop
+        WRAP + "for e in r:\n    stop = False\n    if hvd.rank() == 0:\n        stop = test() > 3\n    optimizer.step()\n"
+        "    if stop:  # HERE\n        break",
+        WRAP + "for e in r:\n    stop = False\n    if hvd.rank() == 0:\n        stop = test() > 3\n    optimizer.step()\n"
+        "    if stop:\n        break\n    if e > 7:\n        break\nfor e in r:\n    late = test() > 3\n"
+        "    optimizer.step()\n    if late:\n        break",
+    ),
+    (
+        "rate_on_some_ranks",
+        WRAP + "for e in r:\n    if hvd.rank() == 0:\n        for g in optimizer.param_groups:\n"
+        "            g['lr'] *= 0.1  # HERE\n    loss.backward()\n    optimizer.step()",
+        WRAP + "if hvd.rank() == 0:\n    for g in optimizer.param_groups:\n        g['lr'] *= 0.1\n"
+        "hvd.broadcast_optimizer_state(optimizer, 0)\nloss.backward()",
+    ),
     ("rate_times_size", "torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, lr=0.1)"),
     ("rate_times_size", "torch.optim.SGD(p, 0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, 0.1 / hvd.size())"),
     (

@@ -26,7 +26,7 @@ class _Unmatched(NamedTuple):
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A collective under a condition on the rank."""
-    look = _Collectives(source)
+    look = Collectives(source)
     unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
     for found in unmatched:
         holds, what = found.where[1][0], _comparison(found)
@@ -44,7 +44,7 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A loop with collectives that only some ranks leave, as by an early stop on rank 0."""
-    look = _Collectives(source)
+    look = Collectives(source)
     if any(True for _ in source.hvd_calls("join")):
         return
     for jump in source.nodes:
@@ -116,7 +116,7 @@ def _comparison(found: _Unmatched) -> str:
     return found.where[1][1].partition(" and ")[0]
 
 
-class _Collectives:
+class Collectives:
     """Finds calls that all ranks must make.
 
     These are Horovod's collectives, steps of wrapped optimizers, and calls of functions that contain such calls.
@@ -171,7 +171,7 @@ class _Collectives:
         around = [one for one in self.source.above(branch) if isinstance(one, ast.If) and above in self.source.above(one)]
         other += [later for one in around for later in self._following(one)]
         endless = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
-        if not endless or any(_leaves(node) for part in other for node in ast.walk(part)):
+        if not endless or any(leaves(node) for part in other for node in ast.walk(part)):
             return ""  # the other ranks perhaps leave the loop too
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
@@ -179,6 +179,10 @@ class _Collectives:
         """Return whether an ``if`` that does not contain ``branch`` decides whether ``call`` runs."""
         around = set(self.source.above(branch))
         return any(isinstance(above, ast.If) and above not in around for above in self.source.above(call))
+
+    def first_in(self, nodes: Sequence[ast.AST]) -> str:
+        """Return the first collective call in ``nodes``; "" if there is none."""
+        return next((name for name, _ in self._inside(nodes)), "")
 
     def joins(self, found: _Unmatched) -> bool:
         """Return whether the ranks that do not make the call ``found`` may call ``join`` in the same function."""
@@ -226,7 +230,7 @@ class _Collectives:
         return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))
 
 
-def _leaves(node: ast.AST) -> bool:
+def leaves(node: ast.AST) -> bool:
     """Return whether ``node`` ends a loop, function or process."""
     exits = isinstance(node, ast.Call) and last_name(node.func).lower() in ("abort", "exit", "_exit", "quit")
     return exits or isinstance(node, ast.Break | ast.Return | ast.Raise)

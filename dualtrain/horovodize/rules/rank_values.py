@@ -1,0 +1,112 @@
+"""Rules on values that only some ranks set, and that then decide the training of these ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.order import nodes_after
+from dualtrain.horovodize.rules.ranks import Collectives, leaves
+from dualtrain.horovodize.source import Finding, Scope, Source, last_name
+
+#: Code that may send a value from one rank to the others.
+_SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")
+
+
+def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
+    """A loop with collectives whose number of iterations depends on a variable that only some ranks set.
+
+    Examples are the first epoch, which rank 0 reads from a checkpoint, and a flag by which rank 0 stops early.
+    """
+    if source.uses_elastic or any(True for _ in source.hvd_calls("join")):
+        return
+    guards, look = Guards.of(source), Collectives(source)
+    for loop in (node for node in source.nodes if isinstance(node, ast.For | ast.While)):
+        for name in _names_of_condition(loop):
+            collective = look.first_in(loop.body)
+            if not collective or guards.looks_like_one_rank(loop) or not _is_set_on_some_ranks(source, name):
+                continue
+            message = (
+                f"only some ranks set {name.id}, which decides how often this loop runs, so that {collective}() of other "
+                f"ranks hangs; send it to all ranks first: {name.id} = hvd.broadcast_object({name.id}, root_rank=0)"
+            )
+            yield Finding(name.lineno, "trap", message)
+
+
+def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name]:
+    """Yield the variables in ``range(…)`` of ``loop``, and ``flag`` of ``if flag: break``, if this is the only exit."""
+    if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
+        yield from (value for value in loop.iter.args if isinstance(value, ast.Name))
+    exits = [node for part in loop.body for node in ast.walk(part) if leaves(node)]
+    endless = isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))
+    for one in loop.body if endless else ():
+        if isinstance(one, ast.If) and isinstance(one.test, ast.Name) and isinstance(one.body[-1], ast.Break):
+            yield from [one.test] if exits == one.body[-1:] else []
+
+
+def _is_set_on_some_ranks(source: Source, name: ast.Name) -> bool:
+    """Return whether one statement, which only some ranks run, sets the variable ``name``, and no rank sends the value.
+
+    All other assignments must be of constants, in the same function and on all ranks. Only print() and range() may get the
+    variable.
+    """
+    guards, scope = Guards.of(source), source.scope(name)
+    stores = [node for node in source.mentions.get(name.id, ()) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    made = [(value, at) for target, value, at in source.assignments if target == name.id]
+    if (
+        len(stores) != len(made)
+        or name.id in source.parameters(name)
+        or any(source.scope(at) is not scope for _, at in made)
+    ):
+        return False
+    some = [at for value, at in made if not isinstance(value, ast.Constant) or isinstance(at, ast.AugAssign)]
+    common = [at for _, at in made if at not in some]
+    if len(some) != 1 or not guards.is_on_some_ranks(some[0]) or guards.is_without_horovod(some[0]) or not common:
+        return False
+    if any(guards.looks_like_one_rank(at) for at in common):
+        return False
+    given = [source.parents[node] for node in source.mentions[name.id] if node not in stores]
+    calls = [node for node in given if isinstance(node, ast.Call | ast.keyword)]
+    return all(isinstance(node, ast.Call) and last_name(node.func) in ("print", "range") for node in calls)
+
+
+def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
+    """A learning rate of a wrapped optimizer that only some ranks change before further training.
+
+    If the program sets learning rates in several places, it may correct this rate elsewhere, so there is no finding.
+    """
+    if any(_SENDS.search(file.code) for file in source.files):
+        return
+    guards = Guards.of(source)
+    sends = [call for file in source.files for call in file.calls if last_name(call.func) == "broadcast_optimizer_state"]
+    rates = [at for file in source.files for target, _, at in file.assignments if target.endswith("['lr']")]
+    for at in rates if len(rates) == 1 and rates[0] in source.parents else ():
+        if not guards.is_on_some_ranks(at) or not _is_wrapped(source, at):
+            continue
+        later = set(nodes_after(source, at))
+        trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in later)
+        repeats = any(isinstance(above, ast.For | ast.While) for above in source.above(at))
+        sent = any(call in later or call not in source.parents or _is_repeated(source, call) for call in sends)
+        if (trains or repeats) and not sent:
+            message = (
+                "only some ranks change the learning rate, so that learning rates, and then weights, differ between ranks; "
+                "change it on all ranks"
+            )
+            yield Finding(at.lineno, "trap", message)  # type: ignore[attr-defined]
+
+
+def _is_repeated(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is in a loop, or in a function, which the script may call again."""
+    return any(isinstance(above, ast.For | ast.While | Scope) and above is not source.tree for above in source.above(node))
+
+
+def _is_wrapped(source: Source, assignment: ast.AST) -> bool:
+    """Return whether ``assignment`` changes an entry of ``param_groups`` of a wrapped optimizer, directly or in a loop."""
+    loops = [above for above in source.above(assignment) if isinstance(above, ast.For)]
+    inside = [*ast.walk(assignment), *(node for loop in loops[:1] for node in ast.walk(loop.iter))]
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "param_groups" and last_name(node.value) in source.wrapped
+        for node in inside
+    )
