@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.source import Function, Scope, Source, last_name
+from dualtrain.horovodize.source import Function, Scope, Source, keyword, last_name
 
 #: Libraries by which one process, the driver, runs a function on all ranks.
 _STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
@@ -75,6 +75,13 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
         yield from (call for call in source.calls if last_name(call.func) == parent.name)
     elif function is not source.tree:
         yield from (call for call in source.calls if called(source, call) is function)
+
+
+def argument(function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
+    """Return what ``call`` passes for ``parameter`` of ``function``; None if it is unknown."""
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    position = names.index(parameter) if parameter in names else len(call.args)
+    return call.args[position] if position < len(call.args) else keyword(call, parameter)
 
 
 def _instance_of(source: Source, owner: ast.expr, cls: ast.AST) -> bool:

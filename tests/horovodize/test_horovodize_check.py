@@ -1312,6 +1312,14 @@ CASES = [
         "    model.load_state_dict(x)\nsend(model)\nloss.backward()",
     ),
     (
+        "loaded_on_some_ranks",  # a helper function loads the state
+        WRAP + "def load(net, path):\n    state = read(path)\n    net.load_state_dict(state)  # HERE\n"
+        "if hvd.rank() == 0:\n    load(model, 'x')\nloss.backward()",
+        WRAP + "def load(net):\n    net.load_state_dict(x)\nload(model)\ndef other(net):\n    net.load_state_dict(x)\n"
+        "if hvd.rank() == 0:\n    other(teacher)\ndef third(net):\n    net.load_state_dict(x)\nif hvd.rank() == 0:\n"
+        "    third(model)\nhvd.broadcast_parameters(model.state_dict(), 0)\nloss.backward()",
+    ),
+    (
         "skipped_reduction",  # no finding if another function may call synchronize()
         WRAP + "loss.backward()\nwith optimizer.skip_synchronize():\n    optimizer.step()  # HERE",
         WRAP + "loss.backward()\nhelp(optimizer)\nwith optimizer.skip_synchronize():\n    optimizer.step()\n"

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, last_name
 
 
 def lost_wrapper(source: Source) -> Iterator[Finding]:
@@ -101,10 +101,7 @@ def _is_broadcast(source: Source, node: ast.AST) -> bool:
 
 def _given(function: Function, call: ast.Call, parameter: str) -> str | None:
     """Return the variable that ``call`` passes for ``parameter``, as text; None if it is unknown or not a variable."""
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    given = keyword(call, parameter)
-    if given is None and parameter in names and names.index(parameter) < len(call.args):
-        given = call.args[names.index(parameter)]
+    given = argument(function, call, parameter)
     return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute) else None
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import nodes_after
+from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 #: Code that may give all ranks the same weights, besides broadcast_parameters. A copy of another model's weights does not.
 _START_ALIKE = re.compile(
@@ -94,13 +94,13 @@ def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:
     guards, models = Guards.of(source), {ast.unparse(model) for _, wrap in source.wraps if (model := _model_of(wrap))}
     loads = [call for call in source.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "load_state_dict"]
     for load in loads:
-        owner = load.func.value  # type: ignore[attr-defined]
+        owner, place = _loaded(source, guards, load)
         text = ast.unparse(owner)
-        if text not in models and not _is_wrapped_before(source, owner, load):
+        if text not in models and not _is_wrapped_before(source, owner, place):
             continue
         sender = "broadcast_parameters" if text in models else "broadcast_optimizer_state"
         others = any(ast.unparse(other.func) == ast.unparse(load.func) for other in loads if other is not load)
-        if others or not guards.is_on_some_ranks(load) or _is_sent_later(source, load, sender):
+        if others or not guards.is_on_some_ranks(place) or _is_sent_later(source, place, sender):
             continue
         given = f"{text}.state_dict()" if text in models else text
         message = (
@@ -108,6 +108,22 @@ def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:
             f"hvd.{sender}({given}, root_rank=0) afterwards on all ranks"
         )
         yield Finding(load.lineno, "trap", message)
+
+
+def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, ast.Call]:
+    """Return the object into which ``load`` loads state, and ``load``.
+
+    If the object is a parameter of a function that is called once, and that always runs ``load``, return the argument and
+    this call instead.
+    """
+    owner: ast.expr = load.func.value  # type: ignore[attr-defined]
+    function = source.scope(load)
+    if isinstance(function, Function) and isinstance(owner, ast.Name) and owner.id in source.parameters(load):
+        calls = list(calls_of(source, function))
+        given = argument(function, calls[0], owner.id) if len(calls) == 1 else None
+        if given is not None and guards.is_certain(load, function) and source.is_only(function.name):
+            return given, calls[0]
+    return owner, load
 
 
 def _is_sent_later(source: Source, load: ast.Call, sender: str) -> bool:

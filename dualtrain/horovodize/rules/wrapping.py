@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
@@ -233,10 +233,8 @@ def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
     scope = source.scope(node)
     if not isinstance(scope, Function) or name not in source.parameters(node):
         return []
-    names = [one.arg for one in (*scope.args.posonlyargs, *scope.args.args)]
-    calls, place = list(calls_of(source, scope)), names.index(name) if name in names else len(names)
-    by_place = [ast.unparse(call.args[place]) for call in calls if place < len(call.args)]
-    return [*by_place, *(ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == name)]
+    given = (argument(scope, call, name) for call in calls_of(source, scope))
+    return [ast.unparse(value) for value in given if value is not None]
 
 
 def _is_parameter(source: Source, owner: ast.expr) -> bool:
