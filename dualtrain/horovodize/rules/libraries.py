@@ -87,7 +87,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
     if any(re.search("visible_devices", file.text, re.IGNORECASE) for file in (source, *source.program)):
         return  # the script may make only one GPU visible to each rank
     for call in source.calls:
-        if source.name(call.func) not in _DP or source.scope(call) not in scopes or keyword(call, "device_ids") is not None:
+        if source.name(call.func) not in _DP or source.scope(call) not in scopes or not _gets_all_gpus(source, call):
             continue
         tests = [ast.unparse(above.test) for above in source.above(call) if isinstance(above, ast.If)]
         counted = all(re.search(r"device_count|is_available|__name__", test) for test in tests)
@@ -97,6 +97,14 @@ def data_parallel(source: Source) -> Iterator[Finding]:
                 "Horovod averages the gradients of the ranks"
             )
             yield Finding(call.lineno, "trap", message)
+
+
+def _gets_all_gpus(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` has no device_ids, or ``list(range(torch.cuda.device_count()))``."""
+    devices = keyword(call, "device_ids")
+    counts = (node for node in ast.walk(devices) if isinstance(node, ast.Call)) if devices is not None else ()
+    words = {source.name(node.func) or ast.unparse(node.func) for node in counts}
+    return devices is None or words == {"list", "range", "torch.cuda.device_count"}
 
 
 def _first_call(source: Source, pattern: str) -> ast.Call | None:
