@@ -157,7 +157,8 @@ CASES = [
         + "start = 0\nif hvd.rank() == 0:\n    start = load()\nfor e in range(start, 9):  # HERE\n    optimizer.step()",
         WRAP + "start = 0\nif hvd.rank() == 0:\n    start = load()\nstart = hvd.broadcast_object(start)\n"
         "for e in range(start, 9):\n    optimizer.step()\nend = 0\nif hvd.rank() == 0:\n    end = load()\nsend(end)\n"
-        "for e in range(end):\n    optimizer.step()\nn = 0\nif hvd.rank() == 0:\n    n = 3\n    for e in range(n): show()",
+        "for e in range(end):\n    optimizer.step()\nn = 0\nif hvd.rank() == 0:\n    n = 3\n    for e in range(n): show()\n"
+        "m = 0\nif hvd.rank() == 0:\n    m = load()\n    show(m + 1)\nm = 0\nfor e in range(m):\n    optimizer.step()",
     ),
     (
         "loop_by_value_of_some_ranks",  # no finding if all ranks may leave the loop
@@ -695,6 +696,11 @@ CASES = [
         WRAP + "if args.parallel:\n    model = torch.nn.DataParallel(model)\n"
         "model = torch.nn.DataParallel(model, device_ids=[hvd.local_rank()])\n"
         "def single(model):\n    return torch.nn.DataParallel(model)",
+    ),
+    (
+        "data_parallel",
+        WRAP + "model = torch.nn.DataParallel(model, device_ids=list(range(torch.cuda.device_count())))  # HERE",
+        WRAP + "model = torch.nn.DataParallel(model, device_ids=list(range(args.gpus)))",
     ),
     (
         "averaged_twice",  # no finding if DDP and Horovod's optimizer are used in different cases

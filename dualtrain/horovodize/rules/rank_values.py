@@ -49,8 +49,8 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name]:
 def _is_set_on_some_ranks(source: Source, name: ast.Name) -> bool:
     """Return whether one statement, which only some ranks run, sets the variable ``name``, and no rank sends the value.
 
-    All other assignments must be of constants, in the same function and on all ranks. Only print() and range() may get the
-    variable.
+    All other assignments must be of constants, in the same function, and at least one of them on all ranks. Only print()
+    and range() may get the variable.
     """
     guards, scope = Guards.of(source), source.scope(name)
     stores = [node for node in source.mentions.get(name.id, ()) if isinstance(getattr(node, "ctx", None), ast.Store)]
@@ -62,11 +62,11 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name) -> bool:
     ):
         return False
     some = [at for value, at in made if not isinstance(value, ast.Constant) or isinstance(at, ast.AugAssign)]
-    common = [at for _, at in made if at not in some]
+    common = [at for _, at in made if at not in some and not guards.looks_like_one_rank(at)]
     if len(some) != 1 or not guards.is_on_some_ranks(some[0]) or guards.is_without_horovod(some[0]) or not common:
         return False
-    if any(guards.looks_like_one_rank(at) for at in common):
-        return False
+    if any(at.lineno > some[0].lineno for at in common):  # type: ignore[attr-defined]
+        return False  # perhaps a later assignment, which makes the value equal on all ranks again
     given = [source.parents[node] for node in source.mentions[name.id] if node not in stores]
     calls = [node for node in given if isinstance(node, ast.Call | ast.keyword)]
     return all(isinstance(node, ast.Call) and last_name(node.func) in ("print", "range") for node in calls)
