@@ -131,6 +131,11 @@ def is_final(error: BaseException) -> bool:
     return isinstance(error, DivergedError) or (isinstance(error, UserError) and not error.transient)
 
 
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same command may succeed later, because ``error`` has a cause such as a full disk."""
+    return isinstance(error, NotSavedError) or (isinstance(error, UserError) and error.transient)
+
+
 class NotSavedError(RuntimeError):
     """The training ended, but its results could not be written. Raised on every rank."""
 

@@ -94,9 +94,9 @@ SPAWNED = "DUALTRAIN_SPAWNED"
 SECRET = "DUALTRAIN_SECRET"
 #: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-#: Exit status of a rank of the launcher "spawn" after an error that a restart may avoid. If no restart is left, the
-#: job's status is 2.
-TRY_AGAIN = os.EX_TEMPFAIL
+#: Exit statuses of a rank of the launcher "spawn" after an error that a restart may avoid: one that the user can fix, and
+#: results that could not be written. If no restart is left, the job's status is 2 or 1.
+TRY_AGAIN, NOT_SAVED = os.EX_TEMPFAIL, os.EX_IOERR
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16
 

@@ -37,7 +37,7 @@ from dualtrain.console import (
     show,
 )
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
-from dualtrain.launchers import TRY_AGAIN, World, detect_world, torchrun_is_parent
+from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, World, detect_world, torchrun_is_parent
 from dualtrain.processes import signal_at_parents_end
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one process of a training job, and return its exit status.
 
     The status is 0 after success, 2 (or ``TRY_AGAIN``) after an error that the user can fix, 128 + N after signal N,
-    and 1 after any other error.
+    and 1 (or ``NOT_SAVED``) after any other error.
     """
     world = World()
     try:
@@ -175,6 +175,8 @@ def _give_up(error: BaseException, backend: Backend) -> int:
 def _status_of(error: BaseException, world: World) -> int:
     if isinstance(error, UserError):
         return TRY_AGAIN if world.launcher == "spawn" and not is_final(error) else 2
+    if isinstance(error, NotSavedError):
+        return NOT_SAVED if world.launcher == "spawn" else 1
     if isinstance(error, StoppedError):
         return 128 + error.number
     return 130 if isinstance(error, KeyboardInterrupt) else 1

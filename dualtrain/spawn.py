@@ -23,7 +23,7 @@ from types import FrameType
 from dualtrain.console import print_error
 from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
-from dualtrain.launchers import TRY_AGAIN, given_job, new_job, spawned
+from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import (
     end_on_early_interrupt,
@@ -42,8 +42,10 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of the kill may be reaped first
-#: The wait before the first restart after ``TRY_AGAIN``, and the longest wait before a later restart. An attempt that lasts
-#: longer than the longest wait is assumed to have made progress.
+#: Statuses of a rank after a temporary error, such as a full disk, each with the job's status if no restart follows.
+TEMPORARY = {TRY_AGAIN: 2, NOT_SAVED: 1}
+#: The wait before the first restart after a temporary error, and the longest wait before a later restart. An attempt that
+#: lasts longer than the longest wait is assumed to have made progress.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 #: A second stop signal within this time is ignored: a sender that signals the process and then its process group reaches
 #: the process twice.
@@ -62,17 +64,18 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     program again.
 
     Args:
-        body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` after an error
-            that a restart may avoid, such as a full disk (without a restart, the job's status is then 2).
+        body: a function at the top of a module; returns a process's exit status, or a key of ``TEMPORARY`` after an
+            error that a restart may avoid, such as a full disk.
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often the job may be restarted after a rank has failed. A restart starts all ranks again. There is no
             restart after a rank's status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. Before a
-            restart after ``TRY_AGAIN``, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The waits
-            begin at 1 s again after an attempt that has lasted longer than 30 s or has ended with a different status.
+            restart after a temporary error, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The
+            waits begin at 1 s again after an attempt that has lasted longer than 30 s or has ended with another error.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
+        If several ranks fail at about the same time, a status other than 1 takes precedence over 1.
         If this process received SIGTERM or SIGINT before a rank failed, or while it waited before a restart: 143 or 130.
 
     Raises:
@@ -86,7 +89,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         for restart in range(1, restarts + 2):
             job, began = _Job(inbox, save=save), time.monotonic()
             found = _run(job, body, arguments, nproc, name)
-            status = 2 if found == TRY_AGAIN else found
+            status = TEMPORARY.get(found, found)
             if restart > restarts or not job.may_restart(found):
                 break
             wait = _next_wait(wait, found, time.monotonic() - began)
@@ -102,7 +105,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
 def _next_wait(last: float, status: int, seconds: float) -> float:
     """Return how long to wait before a restart. The attempt lasted ``seconds``; ``last`` is the previous wait."""
-    if status != TRY_AGAIN:
+    if status not in TEMPORARY:
         return 0.0
     if seconds > LONGEST_WAIT_SECONDS:
         return FIRST_WAIT_SECONDS
@@ -245,7 +248,8 @@ class _Job:
         while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
             time.sleep(0.01)
             failed = self._failed()
-        code = min(failed)  # below 0 for a killed rank, which is the cause of the other failures
+        # A killed rank (below 0) is the cause of other failures. A rank that fails because of another rank ends with 1.
+        code = min(failed, key=lambda code: (code > 0, code == 1, code))
         self._status = code if code > 0 else 128 - code
         self._deadline = time.monotonic() + GRACE_SECONDS
         if code < 0:

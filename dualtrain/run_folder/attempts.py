@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.backends import Backend
-from dualtrain.errors import BackendError, DivergedError, NotSavedError, PeerFailure, StoppedError, UserError
+from dualtrain.errors import (
+    BackendError,
+    DivergedError,
+    NotSavedError,
+    PeerFailure,
+    StoppedError,
+    UserError,
+    is_transient,
+)
 from dualtrain.files import parse_json, read_text, write_whole
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
@@ -71,6 +79,7 @@ class Death:
         requested: whether a signal stopped all ranks.
         step: the last step that was completed.
         trained: whether the attempt had begun to train.
+        transient: whether an error such as a full disk was the cause: a later attempt may succeed.
     """
 
     attempt: str
@@ -80,6 +89,7 @@ class Death:
     requested: bool
     step: int
     trained: bool
+    transient: bool = False
 
     def describe(self) -> str:
         """Format the death: ``rank 1 died: its process ended without a report, after step 57``."""
@@ -126,7 +136,8 @@ def _is_event(value: Any) -> bool:
     fields = _FIELDS.get(str(value.get("event"))) if isinstance(value, dict) else None
     if fields is None or not all(isinstance(value.get(name, ...), kind) for name, kind in fields.items()):
         return False
-    if not isinstance(value.get("step", 0), int):  # version 0.2.0 wrote failures without a step
+    # Older versions wrote failures without a step, and failures and deaths without ``transient``.
+    if not isinstance(value.get("step", 0), int) or not isinstance(value.get("transient", False), bool):
         return False
     return all(math.isfinite(value[name]) for name in ("time", "seconds") if name in fields)
 
@@ -153,13 +164,16 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
     progress = last_step_of(folder, name)
     step, moment = progress or (start["step"], start["time"])
     # The first recorded failure is the cause of the others.
-    failure = next((event for event in own if event["event"] == "failure"), None)
+    failures = [event for event in own if event["event"] == "failure"]
+    failure = next(iter(failures), None)
     if failure is None:
         return Death(name, moment, UNKNOWN, None, False, step, progress is not None)
     known = failure["cause"], failure["rank"], failure["requested"]
     # Rank 0 may have been killed before it wrote the last step. The rank that recorded the failure knows that step.
     step = max(step, failure.get("step", 0))
-    return Death(name, failure["time"], *known, step, progress is not None)
+    # Other ranks record the same failure without this value, and may be first.
+    transient = any(event.get("transient", False) for event in failures)
+    return Death(name, failure["time"], *known, step, progress is not None, transient)
 
 
 def as_event(death: Death) -> Event:
@@ -173,7 +187,7 @@ def deaths_of(events: Sequence[Event]) -> list[Death]:
 
 
 def _without_kind(kind: Any, event: Event) -> Any:
-    return kind(**{name: event[name] for name in kind.__dataclass_fields__})
+    return kind(**{name: event[name] for name in kind.__dataclass_fields__ if name in event})
 
 
 def recoveries_in(folder: Path) -> list[dict[str, Any]]:
@@ -272,14 +286,15 @@ class Attempt:
         after = f"the next step ({self._step}) ended {seconds:.1f} s after the failure"
         return f"recovered: {death.describe()}; {steps}, {after}"
 
-    def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
+    def fail(self, cause: str, rank: int | None = None, *, requested: bool = False, transient: bool = False) -> None:
         """Record what ended this attempt. Only a rank's first call counts; the first record in the file is the cause."""
         if self._failed:
             return
         self._failed = True
         cause = (cause.strip().splitlines() or [UNKNOWN])[0][:_CAUSE_LENGTH]
         moment = {"attempt": self._name, "time": time.time(), "step": self._step}
-        self._append({"event": "failure", **moment, "cause": cause, "rank": rank, "requested": requested})
+        kind = {"requested": requested, "transient": transient}
+        self._append({"event": "failure", **moment, "cause": cause, "rank": rank, **kind})
 
     def refuse(self, reason: str) -> None:
         """Record that a restart would end in the same way, for ``reason``."""
@@ -338,14 +353,14 @@ class Attempt:
             if backend.rank == 0:
                 self._record_error_of_all(error)
         elif backend.rank == 0 or not (isinstance(error, UserError) and error.shared):
-            self.fail(f"stopped: {type(error).__name__}: {error}", backend.rank)
+            self.fail(f"stopped: {type(error).__name__}: {error}", backend.rank, transient=is_transient(error))
 
     def _record_error_of_all(self, error: BaseException) -> None:
         if isinstance(error, StoppedError | KeyboardInterrupt):
             number = error.number if isinstance(error, StoppedError) else signal.SIGINT
             self.fail(f"{signal.Signals(number).name} stopped all ranks", requested=True)
         else:
-            self.fail(str(error))
+            self.fail(str(error), transient=is_transient(error))
 
 
 def _records_failure_of(failed: int, backend: Backend) -> bool:

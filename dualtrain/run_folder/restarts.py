@@ -1,7 +1,7 @@
 """Refuse restarts that would end like the previous attempt: launchers would otherwise repeat the same failure.
 
 A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended it while
-it trained, or if it died three times in a row after the same step. A start with the same settings then fails at once, with
+it trained, or if it died too often in a row after the same step. A start with the same settings then fails at once, with
 the same reason.
 """
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from dualtrain.run_folder.attempts import Attempt, Death, Event, append_events, 
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # this many consecutive deaths after the same step forbid a restart
+DEATHS = 3  # this many consecutive deaths after the same step forbid a restart, without those by a transient error
+ALL_DEATHS = 30  # the limit for all of these deaths; a full disk, for example, is a transient error
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 
@@ -56,17 +58,18 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
 
 
 def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -> None:
-    """Forbid the restart of a run that has died ``DEATHS`` times in a row after the same step."""
+    """Forbid the restart of a run that has died too often in a row after the same step; see ``DEATHS``."""
     events = read_events(folder)
     death = new_death(folder, events)
     if death is None:
         return
-    step = step_of_deaths([*_since_refusal(events), death])
-    if step is None:
+    repeated = repeated_deaths([*_since_refusal(events), death])
+    if not repeated:
         return
+    step = repeated[0].step
     reason = (
-        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or in an evaluation or save "
-        f"between these steps (the last time: {death.describe()})"
+        f"the run has died {len(repeated)} times in a row after step {step}, in step {step + 1} or in an evaluation or "
+        f"save between these steps (the last time: {repeated[0].describe()})"
     )
     forbid_restart(folder, reason, settings, lock)
     # After a person has removed the file, these deaths must not count again.
@@ -78,13 +81,15 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
     return deaths_of(events[last + 1 :])
 
 
-def step_of_deaths(deaths: Sequence[Death]) -> int | None:
-    """Return the step after which all of the last ``DEATHS`` deaths occurred; ``None`` if there is no such step.
+def repeated_deaths(deaths: Sequence[Death]) -> list[Death]:
+    """Return the last deaths, newest first, if they occurred after the same step and forbid a restart; else nothing.
 
     Deaths before an attempt began to train, and stops of all ranks by a signal, do not count.
     """
-    steps = [death.step for death in deaths if death.trained and not death.requested][-DEATHS:]
-    return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None
+    counted = [death for death in reversed(deaths) if death.trained and not death.requested]
+    row = list(takewhile(lambda death: death.step == counted[0].step, counted))
+    lasting = sum(not death.transient for death in row)
+    return row if lasting >= DEATHS or len(row) >= ALL_DEATHS else []
 
 
 def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any], lock: FolderLock) -> None:

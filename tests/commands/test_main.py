@@ -16,8 +16,8 @@ from dualtrain import connect
 from dualtrain import main as command
 from dualtrain.config import parse
 from dualtrain.console import refuse_on_all
-from dualtrain.errors import DivergedError, RanksDifferError, UserError
-from dualtrain.launchers import TRY_AGAIN, World
+from dualtrain.errors import DivergedError, NotSavedError, RanksDifferError, UserError
+from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, World
 from tests.forked import Forked, run
 from tests.pool import ROOT, free_port
 from tests.threads import run_threads
@@ -163,6 +163,8 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
         (UserError("the disk is full", transient=True), "torchrun", False, 2),
         (UserError("the disk is full", transient=True), "spawn", False, TRY_AGAIN),
         (UserError("a bad sample", forbids_restart=True), "spawn", True, 2),
+        (NotSavedError("the disk is full"), "torchrun", False, 1),
+        (NotSavedError("the disk is full"), "spawn", False, NOT_SAVED),
         (DivergedError("inf"), "spawn", True, 1),
     ],
 )

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from dualtrain import UserError
-from dualtrain.launchers import TRY_AGAIN
-from dualtrain.spawn import _next_wait, spawn
+from dualtrain.launchers import NOT_SAVED, TRY_AGAIN
+from dualtrain.spawn import TEMPORARY, _next_wait, spawn
 from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
 
@@ -120,8 +120,9 @@ def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
         ("if rank == 0: return 2", 2, ""),
         ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 of 2 was ended by SIGKILL; the job stops"),
         (IGNORE_SIGTERM + "if rank == 1: return 5", 5, ""),
+        ("if rank == 1: return 1\nif rank == 0: time.sleep(0.1)\nreturn 75", 2, ""),
     ],
-    ids=["refuses", "is killed", "fails beside a rank that ignores SIGTERM"],
+    ids=["refuses", "is killed", "fails beside a rank that ignores SIGTERM", "has a temporary error beside a rank with 1"],
 )
 def test_the_first_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
     job = start(f"{body}\n{WAIT}", settings=QUICK)
@@ -306,6 +307,7 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         ([1], 0, 1),
         ([137, TRY_AGAIN, TRY_AGAIN, TRY_AGAIN, 137, TRY_AGAIN, 0], 6, 0),
         ([137, TRY_AGAIN], 1, 2),
+        ([TRY_AGAIN, NOT_SAVED, NOT_SAVED], 2, 1),
     ],
 )
 def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplog, statuses, restarts, status):
@@ -325,8 +327,8 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplo
     said = [line for line in caplog.messages if "restart" in line]
     wait, lines = 0.0, []
     for number, code in enumerate(statuses[:-1], 1):
-        wait = (2 * wait or 0.01) if code == TRY_AGAIN else 0.0
-        status, when = (2, f" in {wait:g} s") if wait else (code, "")
+        wait = (2 * wait or 0.01) if code in TEMPORARY else 0.0
+        status, when = TEMPORARY.get(code, code), f" in {wait:g} s" if wait else ""
         lines.append(f"the job has ended with status {status}: restart {number} of {restarts}{when}")
     assert said == lines
 

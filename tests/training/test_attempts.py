@@ -15,7 +15,15 @@ import pytest
 import dualtrain.training.loop as loop
 from dualtrain.backends import Backend, connect
 from dualtrain.config import OutputSection, parse
-from dualtrain.errors import BackendError, DivergedError, PeerFailedError, PeerFailure, StoppedError, UserError
+from dualtrain.errors import (
+    BackendError,
+    DivergedError,
+    NotSavedError,
+    PeerFailedError,
+    PeerFailure,
+    StoppedError,
+    UserError,
+)
 from dualtrain.run_folder import attempts, last_step, restarts
 from dualtrain.run_folder.attempts import Attempt, Death
 from dualtrain.run_folder.folder_lock import FolderLock
@@ -269,6 +277,11 @@ def test_a_run_that_died_three_times_after_the_same_step_is_not_restarted(tmp_pa
     [
         ([(5, True)] * 3, 5),
         ([(5, True)] * 2, None),
+        ([(5, True, True)] * 29, None),
+        ([(5, True, True)] * 30, 5),
+        ([(4, True, True), *[(5, True, True)] * 29], None),
+        ([*[(5, True)] * 2, *[(5, True, True)] * 3], None),
+        ([*[(5, True, True)] * 3, *[(5, True)] * 3], 5),
         ([(5, True), (6, True), (5, True), (5, True)], None),
         ([(4, True), (5, True), (5, True), (5, False), (5, True)], 5),
         ([(0, True)] * 3, 0),
@@ -276,8 +289,29 @@ def test_a_run_that_died_three_times_after_the_same_step_is_not_restarted(tmp_pa
     ],
 )
 def test_only_deaths_in_training_after_the_same_step_count_towards_the_limit(deaths, step):
-    assert restarts.step_of_deaths([Death("", 0.0, "", None, False, *each) for each in deaths]) == step
-    assert restarts.step_of_deaths([Death("", 0.0, "", None, True, *each) for each in deaths]) is None
+    found = restarts.repeated_deaths([Death("", 0.0, "", None, False, *each) for each in deaths])
+    assert {death.step for death in found} == ({step} - {None})
+    assert restarts.repeated_deaths([Death("", 0.0, "", None, True, *each) for each in deaths]) == []
+
+
+@pytest.mark.parametrize("error", [UserError("the disk hangs", transient=True), NotSavedError("the disk is full")])
+def test_a_run_that_died_three_times_by_a_temporary_error_after_the_same_step_is_restarted(tmp_path, error):
+    for _ in range(3):
+        end_with(tmp_path, error, 2)
+    assert auto(tmp_path)["steps"] == 4
+    assert not (tmp_path / restarts.NAME).exists()
+
+
+def test_a_death_is_transient_if_only_the_second_record_of_its_failure_is(tmp_path):
+    start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
+    failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "stopped", "rank": 1, "requested": False}
+    lines = [start, failure, {**failure, "transient": True}, {**failure, "transient": 7}]
+    (tmp_path / attempts.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = attempts.read_events(tmp_path)
+    death = attempts.new_death(tmp_path, events)
+    assert (len(events), death.transient) == (3, True)
+    attempts.append_events(tmp_path, FolderLock(), attempts.as_event(death))
+    assert attempts.deaths_of(attempts.read_events(tmp_path)) == [death]
 
 
 DIVERGING = ("--lr", "1e30")
