@@ -58,6 +58,7 @@ describe_build() {
 # environment in which it is installed. mpicxx alone would add only the path of the environment that builds Horovod, which may be
 # deleted later.
 write_compiler() {
+  local compiler=${CXX:-$(command -v c++ || command -v g++)}
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
 #!/usr/bin/env bash
@@ -66,7 +67,9 @@ for each; do
   case $each in -g) ;; -std=*) given+=(-std=gnu++20) ;; *) given+=("$each") ;; esac
 done
 COMPILER
-  echo "exec \"${CXX:-$(command -v c++ || command -v g++)}\" \"\${given[@]}\"" >>"$tools/c++"
+  # CXX is a program, or a program with arguments: "ccache g++". The path of a program may contain a space.
+  if command -v "$compiler" >/dev/null; then compiler="\"$compiler\""; fi
+  echo "exec $compiler \"\${given[@]}\"" >>"$tools/c++"
   chmod +x "$tools/c++"
 }
 

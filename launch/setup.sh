@@ -135,7 +135,7 @@ check_settings() {
 check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
-  command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
+  command -v "${CXX:-c++}" >/dev/null || command -v ${CXX:-c++} >/dev/null || command -v g++ >/dev/null ||
     refuse "no C++ compiler found, and Horovod is built from source; install one (Debian: apt install g++), or install dualtrain without Horovod: pip install ."
   command -v make >/dev/null || refuse "no make found, and Horovod is built with it; install it (Debian: apt install make), or install dualtrain without Horovod: pip install ."
 }

@@ -114,6 +114,19 @@ def test_relative_paths_start_at_the_current_folder_of_the_caller(setup, tmp_pat
     assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
 
 
+@pytest.mark.parametrize("space", ["with an argument", "in its path"])
+def test_the_compiler_may_have_arguments_or_a_path_with_a_space(setup, tmp_path, space):
+    program = tmp_path / "my compiler"
+    program.write_text('#!/bin/sh\necho "first $@"\n')
+    program.chmod(0o755)
+    setup.env["CXX"] = str(program) if space == "in its path" else "echo first"
+    setup.pip('case "$1" in wheel) "$CXX" -g -std=c++14 "x y.cc" >"$here/compiled" ;; esac')
+    status, _, errors = setup.run(DUALTRAIN_WITH="none")
+    assert status == 0, errors
+    first, *_, standard, file = (tmp_path / "compiled").read_text().split(maxsplit=3)
+    assert (first, standard, file) == ("first", "-std=gnu++20", "x y.cc\n")
+
+
 def test_a_link_stands_for_the_folder_that_it_names(setup, tmp_path):
     link, folder = tmp_path / "link", tmp_path / "large disk"
     link.symlink_to(folder)
