@@ -88,8 +88,7 @@ case ${1:-} in
     coverage erase
     status=0
     coverage run -m "${tests[@]}" || status=$?
-    coverage combine --quiet
-    coverage report --fail-under=90 || status=1
+    { coverage combine --quiet && coverage report --fail-under=90; } || status=1
     end_checks
     not_run
     exit "$status"

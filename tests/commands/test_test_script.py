@@ -133,6 +133,12 @@ def test_a_failure_sets_the_exit_status_and_mypy_failures_are_reported_last(fail
         assert said.index("pytest") < said.index("mypy") < said.index("test.sh:") < said.index("not")
 
 
+def test_mypys_output_is_printed_even_if_there_is_no_coverage_to_report(script):
+    script.set(mypy="echo 'x.py:1: error: no'; exit 3", coverage='[ "$1" != combine ] || exit 7')
+    status, lines = script.run("--all")
+    assert (status, names(lines).count("x.py:1:"), names(lines)[-1]) == (1, 1, "not")
+
+
 def test_a_failure_of_ruff_ends_the_script_before_the_tests(script):
     script.set(ruff='[ "$1" = format ] || exit 5')
     status, lines = script.run()
