@@ -78,7 +78,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "the more ranks, the fewer rounds)",
     )
     parser.add_argument(
-        "--targets", action="store_true", help="show the developers' targets; exit status 1 if not all are judged and met"
+        "--targets",
+        action="store_true",
+        help="show the developers' targets; exit status 1 if one is not met, not judged or not measured",
     )
     parser.add_argument("--scale", action="store_true", help="how costs grow with the number of ranks on this host")
     parser.add_argument(
@@ -282,8 +284,9 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
     if not targets:
         return 0
     judged = [row for row in rows if row.target is not None]
-    measured = {name for row in judged for name in (row.one, row.other)}
-    missing = {name for name in results.missing.keys() & _with_targets() - measured if not _is_optional(name)}
+    missing = {
+        name for name in results.missing.keys() & _with_targets() if not results.count(name) and not _is_optional(name)
+    }
     return 1 if missing or not judged or any(row.verdict in ("", NOT_MET) for row in judged) else 0
 
 
@@ -294,16 +297,16 @@ def _is_optional(name: str) -> bool:
 
 
 def _with_targets() -> set[str]:
-    """Return the contenders whose comparisons or costs have a target."""
-    compared = {name for one in COMPARISONS if one.targets for name in (one.one, one.other)}
+    """Return the entries whose comparisons or costs have a target."""
+    compared = {name for each in COMPARISONS if each.targets for name in each.entries}
     return compared | {name for cost in COSTS if cost.target is not None for name in (cost.one, cost.other)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success; 1 if a target of --targets is not met, not judged or not measured; 2 for an error that the user can fix;
-    130 after Ctrl-C.
+    0 for success; 1 if a target of --targets is not met, not judged or not measured, or if --scale could measure nothing;
+    2 for an error that the user can fix; 130 after Ctrl-C.
     """
     try:
         return _run(_parse(arguments))

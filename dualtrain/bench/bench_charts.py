@@ -16,7 +16,8 @@ REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the reference is the fir
 LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
 SKIPPED = ("empty",)  # the empty model is not a realistic workload
 TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios on the axis, the most important first
-LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
+LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals (names: at least), and of the margin
+LETTER = 7.2  # mean width of a letter of a bold name
 ROW, HEAD, AXIS = 20, 30, 26  # heights of a row, of a workload's heading, and of the axis
 
 
@@ -111,8 +112,9 @@ class _Axis:
     @classmethod
     def of(cls, groups: Groups, width: int) -> _Axis:
         ends = [end for marks in groups.values() for mark in marks for end in (mark.found.low, mark.found.high)]
-        left, right = EDGE + (LABELS if width == WIDE else 4), width - VALUES
-        return cls(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, right)
+        longest = max(len(mark.label) for marks in groups.values() for mark in marks)
+        left = EDGE + (max(LABELS, LETTER * longest) if width == WIDE else 4)
+        return cls(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, width - VALUES)
 
     def __call__(self, ratio: float) -> float:
         fraction = math.log(ratio / self.low) / math.log(self.high / self.low)

@@ -207,6 +207,11 @@ class Comparison:
     allow_noise: bool = False
     together: str = ""
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names of the entries that are started for this comparison."""
+        return (self.together,) if self.together else (self.one, self.other)
+
 
 COMPARISONS = (
     Comparison(AGAIN, TUNED, {}),

@@ -15,6 +15,8 @@ from dualtrain.report.document import text as escaped
 
 WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # the chart's width, panels per row, height of a panel; in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
+ASIDE = 3  # distance between two contenders' intervals, so that they do not cover each other
+LABEL = 22  # smallest distance between two numbers of ranks
 EXPLANATION = (
     "a time is the slowest rank's, and its median over the rounds is shown; all ranks are forked from a process that has "
     "imported the libraries. A ratio is the first contender's time divided by the second's: below 1, the first is faster. "
@@ -173,21 +175,31 @@ def _panel(
     for power in range(low, max(high, low + 1) + 1):
         y = up(10**power)
         yield f'<line class="tick" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="number" x="{left - 28:g}" y="{y + 4:.1f}">{10**power:g} ms</text>'
-    for count in (layout.ranks for layout in layouts):
-        yield f'<text class="number" x="{across(count):.1f}" y="{bottom + 18:g}">{count}</text>'
+        label = f"{10**power:g} ms" if power < 3 else f"{10 ** (power - 3):g} s"
+        yield f'<text class="number" x="{left - 28:g}" y="{y + 4:.1f}">{label}</text>'
     yield f'<text class="unit" x="{left - 40:g}" y="{bottom + 18:g}">ranks</text>'
-    for name, points in lines.items():
+    yield from _numbers_of_ranks([(layout.ranks, across(layout.ranks)) for layout in layouts], bottom + 18)
+    for number, (name, points) in enumerate(lines.items()):
+        aside = ASIDE * (number - (len(lines) - 1) / 2)
         yield f'<g class="{_style(name)}">'
         for count, one in points:
-            x, bottom_end, top_end = across(count), up(1e3 * one.low), up(1e3 * one.high)
+            x, bottom_end, top_end = across(count) + aside, up(1e3 * one.low), up(1e3 * one.high)
             yield f'<line x1="{x:.1f}" y1="{bottom_end:.1f}" x2="{x:.1f}" y2="{top_end:.1f}"/>'
-        yield from _line(name, [(across(count), up(1e3 * one.value), _tip(count, one)) for count, one in points])
+        yield from _line(name, [(across(count) + aside, up(1e3 * one.value), _tip(count, one)) for count, one in points])
         yield "</g>"
 
 
+def _numbers_of_ranks(places: Sequence[tuple[int, float]], y: float) -> Iterator[str]:
+    """Yield the labels of the horizontal axis; leave out a label that would cover the label before it."""
+    drawn = -math.inf
+    for count, x in places:
+        if x - drawn > LABEL:
+            drawn = x
+            yield f'<text class="number" x="{x:.1f}" y="{y:g}">{count}</text>'
+
+
 def _tip(count: int, seconds: Estimate) -> str:
-    value, low, high = (f"{1e3 * each:.3g}" for each in (seconds.value, seconds.low, seconds.high))
+    value, low, high = map(milliseconds, (seconds.value, seconds.low, seconds.high))
     return f"{count} ranks: {value} ms" + (f" ({low}–{high})" if seconds.pairs > 1 else "")
 
 

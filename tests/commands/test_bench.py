@@ -194,7 +194,8 @@ def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tm
 def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
     kept = results(shm=0.1, ddp_tuned=0.15)
     failed = results(shm=0.1, ddp_tuned=0.15, missing={"hvd-gloo": "it ended with status 1"})
-    for found, status in ((kept, 0), (failed, 1), (Results(), 1)):
+    beside = results(shm=0.1, ddp_tuned=0.15, missing={BESIDE_DDP: "it ended with status 1"})
+    for found, status in ((kept, 0), (failed, 1), (beside, 1), (Results(), 1)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
         assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
 
@@ -411,6 +412,15 @@ def test_the_chart_has_one_reference_and_only_contenders_that_are_comparable_wit
         assert shown.tags.count("title") == 4
         assert "3.00 (3.00–3.00)" in shown.text
     assert ElementTree.fromstring(picture(reference, groups)).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_long_names_do_not_cover_the_intervals():
+    found = Results(step_fractions=[1.0])
+    for name in ("plain", "virtual"):
+        found.samples[name] = [Sample({"virtual-mlp": 1.0})]
+    [(name, start)] = re.findall(r'<text x="12"[^>]*>([^<]+)</text><line x1="([\d.]+)"', chart(*chart_groups(found), WIDE))
+    assert name == ENTRIES["virtual"].title
+    assert float(start) > 12 + 7 * len(name)
 
 
 def test_ratios_of_any_size_have_a_place_in_the_chart():
@@ -712,7 +722,20 @@ def test_a_ratio_whose_interval_contains_1_shows_no_difference():
     assert ratios["native / torch"]["2"] == {"value": 1, "low": 0.5, "high": 1.5, "pairs": 3, "level": 0.75, "shown": False}
     assert ratios["hvd / horovod"]["2"]["pairs"] == 2  # the rounds that both contenders completed
     assert "probability of 75.0 % (3 rounds), 50.0 % (2 rounds)" in scale_page.text(growth, MACHINE)
-    assert "2 ranks: 2e+03 ms (1e+03–3e+03)" in scale_page.chart(growth)
+    assert "2 ranks: 2000.0 ms (1000.0–3000.0)" in scale_page.chart(growth)
+
+
+def test_intervals_and_labels_of_the_scale_chart_do_not_cover_each_other():
+    ranks = (2, 30, 31, 32)
+    growth = scale.Growth(tuple(Layout(1, count) for count in ranks))
+    for layout in growth.layouts:
+        for name in ("torch", "native"):
+            growth.rounds[layout, name] = {number: {"start": float(number + 1)} for number in range(3)}
+    figure = scale_page.chart(growth)
+    intervals = re.findall(r'<line x1="([\d.]+)" y1="[\d.]+" x2="\1"', figure)
+    assert len(intervals) == len(set(intervals)) == 2 * len(ranks)
+    assert re.findall(r">(\d+)</text>", figure) == ["2", "30"]
+    assert re.findall(r">(\d+ m?s)</text>", figure) == ["1 s", "10 s"]
 
 
 def test_there_are_fewer_rounds_with_more_ranks():
