@@ -366,7 +366,7 @@ def test_only_the_console_module_prints():
 
 def test_importing_the_package_loads_no_optional_module():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))\n"
-    # The handler of Ctrl-C must be installed early, so the modules of the package that its module loads are few.
+    # The handler of Ctrl-C must be installed early, so its module may import only few other modules of the package.
     program += "import dualtrain.training.signals; print(*(name for name in sys.modules if name.startswith('dualtrain.')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     heavy, early = done.stdout.splitlines()

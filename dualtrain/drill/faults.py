@@ -20,7 +20,7 @@ class Fault:
 
     Attributes:
         name: its name in the table.
-        inject: injects the fault into a job; returns the target, or "" if the job has none now.
+        inject: injects the fault into a job; returns the target, or "" if there is no process or file to target now.
     """
 
     name: str

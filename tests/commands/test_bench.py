@@ -634,7 +634,7 @@ def test_the_scale_benchmark_measures_the_time_of_calls_and_steps(module, monkey
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
     del os.environ["THP_MEM_ALLOC_ENABLE"]
     contender = module.start("local/native", CPU)
-    # As under horovodize. A script of one's own with dualtrain's interface does not request huge pages.
+    # The script on dualtrain.hvd requests huge pages, as under horovodize. A script on dualtrain's own interface does not.
     assert ("THP_MEM_ALLOC_ENABLE" in os.environ) == (module is dualtrain_hvd)
     found = worker._scale(contender, "scale", SimpleNamespace(start=2.0))
     list(contender.train(Task("tiny", CPU, 0.5)))

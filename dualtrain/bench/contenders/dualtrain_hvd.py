@@ -13,7 +13,7 @@ from dualtrain.heap import keep_freed_memory, use_huge_pages
 def start(option: str, device: torch.device) -> Contender:
     """Join the world and return the contender; see ``contenders``.
 
-    On the CPU, also make the settings of memory that ``dualtrain horovodize`` makes before it runs a script.
+    On the CPU, also change the memory settings that ``dualtrain horovodize`` changes before it runs a script.
     """
     if device.type == "cpu":
         keep_freed_memory()
