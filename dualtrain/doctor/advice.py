@@ -98,7 +98,9 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]
-        available, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (_cores(here), "cores")
+        # Each rank may see a different GPU, as with Slurm's --gpus-per-task.
+        gpus = set().union(*(row["gpu_uuids"] for row in here))
+        available, what = (len(gpus), "GPUs") if here[0]["cuda"] else (_cores(here), "cores")
         if len(here) > available:
             what = what.removesuffix("s") if available == 1 else what
             lines.append(f"{host} has {len(here)} ranks for {available} {what}: they slow each other down; start fewer")

@@ -53,6 +53,7 @@ def gather(world: World) -> dict[str, Any]:
         "cuda": torch.cuda.is_available(),
         "gpu": gpu_facts(),
         "devices": _devices(),
+        "gpu_uuids": [str(gpu.uuid) for gpu in _gpus()],
         "interfaces": interfaces(),
         "overrides": {name: os.environ[name] for name in OVERRIDES if os.environ.get(name)},
         "versions": _versions(),
@@ -95,10 +96,16 @@ def _mpi() -> str:
 
 def _devices() -> list[str]:
     """Return the name and memory of each GPU that this process sees; without a GPU, the processor and the host's memory."""
-    if torch.cuda.is_available():
-        each = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
-        return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in each]
+    if gpus := _gpus():
+        return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus]
     return [f"{processor_name()}, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"]
+
+
+def _gpus() -> list[Any]:
+    """Return the properties of each GPU that this process sees."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
 
 
 def has_bf16() -> bool | None:

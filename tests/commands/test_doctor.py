@@ -43,7 +43,15 @@ def row(rank=0, **other):
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
     gpu = {"cuda": None, "nccl": None, "driver": None, "driver_cuda": None}
-    here = {"host": "host-a", "cuda": False, "gpu": gpu, "cores": [0, 1], "quota": None, "devices": ["cpu"]}
+    here = {
+        "host": "host-a",
+        "cuda": False,
+        "gpu": gpu,
+        "cores": [0, 1],
+        "quota": None,
+        "devices": ["cpu"],
+        "gpu_uuids": [],
+    }
     here |= {"host_cores": 2, "bf16": True}
     return {**healthy, "probes": fine, **here, **other}
 
@@ -182,6 +190,13 @@ def test_more_ranks_than_cores_are_noted():
     assert notes == ["host-a has 3 ranks for 2 cores: they slow each other down; start fewer"]
 
 
+def test_ranks_that_see_one_gpu_each_outnumber_the_gpus_only_if_two_see_the_same_gpu():
+    ranks = [row(rank, cuda=True, devices=["H200"], gpu_uuids=[uuid]) for rank, uuid in enumerate("aba")]
+    assert advise(ranks[:2], "torch") == ([], [])
+    note = "host-a has 2 ranks for 1 GPU: they slow each other down; start fewer"
+    assert advise([ranks[0], {**ranks[2], "rank": 1}], "torch") == ([], [note])
+
+
 def test_a_cpu_quota_limits_the_number_of_counted_cores():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
@@ -206,7 +221,7 @@ def test_a_processor_without_bf16_is_noted_unless_there_is_a_gpu():
     _, notes = advise([row(0, bf16=False)], "torch")
     assert notes == ["host-a: no bf16 instructions (avx512_bf16, amx_bf16): --amp bf16 is slower than fp32 here"]
     assert advise([row(0, bf16=None)], "torch") == ([], [])
-    assert advise([row(0, bf16=False, cuda=True)], "torch") == ([], [])
+    assert advise([row(0, bf16=False, cuda=True, gpu_uuids=["a"])], "torch") == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,10 @@ def test_the_report_shows_the_versions_of_cuda_and_the_driver(gpu, line):
             "(535.1, for CUDA 12.2) is too old for torch 2.13, and ranks use the CPU: install driver 580",
         ),
         ({"gpu": gpus()}, "but torch finds no GPU"),
-        ({"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "horovod": WITHOUT_NCCL}, "has no NCCL"),
+        (
+            {"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "gpu_uuids": ["a", "b"], "horovod": WITHOUT_NCCL},
+            "has no NCCL",
+        ),
     ],
 )
 def test_the_reason_why_ranks_cannot_use_the_gpu_is_noted_once_per_host(facts, part):
@@ -53,7 +56,13 @@ def test_the_reason_why_ranks_cannot_use_the_gpu_is_noted_once_per_host(facts, p
 
 
 def test_gpus_that_can_be_used_need_no_note():
-    facts = {"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "horovod": {**WITHOUT_NCCL, "operations": ["NCCL"]}}
+    facts = {
+        "gpu": gpus(),
+        "cuda": True,
+        "devices": ["H200"] * 2,
+        "gpu_uuids": ["a", "b"],
+        "horovod": {**WITHOUT_NCCL, "operations": ["NCCL"]},
+    }
     assert advise([row(0, **facts), row(1, **facts)], "horovod") == ([], [])
     # Minor versions of CUDA are compatible: a driver for 13.0 runs a build for 13.2.
     assert "new enough" in gpu_line(gpus())
