@@ -45,7 +45,8 @@ class Child:
         self.start_by = time.monotonic() + START_SECONDS
         self.outcome: Outcome | None = None
         ours, theirs = socket.socketpair()
-        program = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores other entries, too
+        program = _PROGRAM.format(path=path, descriptor=theirs.fileno(), parent=os.getpid())
         try:
             # A new session: Ctrl-C reaches only the caller, and signals to the group reach all processes of the rank.
             self._process = subprocess.Popen(

@@ -11,7 +11,8 @@ from typing import Any
 from dualtrain.cores import RANKS_PER_CORE, share_of, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.functions.children import run_children
-from dualtrain.functions.payload import loads, pickled_call
+from dualtrain.functions.outcome import results_of
+from dualtrain.functions.payload import pickled_call
 from dualtrain.horovodize.names import RUN_UNSUPPORTED, is_this_host
 from dualtrain.launchers import detect_world, new_job, spawned, without_launchers
 from dualtrain.rendezvous.store import StoreServer, listen
@@ -58,7 +59,7 @@ def run_with(
         results = run_children(range(nproc), nproc, environments, payload, executable)
     finally:
         store.close()
-    return [loads(result) for result in results]
+    return results_of(results)
 
 
 def rank_environment(local_size: int) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,22 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
         return Outcome(result=dumps(result))
     except Exception as error:
         return Outcome(reason=f"its result cannot be pickled ({_in_one_line(error)}): return numbers, text or tensors")
+
+
+def results_of(pickled: Sequence[bytes]) -> list[Any]:
+    """Return the results of all ranks, whose :class:`Outcome` has them pickled, in rank order.
+
+    Raises:
+        RankFailedError: a result cannot be unpickled in this process.
+    """
+    results = []
+    for rank, data in enumerate(pickled):
+        try:
+            results.append(loads(data))
+        except Exception as error:  # unpickling may call the user's code
+            reason = f"its result cannot be unpickled ({_in_one_line(error)}): return numbers, text or tensors"
+            raise RankFailedError(f"rank {rank} of {len(pickled)} failed: {reason}", rank) from error
+    return results
 
 
 def _failed(error: BaseException) -> Outcome:

@@ -22,7 +22,8 @@ from pyspark import BarrierTaskContext, InheritableThread, SparkContext, cloudpi
 from dualtrain.errors import RankFailedError, UserError
 from dualtrain.functions.children import GRACE_SECONDS, run_children
 from dualtrain.functions.local import rank_environment, refuse_other_backend
-from dualtrain.functions.payload import loads, pickled_call
+from dualtrain.functions.outcome import results_of
+from dualtrain.functions.payload import pickled_call
 from dualtrain.launchers import World, new_job, spawned
 from dualtrain.rendezvous.hosts import identity, listening_address
 from dualtrain.rendezvous.store import StoreServer, listen
@@ -99,7 +100,7 @@ def run(
         raise UserError(
             f"start_timeout or HOROVOD_SPARK_START_TIMEOUT is {timeout!r}, which is not a number: give seconds"
         ) from None
-    return [loads(result) for result in _Job(context, task, size).results(seconds)]
+    return results_of(_Job(context, task, size).results(seconds))
 
 
 @dataclass(frozen=True)

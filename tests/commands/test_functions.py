@@ -52,6 +52,7 @@ def test_importing_horovod_gives_dualtrain_hvd_and_ranks_share_a_world(monkeypat
         return hvd.__name__, hvd.rank(), hvd.allreduce(torch.ones(1) * scale * (hvd.rank() + 1), op=hvd.Sum).item()
 
     monkeypatch.setenv("HOROVOD_RANK", "7")  # must not reach the ranks
+    monkeypatch.setattr(sys, "path", [Path("no text"), *sys.path])
     assert run(total, (2,), nproc=2) == [("dualtrain.hvd", rank, 6.0) for rank in range(2)]
 
 
@@ -220,6 +221,11 @@ def test_a_rank_that_does_not_exit_after_its_result_is_ended(monkeypatch, caplog
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
     with pytest.raises(RankFailedError, match=r"^rank 0 of 1 failed: its result cannot be pickled \(TypeError: .*lock"):
         run(threading.Lock)
+
+
+def test_a_result_that_cannot_be_unpickled_is_an_error_of_its_rank():
+    with pytest.raises(RankFailedError, match=r"^rank 0 of 1 failed: its result cannot be unpickled \(TypeError: .*second"):
+        run(lambda: Odd("a", "b"))
 
 
 def test_no_process_of_a_failed_job_remains(tmp_path, monkeypatch):
