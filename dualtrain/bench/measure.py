@@ -168,7 +168,7 @@ class _Rounds:
             began = time.monotonic()
             try:
                 sample = column[number] = _sample(entry, self._plan.jobs, self._bounded(number), step_fraction)
-            except LaunchError as error:
+            except (LaunchError, OSError) as error:  # OSError: a full disk, for example
                 late = number > 0 and not self._pace.fits([name])
                 then = "left out" if last else "no time is left for another start" if late else "started again"
                 self._log(f"{entry.title}: failed, {then}: {error}")

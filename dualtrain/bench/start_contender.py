@@ -152,8 +152,18 @@ def _open_mpi() -> bool:
 
 
 def found_in(text: str) -> list[dict[str, Any]]:
-    """Return the results in a launcher's output. Launchers may write a prefix before each line of a rank."""
-    return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
+    """Return the results in a launcher's output. Launchers may write a prefix before each line of a rank.
+
+    Raises:
+        LaunchError: the launcher has mixed the lines of several ranks.
+    """
+    try:
+        found = [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
+    except ValueError:
+        found = []
+    if len(found) != text.count(MARK):
+        raise LaunchError("its output has incomplete lines: its launcher has mixed the lines of several ranks")
+    return found
 
 
 def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: LaunchSpec) -> str:

@@ -840,6 +840,9 @@ def test_a_node_that_cannot_mount_a_file_or_hangs_is_an_error(tmp_path, monkeypa
 def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
     said = f'[1]<stdout>:{MARK}{{"rank": 1}}\nnoise\n{MARK}{{"rank": 0}}\n'
     assert found_in(said) == [{"rank": 1}, {"rank": 0}]
+    for mixed in (f'{MARK}{{"rank": {MARK}{{"rank": 0}}\n1}}\n', f'{MARK}{{"rank"\n', f"{MARK}{{1}}\n"):
+        with pytest.raises(LaunchError, match="incomplete lines"):
+            found_in(mixed)
 
 
 def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
@@ -1028,13 +1031,14 @@ def test_a_contender_may_have_its_own_number_of_ranks(tmp_path, monkeypatch):
     assert started == [1, 2, 3]
 
 
-def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [LaunchError("no luck"), OSError("no luck")])
+def test_a_contender_that_fails_once_is_started_again(error, tmp_path, monkeypatch):
     line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
-    ends: list[object] = [LaunchError("no luck"), [line]]
+    ends: list[object] = [error, [line]]
 
     def run_entry(*_):
         end = ends.pop(0)
-        if isinstance(end, LaunchError):
+        if isinstance(end, Exception):
             raise end
         return end
 
