@@ -42,9 +42,9 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of the kill may be reaped first
-#: Statuses of a rank after a temporary error, such as a full disk, each with the job's status if no restart follows.
-TEMPORARY = {TRY_AGAIN: 2, NOT_SAVED: 1}
-#: The wait before the first restart after a temporary error, and the longest wait before a later restart. An attempt that
+#: Statuses of a rank after a transient error, such as a full disk, each with the job's status if no restart follows.
+TRANSIENT = {TRY_AGAIN: 2, NOT_SAVED: 1}
+#: The wait before the first restart after a transient error, and the longest wait before a later restart. An attempt that
 #: lasts longer than the longest wait is assumed to have made progress.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
 #: A second stop signal within this time is ignored: a sender that signals the process and then its process group reaches
@@ -64,13 +64,13 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     program again.
 
     Args:
-        body: a function at the top of a module; returns a process's exit status, or a key of ``TEMPORARY`` after an
+        body: a function at the top of a module; returns a process's exit status, or a key of ``TRANSIENT`` after an
             error that a restart may avoid, such as a full disk.
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often the job may be restarted after a rank has failed. A restart starts all ranks again. There is no
             restart after a rank's status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. Before a
-            restart after a temporary error, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The
+            restart after a transient error, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The
             waits begin at 1 s again after an attempt that has lasted longer than 30 s or has ended with another error.
 
     Returns:
@@ -89,7 +89,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         for restart in range(1, restarts + 2):
             job, began = _Job(inbox, save=save), time.monotonic()
             found = _run(job, body, arguments, nproc, name)
-            status = TEMPORARY.get(found, found)
+            status = TRANSIENT.get(found, found)
             if restart > restarts or not job.may_restart(found):
                 break
             wait = _next_wait(wait, found, time.monotonic() - began)
@@ -105,7 +105,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
 def _next_wait(last: float, status: int, seconds: float) -> float:
     """Return how long to wait before a restart. The attempt lasted ``seconds``; ``last`` is the previous wait."""
-    if status not in TEMPORARY:
+    if status not in TRANSIENT:
         return 0.0
     if seconds > LONGEST_WAIT_SECONDS:
         return FIRST_WAIT_SECONDS

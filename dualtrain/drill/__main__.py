@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 show_progress(line)
 
-        progress(f"drill of {given.nproc} ranks under {'horovodrun' if horovod else 'torchrun'}, in {folder}")
+        ranks = f"{given.nproc} rank{'s' * (given.nproc != 1)}"
+        progress(f"drill of {ranks} under {'horovodrun' if horovod else 'torchrun'}, in {folder}")
         drill = Exercise(folder, flags, given.nproc, horovod=horovod, seed=given.seed, limit=given.limit, progress=progress)
         with ending_by_signals("the drill's job is ended, and nothing was compared"):
             report = drill.run(given.faults)

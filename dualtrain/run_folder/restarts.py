@@ -24,8 +24,8 @@ from dualtrain.run_folder.attempts import Attempt, Death, Event, append_events, 
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # this many consecutive deaths after the same step forbid a restart, without those by a transient error
-ALL_DEATHS = 30  # the limit for all of these deaths; a full disk, for example, is a transient error
+DEATHS = 3  # this many deaths in a row after the same step forbid a restart; deaths by transient errors do not count
+ALL_DEATHS = 30  # the same limit, if deaths by transient errors (a full disk, for example) count too
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 

@@ -16,7 +16,7 @@ import pytest
 
 from dualtrain import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN
-from dualtrain.spawn import TEMPORARY, _next_wait, spawn
+from dualtrain.spawn import TRANSIENT, _next_wait, spawn
 from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
 
@@ -122,7 +122,7 @@ def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
         (IGNORE_SIGTERM + "if rank == 1: return 5", 5, ""),
         ("if rank == 1: return 1\nif rank == 0: time.sleep(0.1)\nreturn 75", 2, ""),
     ],
-    ids=["refuses", "is killed", "fails beside a rank that ignores SIGTERM", "has a temporary error beside a rank with 1"],
+    ids=["refuses", "is killed", "fails beside a rank that ignores SIGTERM", "has a transient error beside a rank with 1"],
 )
 def test_the_first_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
     job = start(f"{body}\n{WAIT}", settings=QUICK)
@@ -327,8 +327,8 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplo
     said = [line for line in caplog.messages if "restart" in line]
     wait, lines = 0.0, []
     for number, code in enumerate(statuses[:-1], 1):
-        wait = (2 * wait or 0.01) if code in TEMPORARY else 0.0
-        status, when = TEMPORARY.get(code, code), f" in {wait:g} s" if wait else ""
+        wait = (2 * wait or 0.01) if code in TRANSIENT else 0.0
+        status, when = TRANSIENT.get(code, code), f" in {wait:g} s" if wait else ""
         lines.append(f"the job has ended with status {status}: restart {number} of {restarts}{when}")
     assert said == lines
 

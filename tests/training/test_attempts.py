@@ -295,7 +295,7 @@ def test_only_deaths_in_training_after_the_same_step_count_towards_the_limit(dea
 
 
 @pytest.mark.parametrize("error", [UserError("the disk hangs", transient=True), NotSavedError("the disk is full")])
-def test_a_run_that_died_three_times_by_a_temporary_error_after_the_same_step_is_restarted(tmp_path, error):
+def test_a_run_that_died_three_times_by_a_transient_error_after_the_same_step_is_restarted(tmp_path, error):
     for _ in range(3):
         end_with(tmp_path, error, 2)
     assert auto(tmp_path)["steps"] == 4
