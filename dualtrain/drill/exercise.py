@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualtrain.drill.faults import FAULTS, FULL_DISK, Fault
+from dualtrain.drill.faults import FAULTS, FULL_DISK, STOP_RANK, Fault
 from dualtrain.drill.job import Job
 from dualtrain.drill.small_disk import SmallDisk
 from dualtrain.errors import UserError
@@ -111,11 +111,18 @@ class Exercise:
         )
         disk = self._small_disk(faults)
         try:
-            self._disturb(faults, steps, FAULTS if disk is None else (*FAULTS, FULL_DISK))
+            self._disturb(faults, steps, [*self._kinds(), *([] if disk is None else [FULL_DISK])])
         finally:
             if disk is not None:
                 self._keep(disk)
         return self.report
+
+    def _kinds(self) -> list[Fault]:
+        """Return the faults that need no file system of their own."""
+        if self._nproc > 1:
+            return list(FAULTS)
+        self._progress(f"without the fault {STOP_RANK.name!r}: only another rank would detect it, and the job has one rank")
+        return [fault for fault in FAULTS if fault is not STOP_RANK]
 
     def _keep(self, disk: SmallDisk) -> None:
         try:

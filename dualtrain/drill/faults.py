@@ -101,6 +101,7 @@ def _full(job: Job, choice: random.Random) -> str:
 
 
 KILL_RANK = Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL))
+STOP_RANK = Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP))  # is detected by the other ranks
 FAULTS = (
     KILL_RANK,
     Fault("SIGKILL of all ranks", _all_ranks(signal.SIGKILL)),
@@ -109,7 +110,7 @@ FAULTS = (
     Fault("SIGTERM of all ranks", _all_ranks(signal.SIGTERM)),
     Fault("SIGKILL of rank 0 during a save", _in_checkpoint),
     Fault("newest checkpoint damaged", _damaged),
-    Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP)),
+    STOP_RANK,
 )
 #: This fault needs a run with its own small file system.
 FULL_DISK = Fault("file system full", _full)

@@ -64,6 +64,17 @@ def test_a_plan_is_decided_by_the_seed_and_has_every_kind_of_fault(tmp_path):
     assert all(0 <= step < 99 for step in steps)
 
 
+def test_a_job_of_one_rank_gets_no_fault_that_only_another_rank_would_detect(tmp_path):
+    said: list[str] = []
+    one = Exercise(tmp_path, [], 1, horovod=False, seed=0, limit=5.0, progress=said.append)
+    missing = {fault.name for fault in FAULTS} - {fault.name for fault in one._kinds()}
+    assert missing == {"SIGSTOP of a rank"}
+    assert said == [
+        "without the fault 'SIGSTOP of a rank': only another rank would detect it, and the job has one rank",
+    ]
+    assert exercise(tmp_path)._kinds() == list(FAULTS)
+
+
 SUMMARY = {"weights_sha256": "a" * 64, "steps": 7, "val_loss": 0.5, "best": {"step": 3}}
 
 
