@@ -100,10 +100,9 @@ def _full(job: Job, choice: random.Random) -> str:
     return f"rank {rank}, {'after a write failed' if failed else 'no write failed meanwhile'}"
 
 
-KILL_RANK = Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL))
 STOP_RANK = Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP))  # is detected by the other ranks
 FAULTS = (
-    KILL_RANK,
+    Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL)),
     Fault("SIGKILL of all ranks", _all_ranks(signal.SIGKILL)),
     Fault("SIGKILL of the launcher", _launcher),
     Fault("SIGTERM of a rank", _one_rank(signal.SIGTERM)),
