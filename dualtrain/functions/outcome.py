@@ -84,7 +84,8 @@ def _failed(error: BaseException) -> Outcome:
 
 
 def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}".strip()
+    name, text = type(error).__name__, one_line(error)
+    return f"{name}: {text}" if text else name
 
 
 def _without_own_frames(error: BaseException) -> BaseException:

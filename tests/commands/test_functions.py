@@ -17,6 +17,7 @@ import pytest
 import dualtrain
 from dualtrain import BackendError, RankFailedError, UserError
 from dualtrain.functions import children, horovod_run, run
+from dualtrain.functions.outcome import outcome_of
 from dualtrain.functions.payload import dumps, pickled_call
 from dualtrain.launchers import detect_world
 from tests.forked import ROOT, holds
@@ -152,6 +153,10 @@ def test_every_kind_of_exception_is_reported(error, said):
     with pytest.raises(RankFailedError) as seen:
         run(broken)
     assert str(seen.value).partition("\n")[0] == f"rank 0 of 1 failed: {said}"
+
+
+def test_an_exception_without_a_message_is_reported_without_a_colon():
+    assert outcome_of(sys.exit).reason == "SystemExit"
 
 
 def test_the_rank_that_caused_a_failure_is_named_and_not_one_whose_collective_failed():
