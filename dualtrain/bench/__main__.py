@@ -207,7 +207,9 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[st
         "answer": answer(results, rows),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **dataclasses.asdict(results)}
+    fields = dataclasses.asdict(dataclasses.replace(results, interrupted=None))
+    del fields["interrupted"]
+    plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **fields}
     # Write the JSON file first, so that the results are not lost if a chart fails.
     write_whole(folder / "bench.json", json.dumps(plain, indent=1).encode())
     contents = {"bench.html": page(results, rows, machine, targets=targets)}
@@ -243,6 +245,8 @@ def _run(given: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
             spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
             results = _measure(given, jobs, names, spec)
+        if results.interrupted is not None and not any(map(results.count, results.samples)):
+            raise results.interrupted
         return _conclude(folder, results, _machine(spec, results, began), targets=given.targets)
 
 
@@ -269,6 +273,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
 
 
 def _conclude(folder: Path, results: Results, machine: dict[str, str], *, targets: bool) -> int:
+    """Write the results to ``folder`` and print them; return the exit status. If they are incomplete, raise the reason."""
     from dualtrain.bench.table import text
 
     rows = rows_of(results)
@@ -281,6 +286,8 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
         ) from error
     finally:  # a measurement of 20 minutes must not be lost
         show(text(results, rows, machine, targets=targets))
+    if results.interrupted is not None:
+        raise results.interrupted
     if not targets:
         return 0
     judged = [row for row in rows if row.target is not None]

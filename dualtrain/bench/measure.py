@@ -64,12 +64,14 @@ class Results:
         missing: for each contender that was left out, the reason.
         failures: for each contender, the messages of its failed starts, even if the second start in the round succeeded.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
+        interrupted: the exception that ended the measurement early: KeyboardInterrupt, or SystemExit after SIGTERM.
     """
 
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
     step_fractions: list[float] = field(default_factory=list)
+    interrupted: BaseException | None = None
 
     @property
     def rounds(self) -> int:
@@ -117,51 +119,58 @@ class Plan:
 
 
 def measure(plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> Results:
-    """Run the rounds; ``log`` gets a line per start. A contender that fails twice in a round is left out after that."""
-    return _Rounds(plan, spec, log).run()
+    """Run the rounds; ``log`` gets a line per start. A contender that fails twice in a round is left out after that.
+
+    After Ctrl-C or SIGTERM, return the results so far, with the exception as ``interrupted``.
+    """
+    rounds = _Rounds(plan, spec, log)
+    try:
+        rounds.run()
+    except (KeyboardInterrupt, SystemExit) as error:
+        rounds.results.interrupted = error
+    return rounds.results
 
 
 class _Rounds:
     def __init__(self, plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> None:
         self._plan, self._spec, self._log = plan, spec, log
         self._entries = list(plan.entries)
-        self._results = Results()
+        self.results = Results()
         self._pace = Pace(plan.rounds, plan.seconds, plan.most)
 
-    def run(self) -> Results:
+    def run(self) -> None:
         for number in range(self._plan.rounds):
             if number and not self._pace.fits(self._available()):
                 limit = f"within {self._plan.seconds / 60:g} minutes"
                 self._log(f"{number} of {self._plan.rounds} rounds were run: another round would not end {limit}")
                 break
-            self._results.step_fractions.append(self._pace.step_fraction)
+            self.results.step_fractions.append(self._pace.step_fraction)
             if not self._round(number):
                 break
             self._pace.end_round(self._available())
-        return self._results
 
     def _available(self) -> list[str]:
-        return [name for name in self._entries if name not in self._results.missing]
+        return [name for name in self._entries if name not in self.results.missing]
 
     def _round(self, number: int) -> bool:
         """Run one round. Return whether there was time for all its contenders."""
         order = self._entries[:] if number % 2 == 0 else self._entries[::-1]
         for name in order:
-            if name in self._results.missing:
+            if name in self.results.missing:
                 continue
             if number and not self._pace.fits([name]):
                 self._log(f"round {number + 1} of {self._plan.rounds} ends: no time is left for {ENTRIES[name].title!r}")
                 return False
             self._run_one(name, number)
             fallback = self._plan.fallbacks.get(name, name)
-            if name in self._results.missing and fallback not in self._entries:
+            if name in self.results.missing and fallback not in self._entries:
                 # The fallback takes this contender's place, beside those that it is compared with, in this round too.
                 for names in (self._entries, order):
                     names.insert(names.index(name) + 1, fallback)
         return True
 
     def _run_one(self, name: str, number: int) -> None:
-        entry, results, step_fraction = ENTRIES[name], self._results, self._pace.step_fraction
+        entry, results, step_fraction = ENTRIES[name], self.results, self._pace.step_fraction
         column = results.samples.setdefault(name, [])
         column += [None] * (number + 1 - len(column))
         for last in (False, True):

@@ -247,6 +247,26 @@ def test_main_returns_1_if_requested_targets_are_missed(tmp_path, monkeypatch):
     assert [main([*flags, *more]) for more in ([], ["--targets"])] == [0, 1]
 
 
+def test_an_interrupted_benchmark_writes_the_results_of_the_starts_that_have_ended(tmp_path, monkeypatch, capsys):
+    starts = []
+
+    def run_entry(entry, *_):
+        starts.append(entry.title)
+        if len(starts) in (1, 4):
+            raise KeyboardInterrupt
+        return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
+
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    flags = ["--out", str(tmp_path / "out"), "--contenders", f"shm,{TUNED}", "--jobs", "tiny"]
+    assert main(flags) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert main(flags) == 130
+    assert "1.00 to 1.00" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert found["samples"].keys() == {"shm", TUNED}
+    assert "interrupted" not in found
+
+
 def test_equal_contenders_have_a_ratio_of_one():
     rows = rows_of(results(ddp_tuned=0.1, ddp_tuned_again=0.1))
     assert row(rows, "ddp-tuned-again", TUNED).found.value == 1.0
