@@ -45,7 +45,7 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
     import torch
 
     read = _reader(config)
-    model = _load(weights, str(config.get("model")), task)
+    model = _load(weights, config, task)
     titles = task.get("class_names")
     names = dict(enumerate(titles if isinstance(titles, list) else ()))
     answers = []
@@ -93,7 +93,8 @@ def _read_json(path: Path, fact: str) -> dict[str, Any]:
     return value
 
 
-def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
+def _load(weights: Path, config: dict[str, Any], task: dict[str, Any]) -> nn.Module:
+    """Build the run's model in evaluation mode, with the weights of a file."""
     from dualtrain.models import build
     from dualtrain.models.weights import differences, read_safetensors
 
@@ -102,7 +103,8 @@ def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{str(weights)!r} cannot be read ({reason}): copy it again") from error
-    model = build(name, tuple(task["shape"]), task["classes"])
+    name, pretrained = str(config.get("model")), config.get("pretrained") is True
+    model = build(name, tuple(task["shape"]), task["classes"], pretrained=pretrained, loaded=False)
     wrong = differences(model.state_dict(), state)
     if wrong:
         raise UserError(

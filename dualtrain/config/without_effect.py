@@ -12,6 +12,8 @@ from dualtrain.config.sections import SETTINGS
 Settings = Mapping[str, Any]
 
 _IMAGES = ("image_size", "resize", "pad", "normalize")
+#: Models of torchvision that, with --pretrained, also convert their inputs.
+_CONVERT_INPUTS = ("googlenet", "inception_v3")
 _IN_MEMORY = ("digits", "mnist", "fashion-mnist", "cifar10")
 
 
@@ -42,7 +44,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
         lambda s: s["dataset"] == "imagefolder" or _own(s["dataset"]),
         "--dataset {dataset} is in memory, and needs no processes that read it",
     ),
-    (("pretrained",), lambda s: s["weights"] is None, "--weights replaces all weights"),
+    (
+        ("pretrained",),
+        lambda s: s["weights"] is None or s["model"] in _CONVERT_INPUTS,
+        "--weights replaces all weights",
+    ),
     (("lr_batch",), lambda s: s["lr_scale"] != "none", "--lr-scale none scales nothing"),
     (("lr_step",), lambda s: s["schedule"] == "step", "it is for --schedule step"),
     (("lr_milestones",), lambda s: s["schedule"] == "multistep", "it is for --schedule multistep"),

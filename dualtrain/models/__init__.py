@@ -26,6 +26,7 @@ def build(
     classes: int,
     *,
     pretrained: bool = False,
+    loaded: bool = True,
     freeze_backbone: bool = False,
     weights: str | None = None,
 ) -> nn.Module:
@@ -37,13 +38,14 @@ def build(
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
         pretrained: start from torchvision's weights, except for a head of a different size. Missing weights are downloaded.
+        loaded: whether ``pretrained`` loads these weights. If not, the model only treats its inputs as they require.
         freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 
     Raises:
         UserError: the name is unknown, the model does not take inputs of this shape, or weights are missing or do not fit.
     """
-    model = _build(name, shape, classes, pretrained)
+    model = _build(name, shape, classes, pretrained, loaded)
     if weights is not None:
         load_weights(model, weights)
     if freeze_backbone:
@@ -51,7 +53,7 @@ def build(
     return model
 
 
-def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module:
+def _build(name: str, shape: Shape, classes: int, pretrained: bool, loaded: bool) -> nn.Module:
     if pretrained and (":" in name or name in _IMAGES or name in _TEXTS):
         raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave --pretrained out")
     if ":" in name:
@@ -68,7 +70,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module
             f"--model {name!r} is not known: choose one of {own}, a classification model of torchvision "
             "(resnet18, …), or pkg.mod:build"
         )
-    return classifiers.classifier(name, _three(name, shape), classes, pretrained)
+    return classifiers.classifier(name, _three(name, shape), classes, pretrained, loaded=loaded)
 
 
 def _freeze(model: nn.Module, name: str) -> None:

@@ -25,10 +25,11 @@ def names() -> list[str]:
     return found
 
 
-def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool) -> nn.Module:
+def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool, *, loaded: bool = True) -> nn.Module:
     """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
-    With ``pretrained``, all layers start from torchvision's weights, except a head of a different size.
+    With ``pretrained``, all layers start from torchvision's weights, except a head of a different size. If ``loaded`` is
+    false, these weights are left out: the caller loads weights of the whole model.
 
     Raises:
         UserError: the weights cannot be downloaded, are damaged, or do not fit.
@@ -37,10 +38,11 @@ def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained:
     if "vit" in name and "max" not in name:
         options["image_size"] = shape[1]
     model: nn.Module = torchvision().models.get_model(name, weights=None, num_classes=classes, **options)
-    if pretrained:
+    if pretrained and loaded:
         _load_published(model, name)
-        if hasattr(model, "transform_input"):
-            model.transform_input = shape[0] == 3  # type: ignore[assignment]
+    if pretrained and hasattr(model, "transform_input"):
+        # The published weights of GoogLeNet and Inception v3 need inputs in [-1, 1]; forward() converts normalized images.
+        model.transform_input = shape[0] == 3  # type: ignore[assignment]
     if shape[0] != 3:
         _replace_first_convolution(model, shape[0], keep=pretrained)
     return model

@@ -159,6 +159,17 @@ def other() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 
 
+def test_a_pretrained_model_converts_its_inputs_as_in_training_and_downloads_nothing(tmp_path, monkeypatch):
+    """With ``--pretrained``, GoogLeNet converts its inputs from ImageNet's statistics to the range of its weights."""
+    monkeypatch.setattr(torch.hub, "download_url_to_file", None)
+    task = {"shape": [3, 32, 32], "classes": 2}
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(build("googlenet", (3, 32, 32), 2).state_dict(), file)
+    for pretrained in (True, False):
+        loaded = module._load(file, {"model": "googlenet", "pretrained": pretrained}, task)
+        assert loaded.transform_input is pretrained
+
+
 def test_the_predict_command_expands_a_folder_to_the_images_below_it(trained, digits, tmp_path, capsys):
     (tmp_path / "more").mkdir()
     for number, name in enumerate(("b.png", "more/c.PNG", "a.png")):
