@@ -15,11 +15,18 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import is_lazy
 
 from dualtrain.errors import UserError
-from dualtrain.files import open_regular, readable_path
-from dualtrain.state import is_extra_state
+from dualtrain.files import open_regular, or_nothing, parse_json, readable_path
+from dualtrain.state import is_extra_state, weights_sha256
 from dualtrain.torchvision_shim import torchvision
 
+#: Entry of a safetensors file's header in which a run records ``step`` and ``weights_sha256``, as JSON. Two entries would be
+#: in random order, so that equal weights would not give equal files.
+RECORD = "dualtrain"
 SHOWN = 3  # names listed in an error message, so that it stays one line
+
+
+class DamagedWeightsError(ValueError):
+    """The tensors of a file do not have the hash in the file's header."""
 
 
 def load_weights(model: nn.Module, file: str) -> None:
@@ -56,6 +63,8 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
     except OSError as error:
         reason = error.strerror or "No such file or directory"
         raise UserError(f"--weights {file!r} cannot be read ({reason}): give a file that exists on every host") from error
+    except DamagedWeightsError as error:
+        raise UserError(f"--weights {file!r} is damaged ({error}): copy the file again, or give another one") from error
     except ValueError as error:
         raise UserError(f"--weights {file!r} is damaged or holds more than weights: {advice}") from error
     if Path(file).suffix == ".safetensors" and _is_checkpoint(file):
@@ -77,18 +86,37 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
 
 
 def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
-    """Read the names and tensors of a safetensors file. Raises OSError, or ValueError if it is damaged."""
+    """Read the names and tensors of a safetensors file. If its header has their hash, verify it.
+
+    Raises OSError, or ValueError if the file is damaged.
+    """
     with readable_path(file) as path:
         try:
-            return safetensors.torch.load_file(path)
+            tensors, wanted = safetensors.torch.load_file(path), record_in(path).get("weights_sha256")
         except Exception as error:  # a damaged file can make load_file raise almost any exception
             raise ValueError(str(error)) from error
+    if wanted is not None and wanted != weights_sha256(tensors):
+        raise DamagedWeightsError("its content does not match its hash")
+    return tensors
+
+
+def record_in(path: str) -> dict[str, Any]:
+    """Return the ``RECORD`` of a safetensors file; an empty dict if it has none. Raises errors of many types."""
+    header = _header(path)
+    if RECORD in header:
+        return or_nothing(lambda: parse_json(header[RECORD]))
+    return or_nothing(lambda: {"step": int(header.get("step", ""))})  # the only entry that versions up to 0.2.0 wrote
+
+
+def _header(path: str) -> dict[str, str]:
+    with safetensors.safe_open(path, framework="pt") as content:
+        return content.metadata() or {}
 
 
 def _is_checkpoint(file: str) -> bool:
     """Return whether a readable safetensors file has the header of a run's checkpoint (``run_folder/checkpoint.py``)."""
-    with readable_path(file) as path, safetensors.safe_open(path, framework="pt") as content:
-        return {"structure", "sha256"} <= (content.metadata() or {}).keys()
+    with readable_path(file) as path:
+        return {"structure", "sha256"} <= _header(path).keys()
 
 
 def read_pickled(file: str | Path) -> Any:

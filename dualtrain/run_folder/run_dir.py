@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 
@@ -35,8 +34,10 @@ from dualtrain.files import (
     write_json,
     write_whole,
 )
+from dualtrain.models.weights import RECORD, read_safetensors, record_in
 from dualtrain.run_folder.checkpoint import BEST
 from dualtrain.run_folder.folder_lock import FolderLock, refuse, user_of
+from dualtrain.state import weights_sha256
 
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS = "model-best.safetensors"
@@ -176,17 +177,33 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int, lock: FolderLock) -> None:
-    """Write a model's weights and their step as safetensors, into ``lock``'s folder. Raises OSError, SupersededError."""
-    write_whole(path, safetensors.torch.save(weights, metadata={"step": str(step)}), lock.check)
+    """Write a model's weights as safetensors, with their step and hash, into ``lock``'s folder.
+
+    Raises OSError, SupersededError.
+    """
+    record = json.dumps({"step": step, "weights_sha256": weights_sha256(weights)})
+    write_whole(path, safetensors.torch.save(weights, metadata={RECORD: record}), lock.check)
 
 
 def step_of(path: Path) -> int | None:
     """Read the step from a file that :func:`write_weights` has written; ``None`` if the file or its step is missing."""
     try:
-        with readable_path(path) as file, safetensors.safe_open(file, framework="pt") as content:
-            return int((content.metadata() or {})["step"])
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError):
+        with readable_path(path) as file:
+            step = record_in(file).get("step")
+    except Exception:  # safetensors raises errors of many types for bad bytes
         return None
+    return step if type(step) is int else None
+
+
+def has_weights(path: Path, step: int) -> bool:
+    """Return whether a file holds the weights of ``step``, undamaged. Reads the whole file."""
+    if step_of(path) != step:
+        return False
+    try:
+        read_safetensors(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class MetricsFile:

@@ -16,7 +16,7 @@ from dualtrain.files import link_whole, or_nothing, read_json, remove_temporary
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
-from dualtrain.run_folder.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
+from dualtrain.run_folder.run_dir import BEST_WEIGHTS, WEIGHTS, has_weights, step_of, write_weights
 from dualtrain.trainer.same_run import changed_samples
 from dualtrain.trainer.trainer import Trainer
 from dualtrain.training.cursor import Cursor
@@ -283,9 +283,9 @@ def restore_best(
 
 
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
-    """Return whether there is a checkpoint of ``step``, and its trainer state if the weights have no file yet."""
-    best = folder / "checkpoints" / checkpoint.BEST
-    if checkpoint.step_in(best) == step and step_of(folder / BEST_WEIGHTS) == step:
+    """Return whether there is a checkpoint of ``step``, and its trainer state if the weights have no good file."""
+    best, written = folder / "checkpoints" / checkpoint.BEST, has_weights(folder / BEST_WEIGHTS, step)
+    if checkpoint.step_in(best) == step and written:
         return True, None
     found = checkpoint.find_step([best.parent, *([other] if other else [])], step)
     if found is None:
@@ -294,4 +294,4 @@ def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) ->
     if path != best:
         lock.check()
         link_whole(path, best)
-    return True, tree["trainer"] if step_of(folder / BEST_WEIGHTS) != step else None
+    return True, None if written else tree["trainer"]

@@ -27,7 +27,7 @@ from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.restarts import check_restart
-from dualtrain.run_folder.run_dir import enter, step_of
+from dualtrain.run_folder.run_dir import enter, has_weights
 from dualtrain.training.results import PLANNED, done_line
 from dualtrain.training.resume import (
     adopted,
@@ -184,7 +184,7 @@ def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, 
         summary.get("planned") == {name: settings[name] for name in PLANNED}
         and summary.get("global_batch") == step.global_batch(settings["virtual_ranks"] or size)
         and {"steps", "val_accuracy", "samples_per_second", "weights_sha256"} <= summary.keys()
-        and step_of(folder / "model.safetensors") == summary["steps"]
+        and has_weights(folder / "model.safetensors", summary["steps"])
     )
 
 

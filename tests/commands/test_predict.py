@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.data import Batch, load_data
 from dualtrain.data.digits import read_digits
+from dualtrain.errors import UserError
 from dualtrain.models import build
 from dualtrain.predict import main, predict
 
@@ -139,6 +141,18 @@ def test_the_best_weights_are_used_on_request(run, digits, capsys):
     (run / "model.safetensors").unlink()
     assert main([str(run), digits[0]]) == 2
     assert "give --best to use model-best.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "flags"), [("model", []), ("model-best", ["--best"])])
+def test_weights_with_a_changed_bit_are_refused(run, digits, capsys, name, flags):
+    file = run / f"{name}.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert main([str(run), digits[0], *flags]) == 2
+    reason = "(its content does not match its hash): copy"
+    assert capsys.readouterr().err.startswith(f"dualtrain: error: {str(file)!r} cannot be read {reason} it again")
+    with pytest.raises(UserError, match=re.escape(f"--weights {str(file)!r} is damaged {reason} the file again")):
+        build("convnet", (1, 8, 8), 10, weights=str(file))
 
 
 def change(path: Path, **values: object) -> None:

@@ -155,8 +155,8 @@ def test_weights_of_a_file_are_loaded(tmp_path, suffix, wrap):
         state = {f"module.{name}": tensor for name, tensor in state.items()}
     elif wrap:
         state = {wrap: state, "epoch": 3}
-    if suffix == "safetensors":  # another program's metadata, with a key that a run's checkpoint has too
-        safetensors.torch.save_file(state, file, {"structure": "convnet"})
+    if suffix == "safetensors":  # another program's metadata, with keys that the files of a run have too
+        safetensors.torch.save_file(state, file, {"structure": "convnet", "step": "last", "dualtrain": "no"})
     else:
         torch.save(state, file)
     torch.manual_seed(1)

@@ -215,11 +215,14 @@ def test_settings_are_compared_with_the_checkpoint_if_there_is_no_config_file(tm
         auto(tmp_path, 1, "--seed", "1")
 
 
-@pytest.mark.parametrize("missing", ["summary.json", "model.safetensors"])
-def test_missing_result_files_of_an_ended_run_are_written_without_training(tmp_path, monkeypatch, missing):
+@pytest.mark.parametrize("missing", ["summary.json", "model.safetensors", "a bit of model.safetensors"])
+def test_missing_or_damaged_result_files_of_an_ended_run_are_written_without_training(tmp_path, monkeypatch, missing):
     whole = alone(tmp_path, 1)
     before = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / missing).unlink()
+    if (tmp_path / missing).exists():
+        (tmp_path / missing).unlink()
+    else:
+        (tmp_path / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     trained = steps_trained(monkeypatch)
     assert auto(tmp_path, 1)["weights_sha256"] == whole["weights_sha256"]
     assert not trained
