@@ -19,8 +19,8 @@ from dualtrain.files import open_regular, or_nothing, parse_json, readable_path
 from dualtrain.state import is_extra_state, weights_sha256
 from dualtrain.torchvision_shim import torchvision
 
-#: Entry of a safetensors file's header in which a run records ``step`` and ``weights_sha256``, as JSON. Two entries would be
-#: in random order, so that equal weights would not give equal files.
+#: Entry of a safetensors file's header in which a run records ``step`` and ``weights_sha256``, as JSON. It is one entry,
+#: because safetensors writes several entries in random order, and equal weights must give equal files.
 RECORD = "dualtrain"
 SHOWN = 3  # names listed in an error message, so that it stays one line
 

@@ -28,7 +28,7 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
-from dualtrain.files import absolute
+from dualtrain.files import absolute, cure_of
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.attempts import Attempt, recoveries_in
@@ -61,7 +61,7 @@ from dualtrain.training.optimizers import make_optimizer, make_schedule, restore
 from dualtrain.training.origin import origin_of
 from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
-from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
+from dualtrain.training.results import done_line, summarize, way_to_continue, weights_of, write_results, write_task
 from dualtrain.training.resume import (
     adopted,
     compare_batches_and_data,
@@ -384,23 +384,23 @@ class Run:
         stops = [number for number in received if number != signal.SIGUSR1]
         if stops:
             self.writer.wait()
-            failed = on_rank_zero(self.backend, "checkpoint", self._failed_write)
-            path = checkpoint.path_of(self.folder / "checkpoints", cursor.step)
-            saved = f"its checkpoint could not be written ({failed})" if failed else f"saved in {path}"
-            raise StoppedError(
-                f"{signal.Signals(stops[0]).name} ended the run after step {cursor.step} of {self.total_steps}, {saved}; "
-                f"continue with {self.config.output.again(self.folder)}",
-                stops[0],
-            )
+            saved = on_rank_zero(self.backend, "checkpoint", self._describe_save)
+            name = signal.Signals(stops[0]).name
+            raise StoppedError(f"{name} ended the run after step {cursor.step} of {self.total_steps}, {saved}", stops[0])
 
-    def _failed_write(self) -> str:
-        """Return why the last checkpoint could not be written; "" if it was written. On rank 0 alone.
+    def _describe_save(self) -> str:
+        """Describe where the last checkpoint was saved, or why it was not, and how to continue the run. On rank 0 alone.
 
         Raises:
             SupersededError: another process uses the run's folder now.
         """
         self.lock.check()
-        return str(self.writer.failed or "")
+        output, folder, failed = self.config.output, self.folder, self.writer.failed
+        if failed is None:
+            path = checkpoint.path_of(folder / "checkpoints", self.cursor.step)
+            return f"saved in {path}; continue with {output.again(folder)}"
+        cure = f"{cure_of(failed)}, then {way_to_continue(output, folder)}"
+        return f"and its checkpoint could not be written ({failed.strerror or failed}): {cure}"
 
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
@@ -492,8 +492,7 @@ class Run:
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries
         summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), self.origin, **more)
-        again = self.config.output.again(self.folder)
-        write_results(self.trainer, self.folder, weights, summary, self.writer.unwritten, self.lock, again)
+        write_results(self.trainer, self.folder, weights, summary, self.writer.unwritten, self.lock, self.config.output)
         if self.backend.rank == 0:
             self.attempt.end()
         self.records.print(done_line(summary, self.folder))

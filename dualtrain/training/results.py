@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dualtrain.config import OutputSection
 from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
 from dualtrain.files import cure_of, write_json
 from dualtrain.on_ranks import on_rank_zero
+from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import write_weights
 from dualtrain.state import weights_sha256
@@ -89,7 +92,7 @@ def write_results(
     summary: dict[str, Any],
     unwritten: Callable[[], dict[str, OSError]],
     lock: FolderLock,
-    again: str,
+    output: OutputSection,
 ) -> None:
     """Write the model and the summary, on rank 0. Collective.
 
@@ -100,19 +103,34 @@ def write_results(
         summary: the run's summary.
         unwritten: returns what the last checkpoint's write could not write, and why; called on rank 0.
         lock: the folder's lock.
-        again: how to continue the run, for messages.
+        output: the run's output section.
 
     Raises:
         UserError: on every rank, if another process uses the folder now; nothing more is written.
         NotSavedError: on every rank, if the model, the summary, the last checkpoint or the best evaluation's files could
             not be written.
     """
-    problems, cure = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, unwritten(), lock))
+
+    def write() -> tuple[list[str], str]:
+        problems, cure = _write(folder, weights, summary, unwritten(), lock)
+        return problems, f"{cure}, then {way_to_continue(output, folder)}" if problems else ""
+
+    problems, cure = on_rank_zero(trainer.backend, "summary", write)
     if problems:
         raise NotSavedError(
-            f"the training ended after step {summary['steps']}, and {', '.join(problems)} could not be written "
-            f"in {folder}: {cure}, then continue from the last saved checkpoint with {again}"
+            f"the training ended after step {summary['steps']}, and {', '.join(problems)} could not be written in "
+            f"{folder}: {cure}"
         )
+
+
+def way_to_continue(output: OutputSection, folder: Path) -> str:
+    """Describe how to continue the run in ``folder`` if its last checkpoint could not be written."""
+    saved = True
+    with suppress(OSError):  # if the folder cannot be read now, it may contain checkpoints
+        saved = bool(checkpoint.with_best(folder / "checkpoints"))
+    if saved:
+        return f"continue from the last saved checkpoint with {output.again(folder)}"
+    return "start again with the same command, since no checkpoint was saved"
 
 
 def _write(

@@ -150,13 +150,34 @@ class FullDisk:
 def test_training_continues_on_a_full_disk_and_the_run_then_ends_with_an_error(tmp_path, monkeypatch, caplog):
     reference = train(tmp_path / "whole", 2)
     FullDisk(monkeypatch, ".safetensors")
-    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
+    said = r"last checkpoint .*model.safetensors \(No space left on device\).*free space .*, then start again with the same"
+    with pytest.raises(NotSavedError, match=said):
         train(tmp_path / "run", 2)
     assert caplog.text.count("could not be written (No space left on device): training continues") == 2
     assert not list((tmp_path / "run").rglob("*.tmp"))
     assert not (tmp_path / "run" / "summary.json").exists()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["val_loss"] == reference["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("full", "then"), [("step", "start again with the same command"), ("step-00000003", "continue fr")]
+)
+def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, monkeypatch, full, then):
+    step = loop.Run._step
+
+    def signalled(run: loop.Run) -> list[float]:
+        if run.cursor.step == 2:  # an epoch has 2 steps, and a checkpoint at its end
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run)
+
+    monkeypatch.setattr(loop.Run, "_step", signalled)
+    FullDisk(monkeypatch, full)
+    reason = (
+        r"and its checkpoint could not be written \(No space left on device\): free space on the disk of the run folder"
+    )
+    with pytest.raises(StoppedError, match=f"SIGTERM ended the run after step 3 of 4, {reason}, then {then}"):
+        train(tmp_path, 2)
 
 
 def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path, monkeypatch, capsys):
