@@ -206,7 +206,9 @@ def _device(device: str | torch.device) -> torch.device:
             raise UserError(f"device {wanted!r} does not exist: torch sees {count} GPUs on this host; choose auto or cpu")
     elif found.type != "cpu":
         raise UserError(f"device {wanted!r} is not supported: choose auto, cpu, cuda or cuda:N")
-    return found
+    elif found.index:
+        raise UserError(f"device {wanted!r} does not exist, since all cores are one device: choose cpu")
+    return found if found.type == "cuda" else torch.device("cpu")  # cpu:0 is the same device, but compares as unequal
 
 
 def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None:

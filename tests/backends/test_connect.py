@@ -79,14 +79,16 @@ def test_an_unsupported_device_is_refused(device):
         connect("local", device=device)
 
 
-def test_a_gpu_that_does_not_exist_is_refused():
+def test_a_device_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="device 'cpu:3' does not exist, since all cores are one device: choose cpu"):
+        connect("local", device="cpu:3")
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(UserError, match=f"device '{missing}' does not exist: torch sees {torch.cuda.device_count()} GPUs"):
         connect("local", device=missing)
 
 
 def test_the_device_may_be_text_or_a_torch_device():
-    for device in ("cpu", torch.device("cpu")):
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
         with connect("local", device=device) as backend:
             assert backend.device == torch.device("cpu")
 
