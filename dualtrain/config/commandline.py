@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from dualtrain.config.fields import Setting
 from dualtrain.config.recipes import load_recipe, recipe_list
 from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSection, RunSection
+from dualtrain.config.values import split_options
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
@@ -57,7 +58,7 @@ def _check_exclusive(flags: dict[str, Any]) -> None:
     """Raise UserError if two flags of the command line set the same value."""
     if "batch_size" in flags and "global_batch_size" in flags:
         raise UserError("--batch-size (of each rank) and --global-batch-size (of all) exclude each other: give one")
-    options = {part.partition("=")[0].strip() for part in flags.get("optimizer_options", "").split(",")}
+    options = dict(split_options(flags.get("optimizer_options")))
     for name in ("momentum", "weight_decay"):  # a recipe's value is no contradiction: the option overrides it
         if name in flags and name in options:
             raise UserError(f"{SETTINGS[name].flag} and {name} in --optimizer-options exclude each other: give one")

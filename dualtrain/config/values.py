@@ -13,6 +13,12 @@ _WORDS |= {"true": True, "yes": True, "on": True, "false": False, "no": False, "
 _WORDS |= {".nan": math.nan, ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}
 
 
+def split_options(text: str | None) -> list[tuple[str, str | None]]:
+    """Split ``name=value,…`` into names and values, both as text. The value is ``None`` where there is no ``=``."""
+    parts = [part.strip().partition("=") for part in text.split(",")] if text else []
+    return [(name, value if sign else None) for name, sign, value in parts]
+
+
 def option_value(text: str) -> Any:
     """Return the value that ``text`` represents.
 

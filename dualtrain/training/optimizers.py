@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dualtrain.config import ScheduleSection, StepSection
 from dualtrain.config.fields import steps_in
-from dualtrain.config.values import option_value
+from dualtrain.config.values import option_value, split_options
 from dualtrain.errors import UserError
 
 # The base class, LBFGS, which needs a closure, and SparseAdam, which needs sparse gradients.
@@ -63,10 +63,10 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
 def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
     """Parse ``--optimizer-options``; ``known`` has the names and defaults of the optimizer's options."""
     options: dict[str, Any] = {}
-    for part in (step.optimizer_options or "").split(",") if step.optimizer_options else []:
-        name, sign, text = part.strip().partition("=")
-        if not sign:
-            raise UserError(f"--optimizer-options must be name=value pairs as in nesterov=true, not {part!r}")
+    for name, text in split_options(step.optimizer_options):
+        if text is None:
+            raise UserError(f"--optimizer-options must be name=value pairs as in nesterov=true, not {name!r}")
+        part = f"{name}={text}"
         if name == "lr":
             raise UserError(f"--optimizer-options {part!r}: the learning rate has its own flag: give --lr")
         if name not in known:
