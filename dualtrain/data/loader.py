@@ -214,13 +214,9 @@ class _Waits:
             # The connection breaks before the worker's exit status is available: wait for the exit.
             multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
         for number, worker in enumerate(workers):
-            status = worker.exitcode
-            if status:
-                by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-                return (
-                    f"data worker {number} (process {worker.pid}) has ended with {by}: too little memory, in most cases; "
-                    "give fewer --workers, or --workers 0"
-                )
+            if worker.exitcode:
+                by, cause = _end_in_words(worker.exitcode)
+                return f"data worker {number} (process {worker.pid}) has ended with {by}: {cause}"
         return ""
 
     def _describe(self, seconds: float) -> str:
@@ -240,6 +236,16 @@ class _Waits:
         if stopped:
             return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
         return f"{what}: the storage hangs or is slow; repair it, or give a longer --timeout"
+
+
+def _end_in_words(status: int) -> tuple[str, str]:
+    """Return the signal or exit status that ended a worker, and its usual cause with the cure."""
+    by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    if -status == signal.SIGKILL:
+        return by, "too little memory, in most cases; give fewer --workers, or --workers 0"
+    if -status == signal.SIGBUS:
+        return by, "too little shared memory, in most cases; enlarge /dev/shm, or give --workers 0"
+    return by, "the dataset's code, or a library, ended it; to find the cause, read the samples in the rank (--workers 0)"
 
 
 class _Loader(DataLoader[Any]):

@@ -416,6 +416,20 @@ def test_a_worker_that_was_killed_is_named(monkeypatch):
         source.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (5, "exit status 5: the dataset's code, or a library, ended it; .*--workers 0"),
+        (-signal.SIGSEGV, "SIGSEGV: the dataset's code, or a library, ended it"),
+        (-signal.SIGBUS, "SIGBUS: too little shared memory, in most cases; enlarge /dev/shm"),
+    ],
+)
+def test_the_cause_of_a_workers_end_depends_on_its_exit_status(status, said):
+    workers = [SimpleNamespace(exitcode=code, pid=pid) for code, pid in ((None, 7), (status, 8))]
+    with pytest.raises(UserError, match=rf"data worker 1 \(process 8\) has ended with {said}"):
+        _Waits(lambda: workers, 0.0).bound(partial(_raise, RuntimeError("DataLoader worker exited unexpectedly")))
+
+
 def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
     source, batch = LoaderSource([], 2), [Batch(torch.tensor([0]))]
 
