@@ -100,14 +100,19 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
 
     Args:
         folders: paths of the runs.
-        begun: whether a run without metrics is an error.
+        begun: whether it is an error if a folder holds no run, or if no run has metrics.
 
     Raises:
-        UserError: with ``begun``, a folder has no metrics.
+        UserError: see ``begun``.
     """
-    return [
+    runs = [
         _read_run(folder, label, f"c{number % COLORS}", begun) for number, (folder, label) in enumerate(labelled(folders))
     ]
+    if begun and not any(run.metrics for run in runs):
+        which = repr(str(runs[0].folder)) if len(runs) == 1 else f"each of the {len(runs)} runs"
+        cure = "wait until its first steps are logged (--log-every), or leave the run out if it has ended"
+        raise UserError(f"{which} has no metrics yet: {cure}")
+    return runs
 
 
 def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
@@ -128,15 +133,12 @@ def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]
     try:
         text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
-        if not begun:
+        if not begun or (isinstance(error, FileNotFoundError) and (folder / "config.json").exists()):
             return [], 0
         raise UserError(f"{str(folder)!r} holds no run (no readable metrics.jsonl): name a run's folder") from error
     whole, _, rest = text.rpartition("\n")
     lines = [or_nothing(partial(parse_json, line)) for line in whole.split("\n") if line.strip()]
     last = or_nothing(lambda: parse_json(rest))  # the last line may be incomplete
-    if begun and not any(lines) and not last:
-        cure = "wait until its first steps are logged (--log-every), or leave the run out if it has ended"
-        raise UserError(f"{str(folder)!r} has no metrics yet: {cure}")
     return [line for line in (*lines, last) if line], sum(not line for line in lines)
 
 

@@ -42,10 +42,11 @@ def lines(steps: int = 40) -> list[dict[str, Any]]:
     return [*logged, {"step": steps, "epoch": 1, "kind": "epoch", **ends, **speed}]
 
 
-def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, **config: Any) -> str:
+def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, *, metrics: str | None = None, **config: Any) -> str:
     """Make a run's folder."""
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
+    written = "".join(json.dumps(line) + "\n" for line in lines())
+    (folder / "metrics.jsonl").write_text(written if metrics is None else metrics)
     (folder / "config.json").write_text(json.dumps({"dataset": "digits", "run_dir": str(folder), "lr": 0.1, **config}))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -225,6 +226,9 @@ def test_a_page_can_be_made_without_runs_or_of_a_run_that_has_not_begun(tmp_path
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))
     assert "new has not logged its first steps" in shown.text
+    (tmp_path / "new" / "config.json").write_text("{}")  # without --watch, the folder must hold a run
+    shown = Page(page(read_runs([str(tmp_path / "new"), str(tmp_path / "run")])))
+    assert "new has not logged its first steps" in shown.text
     assert set(paths_of(shown)) == {("1", kind) for kind in ("step", "train", "val", "mean")}
 
 
@@ -341,7 +345,8 @@ def test_errors_are_reported_in_one_line(tmp_path, capsys):
     new.mkdir()
     (new / "metrics.jsonl").write_text("")
     cases = [([], "RUN"), ([str(tmp_path / "gone")], "holds no run"), ([str(new)], "has no metrics yet: wait")]
-    cases += [([str(new)], "or leave the run out if it has ended")]
+    cases += [([str(new)], "or leave the run out if it has ended"), ([good, str(tmp_path / "gone")], "holds no run")]
+    cases += [([str(new), make(tmp_path / "other", metrics="")], "each of the 2 runs has no metrics yet: wait")]
     cases += [([good, "--out", str(tmp_path / "gone" / "r.html")], "cannot be written (No such file or directory)")]
     cases += [
         ([good, "--watch", "--out", "r.html"], "leave out --watch or --out"),
