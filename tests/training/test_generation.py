@@ -133,6 +133,14 @@ def test_a_process_keeps_its_lock_if_its_folder_is_removed_or_emptied(tmp_path):
     assert not lock.is_mine()
 
 
+def test_a_process_may_not_write_from_the_moment_at_which_the_next_generation_exists(tmp_path):
+    lock = locked(tmp_path)
+    assert lock.is_mine()
+    os.close(generation.create(tmp_path, 2, generation.Owner(7, "elsewhere", 7, "now")))
+    assert generation.path_of(tmp_path, 1).exists()  # its process has not removed the older file yet
+    assert not lock.is_mine()
+
+
 def test_generations_work_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
