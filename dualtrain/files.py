@@ -27,6 +27,10 @@ _KINDS = {
 #: Error numbers to ignore when a folder is synchronized. Some network file systems cannot synchronize folders, and the
 #: user may not be allowed to read the folder.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
+_BAD_PATHS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+)
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
 
@@ -133,13 +137,18 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def cure_of(error: OSError) -> str:
-    """Return what the user can do about an ``error`` of a write into the folder of a run."""
+def cure_of(error: OSError, folder: str = "the run folder", path: str = "") -> str:
+    """Return what the user can do about an ``error`` of a write into ``folder``.
+
+    ``path`` is the cure if the path is wrong, or the user may not write there.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free space on the disk of the run folder"
+        return f"free space on the disk of {folder}"
     if error.errno == errno.EFBIG:
         return "raise the limit of file sizes (ulimit -f)"
-    return "repair the disk or the permissions of the run folder"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return path if path and error.errno in _BAD_PATHS else f"repair the disk or the permissions of {folder}"
 
 
 def _allow() -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from dualtrain.backends import Backend
 from dualtrain.errors import RanksDifferError, UserError, one_line
+from dualtrain.files import absolute, cure_of
 
 T = TypeVar("T")
 #: A UserError's message, and its attributes ``transient`` and ``forbids_restart``.
@@ -59,11 +60,13 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _problem(what: str, error: Exception) -> _Problem:
+def _problem(what: str, error: UserError | OSError) -> _Problem:
     """Return an error as plain values, for other ranks."""
     if isinstance(error, UserError):
         return str(error), error.transient, error.forbids_restart
-    return f"{what}: {error}; free space or fix permissions, then try again", True, False
+    folder = repr(str(absolute(error.filename).parent)) if isinstance(error.filename, str) else "the file"
+    cure = cure_of(error, folder, "choose a path in a folder that exists and that you may read and write")
+    return f"{what}: {error}; {cure}, then try again", True, False
 
 
 def _shared(problem: _Problem, trace: str = "") -> UserError:

@@ -25,6 +25,7 @@ from dualtrain.errors import UserError
 from dualtrain.files import (
     absolute,
     aside_of,
+    cure_of,
     link_whole,
     names_in,
     parse_json,
@@ -87,8 +88,7 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        cure = "free space on its disk" if full else "choose a folder that you may write"
+        cure = cure_of(error, "this folder", "choose a folder that you may write")
         raise UserError(
             f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): {cure}", transient=True
         ) from error
