@@ -101,9 +101,7 @@ def transforms_of(
         preset = published(options.model or "").transforms()
         given = WeightsTransform(preset)
         return given, given, (3, preset.crop_size[0], preset.crop_size[0])
-    statistics = options.statistics(STATISTICS[name])
-    if statistics is not None and len(statistics[0]) not in (1, channels):
-        raise UserError(f"--normalize has {len(statistics[0])} channels and {name} has {channels}: give one mean for each")
+    statistics = options.statistics_for(channels, STATISTICS[name])
     augment = options.augment == "crop-flip"
     size, resize = options.image_size, options.resize
     if size is not None and resize is None and size > side + 2 * options.pad * augment:

@@ -65,7 +65,7 @@ def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
         return same, same, lambda images, numbers, seed: to_float(images, statistics)
     size = options.image_size or SIZE
     resize = options.resize or round(size * MARGIN)
-    normalize = options.statistics(IMAGENET) if options.normalize else IMAGENET
+    normalize = options.statistics_for(3, IMAGENET) if options.normalize else IMAGENET
     return (
         Geometry(size, resize, augment, options.pad),
         Geometry(size, resize),

@@ -40,6 +40,15 @@ class Options(DataSection):
             raise _bad_normalize(self.normalize)
         return tuple(parts[0]), tuple(parts[1])
 
+    def statistics_for(self, channels: int, of_dataset: Statistics) -> Statistics | None:
+        """Do the same as :meth:`statistics`. Raises UserError if there are values for another number of channels."""
+        found = self.statistics(of_dataset)
+        if found is not None and len(found[0]) not in (1, channels):
+            raise UserError(
+                f"--normalize has {len(found[0])} channels and {self.dataset} has {channels}: give one mean for each"
+            )
+        return found
+
     def input_shape(self, default: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` as integers, or ``default`` if it is not set."""
         if self.shape is None:

@@ -78,6 +78,14 @@ def test_classes_of_train_and_val_must_agree(tmp_path):
         load_data("imagefolder", str(tmp_path))
 
 
+def test_means_for_another_number_of_channels_are_refused(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        (tmp_path / part / "cat" / "1.jpg").touch()
+    with pytest.raises(UserError, match="--normalize has 2 channels and imagefolder has 3: give one mean for each"):
+        load_data("imagefolder", str(tmp_path), normalize="0.5,0.5/1,1")
+
+
 def test_truncated_files_of_cifar_are_refused(tmp_path):
     write_cifar(tmp_path)
     first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
