@@ -40,7 +40,7 @@ class RunSection:
         one_of("auto", "shm", "native"),
     )  # fmt: skip
     nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
-    max_restarts: int = setting(0, "how often --nproc starts all ranks again when one has failed", at_least(0))
+    max_restarts: int = setting(0, "how many times --nproc starts all ranks again after one has failed", at_least(0))
     data_parallel: bool = setting(
         False, "train on all visible GPUs in one process, with torch's nn.DataParallel (--backend local or auto)"
     )

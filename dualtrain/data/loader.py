@@ -25,7 +25,7 @@ from dualtrain.processes import begin_worker, forkserver_pid, is_stopped, kill_f
 T = TypeVar("T")
 #: Sample indices and seed of a batch. The indices are a list, because a tensor sent to a worker takes a file descriptor.
 Wanted = tuple[list[int], int]
-#: Least limit on the start of the workers: the fork server imports torch first, which may take long on a busy host.
+#: The limit on the start of the workers is at least this: the fork server first imports torch, which a busy host delays.
 START_SECONDS = 60.0
 _LESS = (
     "raise the limits of open files and processes (ulimit -n, -u), or give fewer --workers (0: the rank reads the samples)"
@@ -149,7 +149,7 @@ class LoaderSource(Source):
 class _Waits:
     """Limit on each wait for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
 
-    While the workers are started, the thread kills the fork server, which starts them.
+    If no worker has started yet, the thread kills the fork server, which has to start them.
 
     DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
     killed. There is no thread if ``limit`` is 0.

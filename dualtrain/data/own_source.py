@@ -107,5 +107,5 @@ class OwnSource(Source):
 def _has_more(requested: Iterator[Batch]) -> bool:
     try:
         return next(requested, None) is not None
-    except ValueError:  # a thread of the source reads ``requested`` now; all batches so far were yielded
+    except ValueError:  # a thread of the source is inside of this generator now: it has yielded each earlier batch
         return False

@@ -23,8 +23,8 @@ VAL_SHARE = 5
 class SyntheticSource(Source):
     """``samples`` inputs of ``shape``, float32, uniform with mean 0 and variance 1, with random classes.
 
-    Each input is a window of one long vector of random numbers. Generating new numbers would take
-    most of the time of a short step.
+    Each input is a window of one long vector of random numbers. Generating new numbers would take most of the time of a
+    short step.
     """
 
     def __init__(self, samples: int, shape: tuple[int, ...], classes: int, seed: int) -> None:

@@ -38,7 +38,7 @@ def build(
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
         pretrained: start from torchvision's weights, except for a head of a different size. Missing weights are downloaded.
-        loaded: whether ``pretrained`` loads these weights. If not, the model only treats its inputs as they require.
+        loaded: whether ``pretrained`` loads these weights. If not, it only makes the model convert its inputs.
         freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 

@@ -1,4 +1,4 @@
-"""Initial weights of a model: a local file, or torchvision's published weights."""
+"""Weights of a model from files: local ones, and those that torchvision publishes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Record the attempts of a run (one for each start) in its folder: the failure that ended each, and the cost of recovery.
+"""Record the attempts of a run in its folder. Each start of a run is an attempt.
 
-``attempts.jsonl`` has a line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.run_folder.last_step`).
-Each attempt replaces both files: a process of an earlier attempt has the old files open and cannot write to the new ones.
+The records say which failure ended an attempt, and how many steps and seconds the recovery took. ``attempts.jsonl`` has a
+line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.run_folder.last_step`). Each attempt replaces
+both files: a process of an earlier attempt has the old files open, and cannot write to the new ones.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class Attempt:
         self._last: LastStep | None = None
         self._step = 0
         self._failed = False
-        self._waiting: list[Death] = []  # the deaths that count as recovered after the first step
+        self._waiting: list[Death] = []  # the deaths from which the run recovers with this attempt's first step
         self.folder = Path()
         self._writing = threading.Lock()  # the thread of ``backend.watch`` records too
 

@@ -59,7 +59,8 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     restart, wait until another process that uses the folder has ended. The waits take at most half of ``timeout`` in total.
 
     Returns:
-        The values that replace ``run_dir`` (``None``: :func:`claim` names the folder) and ``resume`` in ``output``.
+        The values of ``run_dir`` and ``resume`` to be used in place of those in ``output``. If ``run_dir`` is ``None``,
+        :func:`claim` names the folder.
 
     Raises:
         UserError: the folder cannot be written, holds another run, or is used by another process.
@@ -210,7 +211,10 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object per line. Lines are not buffered, and are written completely or not at all."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
-        """Keep the metrics up to ``step``; call ``report`` if lines are not metrics. Raises OSError, SupersededError."""
+        """Keep the lines up to ``step``. If some lines are not metrics, keep the old file too, and call ``report``.
+
+        Raises OSError, SupersededError.
+        """
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
@@ -218,7 +222,7 @@ class MetricsFile:
             lock.check()
             link_whole(path, aside)
             found = "1 line that is not a metric" if unreadable == 1 else f"{unreadable} lines that are not metrics"
-            report(f"{path} has {found}, left out of the new file; the old file is {aside.name}")
+            report(f"{path} has {found}, left out of the new file; the old file is kept as {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
