@@ -170,9 +170,13 @@ def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
         )
 
 
-def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -> nn.Module:
-    """Make the model on this rank's device. Weights drawn from torch's generator are equal on every rank. Collective."""
-    if section.pretrained:
+def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *, resumed: bool = False) -> nn.Module:
+    """Make the model on this rank's device. Weights drawn from torch's generator are equal on every rank. Collective.
+
+    A ``resumed`` run gets all weights from the checkpoint. The files of its initial weights may not exist any more, so
+    they are not read.
+    """
+    if section.pretrained and not resumed:
         first = backend.local_rank == 0
         on_all_ranks(backend, "download of the weights", lambda: str(fetch(section.name)) if first else None)
     seed_all(seed)
@@ -184,8 +188,9 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
             task.shape,
             task.classes,
             pretrained=section.pretrained,
+            loaded=not resumed,
             freeze_backbone=section.freeze_backbone,
-            weights=section.weights,
+            weights=None if resumed else section.weights,
         ),
     )
     # From here on, random numbers (dropout, for example) differ between ranks.

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -137,9 +136,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
 def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
     """Make the model and the run, and open the run's folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
-        # A resumed run gets all weights from the checkpoint. The file of its initial weights may not exist any more.
-        section = config.model if start.saved is None else replace(config.model, weights=None)
-        model = make_model(section, task, config.step.seed, backend)
+        model = make_model(config.model, task, config.step.seed, backend, resumed=start.saved is not None)
         wait.phase("reading and computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
         wait.phase("preparing the trainer")

@@ -24,12 +24,13 @@ from dualtrain import files
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
+from dualtrain.models import build, classifiers
 from dualtrain.run_folder import checkpoint, checkpoint_writer
 from dualtrain.run_folder.attempts import append_events, read_events
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile, step_of
 from dualtrain.trainer.optimizer_state import check_state
-from dualtrain.training import signals
+from dualtrain.training import assemble, signals
 from dualtrain.training.optimizers import optimizer_names
 from dualtrain.training.signals import note_early_requests
 
@@ -132,6 +133,20 @@ def test_files_that_are_set_aside_replace_no_earlier_files(tmp_path):
             checkpoint.put_aside(tmp_path / name, tmp_path / "step", FolderLock())
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert kept == {"step.aside": b"first", "step.aside-2": b"second"}
+
+
+def test_a_resume_does_not_read_the_published_weights_again(tmp_path, monkeypatch):
+    torch.manual_seed(3)
+    torch.save(build("squeezenet1_1", (3, 32, 32), 1000).state_dict(), tmp_path / "published.pt")
+    flags = ["--dataset", "synthetic", "--shape", "3,32,32", "--samples", "4", "--classes", "3", "--global-batch-size", "2"]
+    flags += ["--model", "squeezenet1_1", "--pretrained", "--max-steps"]
+    with monkeypatch.context() as patch:
+        patch.setattr(assemble, "fetch", lambda name: tmp_path / "published.pt")
+        patch.setattr(classifiers, "fetch", lambda name: tmp_path / "published.pt")
+        train(tmp_path / "run", 1, *flags, "1")
+    monkeypatch.setattr(torch.hub, "download_url_to_file", None)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
+    assert train(tmp_path / "run", 1, *flags, "2", "--resume")["steps"] == 2
 
 
 class FullDisk:
