@@ -5,9 +5,9 @@ Shards (virtual ranks) are the parts of a global batch. A rank may compute sever
 Every shard of a step begins with the same values. At the end of the step, a floating-point buffer (running statistics)
 gets the mean of the shards' values. Running statistics are updated linearly, so the result is the same as if each shard
 kept separate statistics over all steps, and these were averaged at the end. Shards without samples do not count: they
-would make the change too small. An integer buffer of one element (a count of batches) gets the value of shard 0 (after one
-forward pass, if shard 0 has no samples), and must change by the same amount in every forward pass of every shard. All
-other buffers must not change.
+would make the change too small. An integer buffer of one element (a count of batches) must change by the same amount in
+every forward pass of every shard. It gets the value of shard 0 or, if shard 0 has no samples, the value after one forward
+pass. All other buffers must not change.
 """
 
 from __future__ import annotations

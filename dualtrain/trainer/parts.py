@@ -127,6 +127,6 @@ class RankParts:
                 "the same number"
             )
         restore_local_state(self._model, state["ranks"], self._backend)
-        # At a different world size, all ranks begin with the average: later, only ranks with samples of their own count.
+        # At a different world size, all ranks begin with the average, and a rank counts again after its first batch.
         trained = trained_ranks(state["ranks"])
         self._trained = len(trained) == self._backend.size and trained[self._backend.rank]

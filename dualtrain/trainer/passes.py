@@ -27,12 +27,13 @@ class Passes:
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
-        count: counts the targets of a batch, if the weights of ``measure`` are numbers of targets, of which a sample may
-            have any number; ``None`` if they are numbers of samples.
+        count: returns the number of targets of a batch. Given if the weights of ``measure`` are numbers of targets, of
+            which a sample may have any number; ``None`` if they are numbers of samples.
 
     Attributes:
-        targets_per_sample: with ``count``, how many targets have the weight of one sample, the same number on all ranks:
-            the number that each sample of the first batch has; ``None`` before. So ``expected`` may be a number of samples.
+        targets_per_sample: with ``count``, the number of targets that have the weight of one sample, so that ``expected``
+            is a number of samples. It is the number that a sample of the first batch has, and the same on all ranks;
+            ``None`` before the first batch.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Passes:
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def _in_samples(self, sums: list[float], targets: torch.Tensor, count: Count) -> list[float]:
-        """Divide ``sums`` over targets by :attr:`targets_per_sample`. Collective for the rank's first batch of all."""
+        """Divide ``sums`` over targets by :attr:`targets_per_sample`. Collective for this rank's first batch."""
         if self.targets_per_sample is None and not self._compared:
             self._agree(count(targets) / len(targets) if len(targets) else 0.0)
         # If no rank's first batch has targets, the unit of this step's weights does not matter; the next step asks again.

@@ -22,8 +22,8 @@ class Step:
     """Result of one optimizer step, summed over ranks: metric totals and the caller's control flags.
 
     Attributes:
-        totals: the sums of ``objective.NAMES``; cross entropy computes the fourth, ``top5``, only in evaluations. For a
-            loss of torch over targets, all are divided by ``Passes.targets_per_sample``.
+        totals: the sums of ``objective.NAMES``. Cross entropy computes the fourth, ``top5``, only in evaluations. If the
+            loss is a mean over targets, the sums are divided by ``Passes.targets_per_sample``.
         control_flags: the sums of the caller's numbers.
     """
 
@@ -50,7 +50,7 @@ class Step:
 class StepScalars:
     """The scalars of one part of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
 
-    A part is what a rank computes in the step, or one of its shards with virtual ranks (``parts.py``).
+    A part is what a rank computes in the step or, with virtual ranks, one of its shards (``parts.py``).
     The scalars are Python floats: adding them is faster than adding tensors, and gives the same result.
     """
 

@@ -31,13 +31,13 @@ class TorchCrossEntropy:
         self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. A target has weight 1, or its class's weight, in the accuracy too.
+        """See :class:`Objective`. A target has weight 1, or the weight of its class; the accuracy uses these weights too.
 
         Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
 
         If the targets are class probabilities, or the outputs a single sample without a batch dimension, each target has
-        weight 1, and correct predictions are not counted. They are not counted either if the outputs have more than two
-        dimensions while neither ``weight`` nor ``ignore_index`` is given.
+        weight 1, and correct predictions are not counted. Without ``weight`` and ``ignore_index``, they are not counted
+        either for outputs of more than two dimensions.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
             return self._other(outputs, targets)

@@ -59,9 +59,9 @@ class Trainer:
     Args:
         model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure.
-        loss: ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples; or a loss of torch, which
-            may be the mean over any number of targets of each sample; or an ``Objective``, which returns a pair of that
-            mean and the four sums of ``objective.NAMES``; cross entropy by default.
+        loss: one of three kinds; cross entropy by default. A function ``loss(outputs, targets)`` returns the mean over
+            ``len(targets)`` samples. A loss of torch returns the mean over its targets, of which a sample may have any
+            number. An ``Objective`` returns the pair of the mean loss and the four sums of ``objective.NAMES``.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
             after batches in which no target counts.
@@ -185,15 +185,15 @@ class Trainer:
                 ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
                 or ``None``. A list's gradients are sent during the last backward pass, a generator's only after it.
             expected: an estimate of the total weight over all ranks, the same on every rank: the number of samples or, with
-                cross entropy by default, of targets. If the real total differs, the gradients are rescaled.
+                the default loss, the number of targets. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
             news: deprecated name of ``control_flags``.
 
         Raises:
             ValueError: ``expected`` is not above 0, or not finite; or, on every rank, forward has changed state that the
                 shards of a step share (see :class:`~dualtrain.trainer.fixed_state.FixedState`).
-            DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if gradients
-                do not fit into fp16 with ``compress``.
+            DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
+                ``compress="fp16"``, gradients do not fit into fp16.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
                 compared after steps 1, 2, 4, 8 and so on; weights and rates also in an evaluation and before a save.
             BackendError: a rank failed, or the timeout passed.
@@ -253,10 +253,10 @@ class Trainer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def advance_schedule(self, *, updated: bool = False) -> None:
-        """Step the schedule, if there is one: not collective, so call it on every rank.
+        """Step the schedule, if there is one. Not collective: call it on every rank.
 
-        :meth:`step` does so after each optimizer step. Call it after a step that had no weight, if that step counts too.
-        ``updated`` is true if the optimizer has certainly stepped before.
+        :meth:`step` calls it after each optimizer step. If your schedule also counts steps in which no target counted,
+        call it after these. ``updated`` is true if the optimizer has certainly stepped before.
         """
         if self.schedule is not None:
             # Filter warnings only if necessary: the filter can take longer than ``schedule.step()``.
@@ -377,7 +377,7 @@ class Trainer:
 
         Args:
             batches: this rank's batches; with virtual ranks, the batches of each of :attr:`shards`.
-            objective: by default, the training objective.
+            objective: by default, the trainer's ``loss``.
             prefix: the beginning of the names in the result.
         """
         self._compare_weights()
@@ -517,7 +517,7 @@ def _length(loader: Iterable[Any]) -> float:
 
 
 def _add_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Copy to ``average``, an older copy of ``model``, those buffers of ``model`` that it lacks or has as ``None``."""
+    """Copy to ``average``, an older copy of ``model``, the buffers that are missing or ``None`` there."""
     for copied, module in zip(average.modules(), model.modules(), strict=True):
         for name, buffer in module.named_buffers(recurse=False):
             if not hasattr(copied, name):

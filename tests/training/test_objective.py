@@ -94,19 +94,8 @@ def segmentation_step(backend, parts, loss):
 
 def uneven_segmentation(backend, loss, ignored):
     """Train on images with different numbers of ignored pixels; all pixels of rank 0's first image are ignored."""
-    inputs, targets = pixels(ignored)
-    model, metrics = segmentation_step(
-        backend,
-        [
-            (part, of)
-            for part, of in zip(
-                inputs.tensor_split(backend.size)[backend.rank :][:1],
-                targets.tensor_split(backend.size)[backend.rank :][:1],
-                strict=True,
-            )
-        ],
-        loss,
-    )
+    mine = tuple(tensor.tensor_split(backend.size)[backend.rank] for tensor in pixels(ignored))
+    model, metrics = segmentation_step(backend, [mine], loss)
     return model.weight.detach(), metrics
 
 
