@@ -62,8 +62,8 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     first = device.index if device.index is not None else torch.cuda.current_device()
     if output_device is not None and not 0 <= output_device < count:
         raise UserError(
-            f"--output-device {output_device} does not exist: torch sees {count} GPUs on this host, numbered from 0; "
-            "give one of these"
+            f"--output-device {output_device} does not exist: torch sees {count} GPU{'s' * (count != 1)} on this host, "
+            "numbered from 0; give one of these"
         )
     # The GPU that holds the parameters comes first, because nn.DataParallel copies them from the first GPU.
     others = [number for number in range(count) if number != first]

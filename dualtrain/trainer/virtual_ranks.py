@@ -105,7 +105,8 @@ class VirtualRanks:
         """Pair this rank's shards with their batches. Raises ValueError if the counts differ."""
         given = list(batches)
         if len(given) != len(self.mine):
-            raise ValueError(f"this rank has shards {list(self.mine)}, but was given batches for {len(given)} shards")
+            shards = f"{len(given)} shard{'s' * (len(given) != 1)}"
+            raise ValueError(f"this rank has shards {list(self.mine)}, but was given batches for {shards}")
         return list(zip(self.mine, given, strict=True))
 
     def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
@@ -205,7 +206,7 @@ class VirtualRanks:
         threads, saved = torch.get_num_threads(), own.get("threads")  # states of versions before 0.2.0 have no "threads"
         if saved not in (None, threads) and self._backend.device.type == "cpu":
             log.warning(
-                f"the state is of a trainer with {saved} intra-op threads, and this process has {threads}: "
+                f"the number of intra-op threads was {saved} when the state was saved, and is {threads} in this process: "
                 f"call torch.set_num_threads({saved}) for the same bits"
             )
         self._steps, self._seed = int(own["steps"]), int(own["seed"])

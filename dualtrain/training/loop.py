@@ -503,7 +503,7 @@ class Run:
         batches = f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}"
         self.records.print(
             f"{self.name} on {ranks_in_words(self.backend, self.trainer.virtual_ranks, threads or 1)}: {batches}, "
-            f"{self.total_steps} steps, {self.lr_in_words}, into {self.folder}"
+            f"{self.total_steps} step{'s' * (self.total_steps != 1)}, {self.lr_in_words}, into {self.folder}"
         )
         self.records.print(settings_line(settings, self.folder))
         self.records.print(model_line(settings["model"], model))

@@ -100,7 +100,7 @@ def test_data_parallel_on_a_cpu_is_refused_in_one_line():
 @needs_gpu
 def test_an_output_device_that_does_not_exist_is_named():
     count = torch.cuda.device_count()
-    with pytest.raises(UserError, match=f"--output-device {count} does not exist: torch sees {count} GPUs"):
+    with pytest.raises(UserError, match=f"--output-device {count} does not exist: torch sees {count} GPU"):
         replicate(model().cuda(), torch.device("cuda", 0), count)
 
 

@@ -338,10 +338,11 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         train_alone("--run-dir", str(tmp_path / "file" / "run"))
 
 
-def test_each_run_without_run_dir_gets_its_own_folder(tmp_path, monkeypatch):
+def test_each_run_without_run_dir_gets_its_own_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         train_alone("--max-steps", "1")
+        assert "in batches of 64, 1 step, learning rate" in capsys.readouterr().out
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
