@@ -90,6 +90,18 @@ _OF_ELEMENTS = (
 )
 
 
+def _uncompiled(loss: Any) -> Any:
+    """Return the loss from which ``torch.compile`` has made ``loss``; ``loss`` itself if it is not compiled."""
+    if isinstance(loss, nn.Module):
+        return getattr(loss, "_orig_mod", loss)  # a private name, the same in torch 2.5 to 2.15
+    while isinstance(loss, types.FunctionType) and loss.__globals__["__name__"].startswith("torch._dynamo."):
+        loss = vars(loss)["__wrapped__"]  # torch.compile puts one or two functions of its own around the given one
+    if isinstance(loss, partial):
+        function = _uncompiled(loss.func)
+        return loss if function is loss.func else partial(function, *loss.args, **loss.keywords)
+    return loss
+
+
 def _as_module(loss: Loss | Objective) -> Loss | Objective:
     """Return the module for a function in ``_MODULES``, also for one in ``functools.partial``; else ``loss`` itself."""
     function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
@@ -128,9 +140,8 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
         return CrossEntropy()
     if isinstance(loss, CrossEntropy):
         return loss
-    # ``torch.compile`` of a module keeps it under this private name, which is the same in torch 2.5 to 2.15.
-    original = getattr(loss, "_orig_mod", None) if isinstance(loss, nn.Module) else None
-    known, compiled = (_as_module(loss), None) if original is None else (original, loss)
+    original = _uncompiled(loss)
+    known, compiled = _as_module(original), None if original is loss else loss
     reduction = _reduction(known)
     if reduction in ("sum", "none"):
         raise UserError(

@@ -286,14 +286,25 @@ def test_class_indices_of_dtype_uint8_count_as_those_of_dtype_int64(loss, traini
     assert found[2] == found[1] > 0
 
 
-def test_a_module_that_torch_has_compiled_is_still_known():
-    inputs, targets = batch()
-    outputs = inputs[:, :6]
-    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=2)):
-        objective = as_objective(torch.compile(loss, backend="eager"))
-        assert objective(outputs, targets)[1] == pytest.approx(as_objective(loss)(outputs, targets)[1])
-    with pytest.raises(ValueError, match="the loss has reduction='sum'"):
-        as_objective(torch.compile(nn.MSELoss(reduction="sum"), backend="eager"))
+def test_a_loss_of_torch_is_recognized_after_torch_compile():
+    compiled = partial(torch.compile, backend="eager")
+    weighted = partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=2)
+    outputs, classes = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1)), torch.arange(20).view(4, 5) % 6
+    classes[0] = -100
+    for made, loss, targets in (
+        (compiled(nn.CrossEntropyLoss()), nn.CrossEntropyLoss(), classes),
+        (compiled(nn.CrossEntropyLoss(WEIGHTS, ignore_index=2)), weighted, classes.clamp(0)),
+        (compiled(functional.cross_entropy), functional.cross_entropy, classes),
+        (compiled(weighted), weighted, classes.clamp(0)),
+        (partial(compiled(functional.cross_entropy), **weighted.keywords), weighted, classes.clamp(0)),
+        (compiled(functional.mse_loss), functional.mse_loss, outputs.clone().zero_()),
+    ):
+        found = as_objective(made)(outputs, targets)[1]
+        assert found == pytest.approx(as_objective(loss)(outputs, targets)[1])
+        assert found[1] != len(targets)
+    for loss in (nn.MSELoss(reduction="sum"), partial(functional.mse_loss, reduction="sum")):
+        with pytest.raises(ValueError, match="the loss has reduction='sum'"):
+            as_objective(compiled(loss))
 
 
 class WithoutInit(nn.Module):
