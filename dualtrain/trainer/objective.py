@@ -19,8 +19,10 @@ from dualtrain.errors import UserError
 
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
 #: are among the five likeliest classes. Only evaluations report this last sum. An objective that does not count predictions
-#: gives the negative weight in place of each of the last two sums.
+#: gives a negative number, such as ``NOT_COUNTED``, in place of each of the last two sums.
 NAMES = ("loss", "weight", "correct", "top5")
+#: A sum that contains this number is negative, even if most of the added batches have correct predictions.
+NOT_COUNTED = -1e18
 _TINY = 128  # largest number of targets that are counted in Python
 
 #: The sums of ``NAMES``: a tensor, (4,), or four floats, which need no conversion.
@@ -163,7 +165,7 @@ class Adapted:
             )
             raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
         weight = float(self.count(targets))
-        return result, [result.item() * weight, weight, -weight, -weight]
+        return result, [result.item() * weight, weight, NOT_COUNTED, NOT_COUNTED]
 
 
 def added(one: Iterable[float], other: Iterable[float]) -> list[float]:

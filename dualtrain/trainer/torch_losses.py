@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dualtrain.data.sources import IGNORED
 from dualtrain.errors import UserError
-from dualtrain.trainer.objective import NAMES, Adapted, Count, CrossEntropy, Loss, Objective, Sums
+from dualtrain.trainer.objective import NAMES, NOT_COUNTED, Adapted, Count, CrossEntropy, Loss, Objective, Sums
 
 
 class TorchCrossEntropy:
@@ -66,7 +66,7 @@ class TorchCrossEntropy:
         mean, kept = torch.stack([loss.detach().double(), counted]).tolist()  # waits for the device once
         if not kept:  # torch's mean is then 0/0
             return outputs.sum() * 0.0, [0.0] * len(NAMES)
-        return loss, [mean * kept, kept, -kept, -kept]
+        return loss, [mean * kept, kept, NOT_COUNTED, NOT_COUNTED]
 
     @staticmethod
     def count(targets: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import Trainer, connect
+from dualtrain.trainer.objective import NOT_COUNTED
 from dualtrain.trainer.torch_losses import as_objective
 from tests.threads import run_threads
 
@@ -163,7 +164,7 @@ def test_a_sample_of_a_step_has_weight_1_if_none_of_its_pixels_are_ignored():
     outputs, targets = torch.randn(3, 6, 7), torch.randint(0, 6, (3, 7))
     loss, sums = as_objective(nn.CrossEntropyLoss())(outputs, targets)
     assert torch.equal(loss, functional.cross_entropy(outputs, targets))
-    assert sums == [loss.item() * 21, 21.0, -21.0, -21.0]
+    assert sums == [loss.item() * 21, 21.0, NOT_COUNTED, NOT_COUNTED]
     assert run_threads(2, weight_of_images) == [6.0, 6.0]
 
 
@@ -274,6 +275,21 @@ def test_the_results_have_no_accuracy_if_the_targets_are_not_class_indices(loss)
     assert list(evaluated) == ["val_loss"]
 
 
+def trained_on_mixed_targets(backend):
+    """Train on batches with class indices and, on the last rank, one batch with probabilities, as MixUp makes them."""
+    inputs, targets = batch()
+    parts = [(inputs, targets)] * 5
+    if backend.rank == backend.size - 1:
+        parts.append((inputs, functional.one_hot(targets, 6).float()))
+    _, trained, evaluated = one_step(backend, nn.CrossEntropyLoss(), parts)
+    return list(trained), list(evaluated)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_results_have_no_accuracy_if_one_batch_has_no_class_indices(ranks):
+    assert run_threads(ranks, trained_on_mixed_targets) == [(["loss"], ["val_loss"])] * ranks
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "loss", [None, nn.CrossEntropyLoss(ignore_index=3), nn.NLLLoss(weight=torch.arange(200.0)), nn.CrossEntropyLoss()]
@@ -317,4 +333,4 @@ class WithoutInit(nn.Module):
 
 def test_a_module_that_lacks_the_attributes_of_modules_is_a_loss_like_any_function():
     outputs, targets = torch.ones(2, 3), torch.zeros(2)
-    assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, -2.0, -2.0]
+    assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, NOT_COUNTED, NOT_COUNTED]
