@@ -190,8 +190,9 @@ class Trainer:
             news: deprecated name of ``control_flags``.
 
         Raises:
-            ValueError: ``expected`` is not above 0, or not finite; or, on every rank, forward has changed state that the
-                shards of a step share (see :class:`~dualtrain.trainer.fixed_state.FixedState`).
+            ValueError: ``expected`` is not above 0, or not finite; there are not ``CONTROL_FLAGS`` control flags; or, on
+                every rank, forward has changed state that the shards of a step share (see
+                :class:`~dualtrain.trainer.fixed_state.FixedState`).
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
                 ``compress="fp16"``, gradients do not fit into fp16.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
@@ -206,6 +207,8 @@ class Trainer:
         if news is not None:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
+        if len(control_flags) != CONTROL_FLAGS:
+            raise ValueError(f"control_flags has {len(control_flags)} numbers: give {CONTROL_FLAGS}, such as zeros")
         self.optimizer.zero_grad()
         step = self._parts.step(self._passes, batches, expected, control_flags)
         if step.totals[1] > 0:

@@ -436,6 +436,16 @@ def test_the_argument_expected_must_be_positive_and_finite(expected):
             trainer.step([data(8)], expected)
 
 
+@pytest.mark.parametrize("compress", ["none", "bf16"])
+def test_a_wrong_number_of_control_flags_is_refused(compress):
+    model = net()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, compress=compress)
+        for flags in ((1.0, 0.0), (1.0,) * 4):
+            with pytest.raises(ValueError, match=f"control_flags has {len(flags)} numbers: give 3"):
+                trainer.step([data(8)], 8.0, flags)
+
+
 def test_a_trainer_is_freed_without_the_garbage_collector():
     model = net()
     with connect("local") as backend:
