@@ -20,11 +20,12 @@ from dualtrain.trainer.step import Step, known_length
 #: The input of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
 ShardBatches = Tensors | Iterable[Tensors] | None
 Batches = Iterable[Tensors] | Sequence[ShardBatches]
-Evaluation = Iterable[Sequence[torch.Tensor]]
+#: The input of an evaluation on one part. Batches of a loader may be lists.
+Evaluation = Tensors | Iterable[Sequence[torch.Tensor]] | None
 
 
-def passes_of(batches: ShardBatches) -> Iterable[Tensors]:
-    """Return the batches of one part, one for each backward pass; a single batch may be a tuple or a list."""
+def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
+    """Return the batches of one part, one for each pass; a single batch may be a tuple or a list."""
     if batches is None:
         return ()
     if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):

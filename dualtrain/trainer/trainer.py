@@ -42,7 +42,7 @@ from dualtrain.trainer.objective import (
     training_metrics,
 )
 from dualtrain.trainer.optimizer_state import check_state
-from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts
+from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.precision import DTYPES, Precision, check_range, ignore_order_warning
 from dualtrain.trainer.rank_state import buffers_of, restore_buffers, trained_ranks, with_extra_state
@@ -379,7 +379,8 @@ class Trainer:
         Running statistics are averaged over the ranks for the evaluation, and restored after it.
 
         Args:
-            batches: this rank's batches; with virtual ranks, the batches of each of :attr:`shards`.
+            batches: this rank's batches or, with virtual ranks, a list with one entry for each of :attr:`shards`, as for
+                :meth:`step`.
             objective: by default, the trainer's ``loss``.
             prefix: the beginning of the names in the result.
         """
@@ -390,7 +391,7 @@ class Trainer:
 
         def sums(batches: Evaluation) -> list[float]:
             total = [0.0] * len(NAMES)
-            for batch in batches:
+            for batch in passes_of(batches):
                 inputs, targets = self.to_device(batch)
                 if len(targets):
                     with self.precision.contexts()[0]:

@@ -247,6 +247,21 @@ def loaded(backend, kind):
     return digest(trainer)
 
 
+def evaluated(backend):
+    """Evaluate a split batch of three samples, as ``split`` returns it, and as lists of batches."""
+    trainer = trainer_with(perceptron(), backend)
+    parts = trainer.split(samples(3))
+    found = trainer.evaluate(parts)
+    assert found == trainer.evaluate([[] if part is None else [part] for part in parts])
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_split_batch_can_be_evaluated(size):
+    assert math.isfinite(run_threads(size, evaluated)[0]["val_loss"])
+
+
 def test_a_batch_may_be_a_list_of_inputs_and_targets():
     with connect("local") as backend:
         assert loaded(backend, "loader") == loaded(backend, "split")
