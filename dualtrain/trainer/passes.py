@@ -104,14 +104,15 @@ class Passes:
         """Divide ``sums`` over targets by :attr:`targets_per_sample`. Collective for this rank's first batch."""
         if self.targets_per_sample is None and not self._compared:
             self._agree(count(targets) / len(targets) if len(targets) else 0.0)
-        # If no rank's first batch has targets, the unit of this step's weights does not matter; the next step asks again.
+        # If no rank's first batch has targets, this step counts in targets, and the ranks agree in the next step.
         unit = self.targets_per_sample or 1.0
         return [each / unit for each in sums]
 
     def _agree(self, mine: float) -> None:
-        """Set :attr:`targets_per_sample` to the number of the first rank that has a batch. Collective.
+        """Set :attr:`targets_per_sample` to the number of the first rank that has a batch with targets. Collective.
 
-        With virtual ranks, that batch is the step's first one at any world size: ranks have consecutive shards.
+        With virtual ranks, if no batch is empty, that is the first batch of the step at any world size, because ranks have
+        consecutive shards.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()
