@@ -124,7 +124,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.precision = Precision(amp, backend.device)
         self.objective = as_objective(loss)
-        self._forward = forward or model
+        self._forward = model if forward is None else forward  # not ``or``: a compiled module may have no truth value
         broadcast_parameters(model, backend)
         self._parts: Parts = (
             RankParts(model, backend)
@@ -142,7 +142,7 @@ class Trainer:
             sum_order=self._parts.order,
         )
         run, objective = self._forward, self.objective  # not self, which would be in a reference cycle
-        measured = measure or (lambda inputs, targets: objective(run(inputs), targets))
+        measured = (lambda inputs, targets: objective(run(inputs), targets)) if measure is None else measure
         count = count_of(objective) if measure is None else None
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback, count=count)
         self._epochs = 0  # epochs that fit() has completed

@@ -972,6 +972,33 @@ def test_compiling_changes_no_result_and_a_model_that_cannot_be_compiled_is_refu
     assert end.stdout.splitlines()[-1] == "done"
 
 
+class WithoutTruth:
+    """A callable that has no length and so no truth value, like a module that ``torch.compile`` has made."""
+
+    def __init__(self, function) -> None:
+        self.function = function
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+    def __call__(self, *given):
+        return self.function(*given)
+
+
+def test_forward_and_measure_need_no_truth_value():
+    losses = []
+    for make in (
+        lambda model: {},
+        lambda model: {"forward": WithoutTruth(model)},
+        lambda model: {"measure": WithoutTruth(lambda inputs, targets: CrossEntropy()(model(inputs), targets))},
+    ):
+        model = net()
+        with connect("local") as backend:
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, **make(model))
+            losses.append([trainer.step([data()], 23.0).loss for _ in range(2)])
+    assert losses[0] == losses[1] == losses[2]
+
+
 def test_a_loss_without_gradient_is_refused_in_one_line():
     model = net()
     with connect("local") as backend:
