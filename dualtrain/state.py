@@ -147,6 +147,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool 
     Only ranks with ``trained`` count, since the statistics of the others have no samples. If none has it, all count.
     """
     own = [(name, buffer, buffer.clone()) for name, buffer in local_buffers(model)]
+    modules = dict(model.named_modules())  # not get_submodule(), which modules of TorchScript refuse
     count = backend.size
     if own:
         flag = torch.tensor([float(trained)], dtype=torch.float64, device="cpu")
@@ -160,7 +161,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool 
             for name, buffer, before in own:
                 buffer.copy_(before)
                 path, _, key = name.rpartition(".")
-                module = model.get_submodule(path)
+                module = modules[path]
                 if getattr(module, key, None) is not buffer:
                     setattr(module, key, buffer)  # a forward pass has put a different tensor there
 

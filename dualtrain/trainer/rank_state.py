@@ -76,8 +76,9 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
     restore_buffers(model, [rank["buffers"] for rank in ranks], backend, trained_ranks(ranks))
     same = len(ranks) == backend.size
     own = ranks[backend.rank if same else 0]
+    modules = dict(model.named_modules())
     for name, extra in own.get("extra", {}).items():  # not in states of versions before 0.3.0
-        model.get_submodule(name).set_extra_state(extra)
+        modules[name].set_extra_state(extra)
     if same:
         restore_random_state(own["random"], backend.device)
     else:
@@ -102,10 +103,11 @@ def restore_buffers(
     same = len(ranks) == backend.size
     if not same and any(trained):
         ranks = [rank for rank, counts in zip(ranks, trained, strict=True) if counts]
+    modules = dict(module.named_modules())  # not get_submodule(), which modules of TorchScript refuse
     # States of versions before 0.3.0 have floating-point buffers only.
     for name, value in ranks[backend.rank if same else 0].items():
         path, _, key = name.rpartition(".")
-        owner = module.get_submodule(path)
+        owner = modules[path]
         buffer = getattr(owner, key, None)
         parts = [rank[name] for rank in ranks if name in rank and rank[name].shape == value.shape]
         if not same and value.is_floating_point() and len(parts) == len(ranks):

@@ -531,8 +531,10 @@ def _add_buffers(average: nn.Module, model: nn.Module) -> None:
 
 
 def _copy_extra_state(average: nn.Module, model: nn.Module) -> None:
-    for name, module in with_extra_state(model).items():
-        average.get_submodule(name).set_extra_state(copy.deepcopy(module.get_extra_state()))
+    found = with_extra_state(model)
+    modules = dict(average.named_modules()) if found else {}  # not get_submodule(), which modules of TorchScript refuse
+    for name, module in found.items():
+        modules[name].set_extra_state(copy.deepcopy(module.get_extra_state()))
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:

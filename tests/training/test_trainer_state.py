@@ -14,6 +14,7 @@ from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Task
 from dualtrain.errors import RanksDifferError
 from dualtrain.training.assemble import try_out
+from tests.threads import run_threads
 
 
 def batch(seed: int = 0, dtype=torch.float32):
@@ -315,6 +316,38 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
     found = dict(trainer.evaluated.named_buffers())
     assert list(found) == list(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def scripted(backend, virtual_ranks, folder):
+    """Train a module of TorchScript, resume a second one, and train on; return the weights and an evaluation's loss."""
+    losses, weights = [], []
+    for begin in (0, 1):
+        model = torch.jit.script(nn.Sequential(net(), nn.BatchNorm1d(3)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, backend=backend, ema=0.5, virtual_ranks=virtual_ranks)
+        if begin:
+            trainer.resume(folder / "state")
+        for number in range(begin, 3):
+            whole = batch(number)
+            mine = trainer.split(whole) if virtual_ranks else [[part[backend.rank :: backend.size] for part in whole]]
+            trainer.step(mine, 6.0)
+            if number == 0:
+                trainer.save(folder / "state")
+        losses.append(trainer.evaluate(mine)["val_loss"])
+        weights.append([tensor.clone() for tensor in model.state_dict().values()])
+        trainer.close()
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *weights))
+    return losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("virtual_ranks", [None, 3])
+def test_a_module_of_torchscript_is_trained_and_resumed(virtual_ranks, tmp_path):
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        found = run_threads(ranks, scripted, virtual_ranks, tmp_path / str(ranks))
+        assert found == found[:1] * ranks
 
 
 class Normed(nn.Sequential):
