@@ -922,6 +922,21 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     assert not (tmp_path / "handled").exists()  # SIGKILL was sent, not SIGTERM, which the script handles
 
 
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("[1,0]<stderr>:ValueError[1,0]<stderr>:: [1,0]<stderr>:no\n[1,1]<stdout>:later\n", "ValueError: no"),
+        ("[0]<stderr>:RuntimeError: Horovod has been shut down. This\n[1]<stderr>:KeyError: 'x'\n", "KeyError: 'x'"),
+        ("[1]<stdout>: the end\n---\n[0]<stderr>:HorovodInternalError: Horovod has been shut down\n", "the end"),
+        ("W0 [3] x\n[3] y\n", "y"),
+    ],
+    ids=["tags in a line", "errors of peers", "no error", "rank only"],
+)
+def test_the_line_of_the_output_that_tells_the_failure_has_no_tags_of_the_launcher(output, shown, tmp_path):
+    (tmp_path / "log").write_text(output)
+    assert launch._last_line(tmp_path / "log") == f": {shown}"
+
+
 def test_a_failed_run_whose_processes_hang_at_exit_is_ended_before_its_timeout(record, tmp_path, monkeypatch):
     """Write a record with an error on rank 1, then sleep, as ranks of Horovod that hang at exit do."""
     path, script = record / "rank-1.jsonl", tmp_path / "failing.py"

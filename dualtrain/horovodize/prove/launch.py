@@ -27,11 +27,12 @@ from dualtrain.processes import signal_at_parents_end
 
 Side = Literal["Horovod", "dualtrain"]
 COMPAT = "DUALTRAIN_HVD_COMPAT"
-_OF_LAUNCHER = re.compile(r"^(\[\d+(,\d+)?\](<std(out|err)>:?)?\s?)")
+#: Tags with the rank, which launchers put before lines, and mpirun also between parts of a line.
+_OF_LAUNCHER = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:?|^\[\d+\]")
 #: Lines with exceptions or usage errors, or mpirun's and torchrun's messages about a process that a signal has ended.
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
 #: Errors of ranks whose peer has failed or exited.
-_OF_PEERS = re.compile(r"HorovodInternalError|PeerFailedError")
+_OF_PEERS = re.compile(r"HorovodInternalError|PeerFailedError|Horovod has been shut down")
 #: Longest wait for the end of a run without a further step, after a rank has recorded an error of the script. With some
 #: errors, Horovod's ranks hang at exit.
 _FAILED_SECONDS = 15.0
@@ -262,8 +263,12 @@ def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """Return ": " and the first line of the output with an error, or else the last line with a letter or digit."""
+    """Return ": " and the first line of the output with an error, or else the last line with a letter or digit.
+
+    Errors of ranks whose peer has failed are left out.
+    """
     lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if not _OF_PEERS.search(line)]
     errors = [line for line in lines if _IS_ERROR.search(line)]
     last = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]
     return f": {last[:300]}" if last else ""
