@@ -216,6 +216,8 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[st
     reference, groups = chart_groups(results)
     if groups:
         contents["bench.svg"] = picture(reference, groups)
+    else:
+        (folder / "bench.svg").unlink(missing_ok=True)  # the chart of earlier results in this folder
     for name, content in contents.items():
         write_whole(folder / name, content.encode())
     return [folder / name for name in ("bench.json", *contents)]

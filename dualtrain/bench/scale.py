@@ -126,6 +126,8 @@ def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
         for name, content in _files(growth, machine):
             write_whole(folder / name, content.encode())
             show(folder / name, sys.stderr)
+        if not charted(growth):
+            (folder / "bench.svg").unlink(missing_ok=True)  # the chart of earlier results in this folder
     except OSError as error:
         raise UserError(
             f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"

@@ -198,6 +198,7 @@ def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
     for found, status in ((kept, 0), (failed, 1), (beside, 1), (Results(), 1)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
         assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
+        assert (tmp_path / "bench.svg").exists() == bool(found.samples)  # no chart of earlier results stays
 
 
 def test_targets_that_are_not_judged_give_exit_status_1(tmp_path, capsys):
@@ -794,7 +795,8 @@ def test_an_interrupted_scale_benchmark_writes_its_results_and_one_without_resul
         assert main(["--scale", "--out", str(tmp_path), *flags]) == status
         assert shown in capsys.readouterr().out
     assert calls == [(LAYOUTS, None), ((TWO, FOUR), 2), (LAYOUTS, 3)]
-    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html", "bench.svg"}
+    # The last benchmark has no results, and removes the chart of the results before it.
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html"}
 
 
 def test_the_flag_ranks_accepts_numbers_of_ranks_and_nodes_x_ranks():
