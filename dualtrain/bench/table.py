@@ -142,7 +142,7 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     raw = [row for row in rows if row.one == TUNED and row.other.startswith("hvd") and row.job != "empty"]
     others = f"; raw DDP runs {_range(raw)} times as many steps as Horovod" if raw else ""
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
-    said = f"with {ranks} ranks here, {ENTRIES[ours].title} runs {' and '.join(parts)}{weights}{others}."
+    said = f"with {ranks} rank{'s' * (ranks != 1)} here, {ENTRIES[ours].title} runs {' and '.join(parts)}{weights}{others}."
     fewest = min(row.found.pairs for row in verdicts)
     few = "" if fewest >= ROUNDS else f" This is based on only {rounds_of(fewest)}: a verdict needs {ROUNDS}."
     return f"{question}{_word(verdicts)}: {said}{few}"
