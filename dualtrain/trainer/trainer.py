@@ -357,9 +357,12 @@ class Trainer:
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
         """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets)."""
         if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, torch.Tensor) for part in batch):
+            found = type(batch).__name__
+            if isinstance(batch, tuple | list) and batch:
+                found += f" of {', '.join(type(part).__name__ for part in batch[:3])}"
             raise TypeError(
-                f"a batch must be a pair of tensors, (inputs, targets), not {type(batch).__name__}: give the loader a "
-                "collate_fn that makes one"
+                f"a batch must be a pair of tensors, (inputs, targets), not {found}: give the loader a collate_fn "
+                "that makes one"
             )
         inputs, targets = batch
         device = self.backend.device

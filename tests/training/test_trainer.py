@@ -706,8 +706,14 @@ def test_a_batch_that_is_no_pair_is_refused():
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
-        for batch in ({"x": torch.ones(1)}, (torch.ones(1),), "text"):
-            with pytest.raises(TypeError, match="pair of tensors"):
+        for batch, found in (
+            ({"x": torch.ones(1)}, "dict"),
+            ((torch.ones(1),), "tuple of Tensor"),
+            ([tensor.numpy() for tensor in data(4)], "list of ndarray, ndarray"),
+            ("text", "str"),
+            ((), "tuple"),
+        ):
+            with pytest.raises(TypeError, match=rf"pair of tensors, \(inputs, targets\), not {found}: give the loader"):
                 trainer.evaluate([batch])
         model.eval()
         trainer.evaluate([data(4)])
