@@ -52,6 +52,7 @@ LAYERS = {
     ],
     "backends": [
         {"compilation", "watch", "objects", "inference", "subnormals"},
+        {"waits"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls", "host_cores"},

@@ -35,7 +35,7 @@ class DelegatingBackend(Backend):
 
     @property
     def timeout(self) -> float:
-        """See :class:`~dualtrain.backends.base.Primitives`."""
+        """See :class:`~dualtrain.backends.waits.Waits`."""
         return self.inner.timeout
 
     @timeout.setter
@@ -44,7 +44,7 @@ class DelegatingBackend(Backend):
 
     @property
     def watch(self) -> Watch | None:
-        """See :class:`~dualtrain.backends.base.Primitives`."""
+        """See :class:`~dualtrain.backends.waits.Waits`."""
         return self.inner.watch
 
     @watch.setter
@@ -53,7 +53,7 @@ class DelegatingBackend(Backend):
 
     @property
     def on_wait(self) -> Callable[[Any, str, float], None] | None:
-        """See :class:`~dualtrain.backends.base.Primitives`."""
+        """See :class:`~dualtrain.backends.waits.Waits`."""
         return self.inner.on_wait
 
     @on_wait.setter
