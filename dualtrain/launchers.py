@@ -370,6 +370,16 @@ _VARIABLES = {
 }
 
 
+def refuse_launcher(command: str, starts: str) -> None:
+    """Raise UserError if a launcher has started this process: ``command`` itself ``starts`` ranks."""
+    world = detect_world()
+    if world.launcher != "none":
+        raise UserError(
+            f"{world.launcher} started this process, but {command} starts {starts} itself: run it once, without a launcher "
+            f"({world.because()})"
+        )
+
+
 def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of other launchers in ``env`` that did not determine ``world``."""
     own = _VARIABLES.get(world.launcher, "")

@@ -52,7 +52,7 @@ from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import given_path, parser_of, print_error, ranks_of_host, show, whole
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
-from dualtrain.launchers import detect_world
+from dualtrain.launchers import refuse_launcher
 
 _WITHOUT_SCALE = ("quick", "nproc", "launch", "contenders", "jobs", "targets")  # options that --scale does not use
 LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
@@ -225,12 +225,7 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[st
 
 def _run(given: argparse.Namespace) -> int:
     """Measure and print the results; return the exit status."""
-    world = detect_world()
-    if world.launcher != "none":
-        raise UserError(
-            f"{world.launcher} started this process, but the bench starts its contenders itself: run it once, without a "
-            "launcher, with --nproc or --launch"
-        )
+    refuse_launcher("the bench", "its contenders")
     if given.scale:
         from dualtrain.bench.scale import run_scale
 

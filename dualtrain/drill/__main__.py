@@ -35,6 +35,7 @@ from dualtrain.console import (
 )
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
+from dualtrain.launchers import refuse_launcher
 
 _OWN = ("--run-dir", "--resume", "--max-restarts")  # flags of dualtrain train that the drill sets itself
 
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 after a UserError."""
     try:
         given, flags, horovod = _parse(arguments)
+        refuse_launcher("the drill", "the ranks of its job")
         folder = _folder(given.out)
 
         def progress(line: str) -> None:

@@ -54,6 +54,13 @@ def test_bad_flags_are_refused_in_one_line(flags, message, tmp_path, capsys):
     assert errors.count("\n") == 1
 
 
+def test_the_drill_refuses_to_run_as_a_rank(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert command.main([]) == 2
+    assert "run it once, without a launcher" in capsys.readouterr().err
+
+
 def test_a_plan_is_decided_by_the_seed_and_has_every_kind_of_fault(tmp_path):
     plans = [exercise(tmp_path, seed)._plan(20, 100, FAULTS) for seed in (0, 0, 1)]
     assert plans[0] == plans[1] != plans[2]
