@@ -27,9 +27,9 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_runs", type(start._runs)())
 
 
-def train(job: str, epochs: int, *more: str, again: bool = True) -> dict[str, Any]:
-    """Train as a process of ``job``: as a new process if ``again``, else as the same process as before."""
-    if again:
+def train(job: str, epochs: int, *more: str, new: bool = True) -> dict[str, Any]:
+    """Train as a process of ``job``: as a new process or, without ``new``, as the process of the last call."""
+    if new:
         start._runs.clear()
     with connect("local", world=World(job=job)) as backend:
         return loop.train(parse([*FLAGS, "--epochs", str(epochs), *more]), backend)
@@ -117,7 +117,7 @@ def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, cap
     train("two", 1)
     # The second run of a process gets the name one.2, so that it is not a restart of the first run.
     killed("one", 3, 1)
-    train("one", 1, "--seed", "1", again=False)
+    train("one", 1, "--seed", "1", new=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
 
 

@@ -623,7 +623,7 @@ def test_fit_takes_a_step_without_samples_only_if_the_loader_has_no_length_or_on
 
 
 class Listed(Sized):
-    """A loader of a list of batches that says that it has ``length`` batches."""
+    """A loader of the given batches. ``len()`` of it returns ``length``, or fails if ``length`` is ``None``."""
 
     def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]], length: object) -> None:
         super().__init__(len(batches), length)
