@@ -37,7 +37,7 @@ _OF_LAUNCHERS |= {f"HOROVOD_GLOO_{name}" for name in ("IFACE", "RENDEZVOUS_ADDR"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment variables set.
+    """Values of the environment variables.
 
     Attributes:
         stall_check: seconds after which a wait is reported on every rank; 0 for never.
