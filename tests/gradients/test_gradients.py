@@ -552,6 +552,22 @@ def test_a_sparse_parameter_that_no_rank_used_gets_no_gradient_or_an_empty_one(t
     typical.each(look_up_nothing, [(unused,) for unused in UNUSED])
 
 
+def looks_up_densely_on_one_rank(backend):
+    """Give one rank a dense gradient of a parameter whose gradient is sparse on the other ranks."""
+    table, last = nn.Parameter(torch.ones(4, 2)), backend.size - 1
+    reducer = GradientReducer([("table", table)], backend)
+    for _ in range(2):
+        table.grad = None
+        nn.functional.embedding(torch.tensor([1]), table, sparse=backend.rank != last).sum().backward()
+        assert table.grad.to_dense()[:, 0].tolist() == [0, 1, 0, 0]
+        reducer.renew()
+    reducer.close()
+
+
+def test_a_gradient_may_be_sparse_on_some_ranks_only(many):
+    many(looks_up_densely_on_one_rank)
+
+
 def sparse_adam(backend):
     model, replica = (seeded(nn.Embedding(7, 3, sparse=True)) for _ in range(2))
     optimizer = wrap(torch.optim.SparseAdam(model.parameters(), lr=0.1), model, backend)
