@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Calls(Primitives):
     """Primitives, and the order in which this rank makes collective calls.
 
-    A method of a subclass passes a function that makes the call to ``_now`` or ``_later``. This function compares the calls
-    of the ranks (``agreement.py``), and then starts primitives.
+    A method of a subclass gives ``_now`` or ``_later`` a function. This function compares the calls of the ranks
+    (``agreement.py``), and then starts primitives.
     """
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
@@ -121,5 +121,5 @@ class Calls(Primitives):
 
 
 def raise_problem(problem: Exception) -> NoReturn:
-    """Raise ``problem``: a call that fails when it is made."""
+    """Raise ``problem``. Used in place of the function of a call that must fail."""
     raise problem

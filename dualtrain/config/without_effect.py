@@ -131,7 +131,8 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "sync_batchnorm": (not facts.norms and "the model has no BatchNorm that is trained")
         or (facts.ranks == 1 and "the run has one rank"),
         "transport": facts.ranks == 1 and "the run has one rank",
-        "drop_last": not facts.short_batch and f"all batches have {facts.global_batch} sample{'s' * (facts.global_batch != 1)}",
+        "drop_last": not facts.short_batch
+        and f"all batches have {facts.global_batch} sample{'s' * (facts.global_batch != 1)}",
         "channels_last": len(facts.shape) != 3 and f"it is for images, and a sample has the shape {facts.shape}",
         "classes": facts.classes != settings["classes"] and f"{own} returns data of {facts.classes} classes",
         "workers": not facts.workers and f"{own} returns data that worker processes do not read",

@@ -62,7 +62,8 @@ class Bucket:
             RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order, self._split)
         )
         self._before, self._after = transfer.before, transfer.factor_after(self.sum.shards)
-        #: Whether the wire dtype has fewer bits than the gradients' dtype, in which ``finish`` then scales the sum.
+        #: Whether the wire dtype has fewer bits than the gradients' dtype. If so, ``finish`` converts the sum to the
+        #: gradients' dtype before it scales the sum.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
@@ -83,8 +84,8 @@ class Bucket:
         # The slots' attributes as lists, so that loops over all gradients run in C.
         self._slot_views = _views(self.values, layout)
         whole = self.values.data
-        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. The
-        #: tensor at the key ``None`` belongs to all slots, except for slots of which the program has kept a gradient.
+        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. All slots
+        #: use the tensor at the key ``None``, except for slots whose previous gradient the program still refers to.
         self.fronts: dict[Slot | None, torch.Tensor] = {None: whole}
         for slot, view, front in zip(self.slots, self._slot_views, _views(whole, layout), strict=True):
             slot.place(self, view, front)

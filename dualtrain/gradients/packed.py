@@ -33,14 +33,15 @@ class PackedGradients:
     def changed(self, outside: Sequence[tuple[Slot, torch.Tensor]]) -> list[Slot]:
         """Return the slots whose gradients the program has changed since ``record``.
 
-        All gradients that lie in the bucket share one counter of in-place changes, so a change of one marks all of them.
+        Most gradients that lie in the bucket share one counter of in-place changes: a change of one marks all of these.
         Gradients of ``outside`` do not lie in the bucket.
         """
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []
         # ``_base`` is private in torch 2.5 to 2.15: no public attribute names the tensor of which another one is a view.
-        # A part of a larger tensor has the counter of that tensor: another part may be the gradient of another bucket.
+        # All views of a tensor have its counter. The counter may have changed because another view is a gradient of another
+        # bucket, which has written its result into it. So ignore the counter of a view.
         shared = {id(grad) for _, grad in outside if grad._base is not None}
         pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)
         return [

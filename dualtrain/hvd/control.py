@@ -1,4 +1,4 @@
-"""The control channel: one connection from every rank to rank 0's coordinator.
+"""The control channel: one connection from every other rank to rank 0's coordinator.
 
 On rank 0, one thread receives the messages of all ranks, including rank 0, and passes them to the coordinator, which
 answers. Messages to one rank arrive in the order in which they were sent.
@@ -35,7 +35,7 @@ class Control(Protocol):
         """Yield the coordinator's messages to this rank; block until one arrives. The last is ``{"do": "down", …}``."""
 
     def close(self) -> None:
-        """Close this end. Rank 0 waits up to 5 s for the other ranks to close their ends."""
+        """Close this end. Rank 0 waits up to 5 s until the other ranks have closed their ends and its thread has ended."""
 
 
 def control(

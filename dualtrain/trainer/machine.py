@@ -54,7 +54,7 @@ def use_threads(number: int, backend: Backend) -> None:
     """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS differs."""
     torch.set_num_threads(number)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    # torchrun sets the variable to 1 if the user has not set it. The message below must be true, whoever set the variable.
+    # torchrun may set the variable to 1. The message below must be true, whether the user or torchrun has set it.
     if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
         show_progress(
             f"OMP_NUM_THREADS={text} has no effect: the number of intra-op threads of a rank is {number}, "

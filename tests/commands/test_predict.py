@@ -174,7 +174,7 @@ def other() -> torch.nn.Module:
 
 
 def test_a_pretrained_model_converts_its_inputs_as_in_training_and_downloads_nothing(tmp_path, monkeypatch):
-    """With ``--pretrained``, GoogLeNet converts its inputs from ImageNet's statistics to the range of its weights."""
+    """With ``--pretrained``, GoogLeNet converts images from ImageNet's normalization to that of its weights."""
     monkeypatch.setattr(torch.hub, "download_url_to_file", None)
     task = {"shape": [3, 32, 32], "classes": 2}
     file = tmp_path / "model.safetensors"

@@ -112,7 +112,7 @@ def test_the_tutorials_models_have_the_tutorials_layers():
 
 
 def as_in_the_tutorials(model):
-    """Build the same layers, with ReLU before pooling as in the tutorials."""
+    """Build the same layers, with ReLU before pooling as in the PyTorch tutorials these models come from."""
     layers = list(model)
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if isinstance(layer, nn.MaxPool2d) and isinstance(following, nn.ReLU):

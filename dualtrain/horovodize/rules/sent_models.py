@@ -22,11 +22,11 @@ def owner_of(value: ast.expr, *methods: str) -> ast.Name | ast.Attribute | None:
 
 
 def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.expr | None]:
-    """Yield the models that the program gives to broadcast_parameters, or None for each call whose model is unknown.
+    """Yield the models that the program gives to broadcast_parameters, or None for each use whose model is unknown.
 
-    The caller compares the yielded models with ``model``, which ``at`` uses, by name. So the model of a call is known only
-    if its name means the same variable in ``at``: the call is in the same function or at module level, or both models are
-    attributes of ``self`` in one class.
+    The caller compares the names of these models with the name of ``model``, which the node ``at`` uses. So the model of a
+    call is known only if its name means the same variable in ``at``: the call is in the same function or at module level,
+    or both models are attributes of ``self`` in one class.
     """
     for file in source.files:
         for node in file.mentions.get("broadcast_parameters", ()):
@@ -43,7 +43,9 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
 
 
 def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, at: ast.AST) -> bool:
-    """Return whether ``sent``, and ``model`` of ``at``, are certainly different variables if their names differ."""
+    """Return whether ``sent`` and ``model``, which the node ``at`` uses, are the same variable if and only if their names
+    are the same.
+    """
     if isinstance(sent, ast.Name) and isinstance(model, ast.Name):
         scope = source.scope(sent)
         local = any(isinstance(above, ast.Lambda) for above in source.above(sent))
@@ -56,7 +58,8 @@ def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, at: ast.AST
 def is_new_model(source: Source, model: ast.expr) -> bool:
     """Return whether ``model`` is certainly a new model, and not one that other code has made and may have broadcast.
 
-    Only calls may be assigned to it. No value may contain a parameter, or call a function of the file.
+    Only calls may be assigned to it. These calls, and the values of the variables in them, must not use parameters of a
+    function (except ``self`` and ``args``), and must not call functions that are defined in the file.
     """
     text = ast.unparse(model)
     values = source.values.get(text, [])
