@@ -47,8 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     averaged zeros for a parameter, because no rank had a gradient for it, and the program then assigns a gradient,
     ``step()`` raises BackendError: most likely, each rank has assigned its own.
 
-    Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`: otherwise, if the next
-    backward reaches no parameter that was trained before, its gradients are not averaged until ``step()``.
+    Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
+    reaches only parameters unfrozen since then does not average their gradients; ``step()`` averages them.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
@@ -63,8 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
         sum_order: the order in which gradients are added. ``"backend"``: the order that the library and the transport use
             (with two ranks, every library and transport gives the same bits). ``"canonical"``: a fixed tree over the
-            ranks, the same on every backend and transport. A ``SumOrder``: a fixed tree over shards; a rank may have
-            several shards.
+            ranks, the same on every backend and transport. A ``SumOrder``: a fixed tree over shards of the global
+            batch; a rank may compute several of them.
         carry: the former name of ``extra``; deprecated.
 
     Raises:

@@ -126,9 +126,10 @@ class _HorovodWork(Work[None]):
     """Handle of a Horovod operation.
 
     It keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed, Horovod's
-    thread releases its tensors while it holds Horovod's lock. In torch 2.13, releasing a tensor takes the GIL if only a
-    Python object still refers to the tensor. At the same time, a thread that starts an operation may hold the GIL and wait
-    for Horovod's lock. The view is one more reference, so Horovod's thread does not take the GIL.
+    thread releases its tensors while it holds Horovod's lock. In torch 2.13, a C++ thread that releases a tensor takes the
+    GIL if no other C++ code, but a Python object, still refers to the tensor. At the same time, a thread that starts an
+    operation may hold the GIL and wait for Horovod's lock. The view is one more reference, so Horovod's thread does not
+    take the GIL.
     """
 
     def __init__(
@@ -191,8 +192,8 @@ class HorovodBackend(Backend):
         meet: makes the job's store, unless Horovod's own launcher or MPI has started this process.
 
     Attributes:
-        failed: the error of the first operation that failed; all later operations fail too.
-        failed_works: handles of failed operations, kept because they hold the operations' tensors.
+        failed: the error of an operation that failed; all later operations fail too.
+        failed_works: handles of failed operations. They keep the operations' tensors alive, which Horovod may still use.
 
     Raises:
         UserError: Horovod is not installed or cannot start.
@@ -360,8 +361,9 @@ def _scope(address: str | None) -> str:
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
     the table of process sets after it has checked for the shutdown). The old operation then takes part in the process's
     next world, where a new operation of the same name would get its data. If the world has a store, the prefix is a hash of
-    its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. It is equal on all ranks:
-    the world has one process, or horovodrun or MPI started all processes, which have joined equally many worlds.
+    its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. All ranks have the
+    same number: such a world has only one rank, or horovodrun or MPI has started all its processes, and each of them has
+    joined equally many worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
 

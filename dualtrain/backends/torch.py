@@ -564,7 +564,8 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 def open_store(world: World, timeout: float) -> dist.Store:
     """Return the key-value store of ``world``.
 
-    It is the store of torch's default group, or is served by the launcher, the parent process or rank 0.
+    It is the store of torch's default group, or is served by the launcher, the parent process or rank 0. A world of one
+    process has a store of its own.
 
     Raises:
         UserError: the launcher names no address, the address cannot be reached, or its port is in use.

@@ -37,11 +37,11 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     elif not initialized:
         why = "hvd.init() is called in another file; give all files of the program at once"
     elif stays is not None:
-        why = f"dualtrain has no counterpart of `{ast.unparse(stays)}`"
+        why = f"`{ast.unparse(stays)}` has no certain replacement"
     else:
         message = (
-            "this line now imports dualtrain.hvd, which is Horovod itself under horovodrun; start the script with plain "
-            "torchrun"
+            "this line now imports dualtrain.hvd; start the script with plain torchrun (under horovodrun, dualtrain.hvd "
+            "uses Horovod)"
         )
         return [Finding(node.lineno, "differs", message, tuple(edits)) for node, edits in changes], []
     return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod is not changed: {why}; {_RUNNER}")]
@@ -58,7 +58,7 @@ def _imports_horovod(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _edits(source: Source, node: ast.Import | ast.ImportFrom) -> Iterator[Edit]:
-    """Yield the edits of one import statement; no edits if one of its names has no counterpart."""
+    """Yield the edits of one import statement; no edits if it has no certain replacement."""
     if isinstance(node, ast.ImportFrom):
         yield from _edits_of_from(source, node)
         return

@@ -50,7 +50,7 @@ def test_a_changed_tree_is_copied_again(setup, tmp_path):
     installed = []
     for text in ("one", "one", "two", None, "three"):
         if text is None:
-            module.parent.rename(tmp_path / "elsewhere")  # as in an image, which has only the copy
+            module.parent.rename(tmp_path / "elsewhere")  # as in a Docker image that has no source tree
         else:
             module.parent.mkdir(exist_ok=True)
             module.write_text(text)
@@ -197,7 +197,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
         ({"PYTHON": "no-such-python"}, "no interpreter 'no-such-python' found"),
         ({"DUALTRAIN_VENV": "/dev/null/venv"}, "cannot write /dev/null/venv (Not a directory)"),
         ({"DUALTRAIN_VENV": str(ROOT / "tests")}, "holds files that launch/setup.sh has not made"),
-        ({"DUALTRAIN_VENV": str(ROOT)}, "holds files that launch/setup.sh has not made"),  # it has a setup.cfg
+        ({"DUALTRAIN_VENV": str(ROOT)}, "holds files that launch/setup.sh has not made"),
         ({"DUALTRAIN_WITH": "all"}, "set it to dev, integrations, tree, run or none"),
     ],
 )

@@ -122,9 +122,14 @@ def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
         (IGNORE_SIGTERM + "if rank == 1: return 5", 5, ""),
         ("if rank == 1: return 1\nif rank == 0: time.sleep(0.1)\nreturn 75", 2, ""),
     ],
-    ids=["refuses", "is killed", "fails beside a rank that ignores SIGTERM", "has a transient error beside a rank with 1"],
+    ids=[
+        "refuses",
+        "is killed",
+        "fails beside a rank that ignores SIGTERM",
+        "has a transient error while another rank ends with status 1",
+    ],
 )
-def test_the_first_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
+def test_a_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
     job = start(f"{body}\n{WAIT}", settings=QUICK)
     assert job.wait(SECONDS) == status
     assert said in job.errors
@@ -259,7 +264,7 @@ def test_the_number_of_usable_cores_limits_the_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, ""), (signal.SIGINT, "dualtrain: error: interrupted\n")])
-def test_after_a_signal_before_the_first_rank_no_rank_is_started(monkeypatch, capsys, number, said):
+def test_no_rank_is_started_if_a_signal_has_arrived(monkeypatch, capsys, number, said):
     def make(method):
         os.kill(os.getpid(), number)
         return SimpleNamespace(Process=None)

@@ -1,6 +1,6 @@
 """dualtrain/hvd/README.md#matching-and-errors: calls with which Horovod hangs or crashes, and dualtrain does not.
 
-tests/launch/test_hangs.py makes the same calls with Horovod.
+tests/launch/test_hangs.py makes the calls of ``BODIES`` with Horovod.
 """
 
 from __future__ import annotations
