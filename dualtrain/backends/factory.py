@@ -155,7 +155,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
         same = ("launcher", "evidence", "rendezvous", "job", "job_key")
         return LocalBackend(World(**{name: getattr(world, name) for name in same}), device, timeout)
-    _check_timeout(timeout)
+    timeout = _checked(timeout)
     from dualtrain.backends import torch as over_torch
 
     if name == "horovod":
@@ -169,9 +169,10 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
     return over_torch.TorchBackend(world, device, timeout, store, placed)
 
 
-def _check_timeout(timeout: object) -> None:
+def _checked(timeout: object) -> float:
     if not isinstance(timeout, Real) or not timeout <= threading.TIMEOUT_MAX:  # NaN is not
         raise UserError(f"timeout={timeout!r} cannot end a wait: pass a number of seconds, such as 300.0")
+    return float(timeout)
 
 
 def _refuse_to_train_alone() -> None:

@@ -344,14 +344,16 @@ class HorovodReducer(ABC):
 
     @staticmethod
     def close_replaced(named: Named, process_set: ProcessSet) -> None:
-        """Close the reducers of earlier optimizers that share a parameter and a name with a new reducer.
+        """Close the reducers of earlier optimizers that share a trained parameter and a name with a new reducer.
 
-        On Horovod, both optimizers would send gradients under this name, which fails. An old optimizer may still exist
+        On Horovod, both optimizers would send gradients under this name, which fails. Optimizers may share parameters that
+        are frozen for the new one: it sends no gradients of them. An old optimizer may still exist
         after the script has dropped it, because only garbage collection frees it: Lightning wraps the optimizer in each
         ``fit``, and other scripts wrap a new optimizer after they have replaced or unfrozen a module.
         """
-        names = {name for name, _ in named}
-        for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        names = {name for name, _ in trained}
+        for old in {reducer for _, p in trained for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
             if old.process_set == process_set and not names.isdisjoint(slot.name for slot in old.hooks.slots):
                 old.close()
 

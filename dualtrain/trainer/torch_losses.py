@@ -94,8 +94,9 @@ def _uncompiled(loss: Any) -> Any:
     """Return the loss from which ``torch.compile`` has made ``loss``; ``loss`` itself if it is not compiled."""
     if isinstance(loss, nn.Module):
         return getattr(loss, "_orig_mod", loss)  # a private name, the same in torch 2.5 to 2.15
-    while isinstance(loss, types.FunctionType) and loss.__globals__["__name__"].startswith("torch._dynamo."):
-        loss = vars(loss)["__wrapped__"]  # torch.compile puts one or two functions of its own around the given one
+    # torch.compile puts one or two functions of its own around the given one. A function's globals may have no name.
+    while isinstance(loss, types.FunctionType) and str(loss.__globals__.get("__name__")).startswith("torch._dynamo."):
+        loss = vars(loss)["__wrapped__"]
     if isinstance(loss, partial):
         function = _uncompiled(loss.func)
         return loss if function is loss.func else partial(function, *loss.args, **loss.keywords)

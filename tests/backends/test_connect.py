@@ -172,7 +172,7 @@ def test_a_world_of_several_processes_that_the_program_has_made_is_not_the_local
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), None, "30"])
-def test_a_timeout_that_is_no_finite_number_is_refused(timeout):
+def test_a_timeout_that_is_no_usable_number_of_seconds_is_refused(timeout):
     with pytest.raises(UserError, match=rf"timeout={timeout!r} cannot end a wait: pass a number of seconds"):
         connect("torch", world=ALONE, timeout=timeout)
 

@@ -306,6 +306,36 @@ def test_a_second_optimizer_may_have_more_parameters_than_the_first(real, change
     assert torch.allclose(torch.tensor(found), expected.detach().expand(real.size, 2, 2))
 
 
+def trained_in_turns(wrap, ranks):
+    """Train the last layer and the first layer in turns, with an optimizer of the last layer and one of both layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = []
+    for layer, trained in ((1, model[1]), (0, model)):
+        model.requires_grad_(False)[layer].requires_grad_()
+        names = {id(p): name for name, p in model.named_parameters()}
+        parameters = list(trained.parameters())
+        optimizers.append(wrap(torch.optim.SGD(parameters, lr=0.1), [(names[id(p)], p) for p in parameters]))
+    for step in range(4):
+        model.requires_grad_(False)[1 - step % 2].requires_grad_()
+        optimizers[step % 2].zero_grad()
+        model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+        optimizers[step % 2].step()
+    return [p.tolist() for p in model.parameters()]
+
+
+def wrapped_in_turns(backend):
+    with library(backend) as hvd:
+        return trained_in_turns(hvd.DistributedOptimizer, [hvd.rank()])
+
+
+@PAIR
+def test_optimizers_may_share_parameters_that_are_frozen_for_the_newer_one(real):
+    expected = [torch.tensor(values) for values in trained_in_turns(lambda sgd, _: sgd, range(real.size))]
+    for found in real(wrapped_in_turns):
+        assert all(map(torch.allclose, map(torch.tensor, found), expected))
+
+
 def scaled(backend, overflow):
     """Train in mixed precision as Horovod documents it. In step 1, the gradient of rank ``overflow`` is infinite."""
     with library(backend) as hvd:

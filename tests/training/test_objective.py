@@ -321,6 +321,9 @@ def test_a_loss_of_torch_is_recognized_after_torch_compile():
     for loss in (nn.MSELoss(reduction="sum"), partial(functional.mse_loss, reduction="sum")):
         with pytest.raises(ValueError, match="the loss has reduction='sum'"):
             as_objective(compiled(loss))
+    made = {}
+    exec("def loss(outputs, targets): return (outputs - targets).mean()", made)  # as sympy.lambdify makes functions
+    assert as_objective(made["loss"]).loss is made["loss"]
 
 
 class WithoutInit(nn.Module):
