@@ -16,8 +16,6 @@ _OF_WEIGHTS = re.compile(
 )
 #: Names of functions that most likely average gradients if they are called between backward and step.
 _IN_STEP = re.compile(r"(?<!a)sync|all_?reduce", re.IGNORECASE)
-#: Names of functions that most likely average gradients if they are called between backward and step.
-_IN_STEP = re.compile(r"(?<!a)sync|all_?reduce", re.IGNORECASE)
 _WEIGHTS = re.compile(r"^(grads?|data|state_dict|(named_)?param(eter)?s?|weights?)$|_(grads|params)$")
 _HOOKS = re.compile(r"register_(post_accumulate_grad_)?hook\b|grad_hook|comm_hook")
 #: Calls after which a library averages a model's gradients in backward.

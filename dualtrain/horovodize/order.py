@@ -77,10 +77,12 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
         yield from (call for call in source.calls if called(source, call) is function)
 
 
-def argument(function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
+def argument(source: Source, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
     """Return what ``call`` passes for ``parameter`` of ``function``; None if it is unknown."""
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    names = source.positional(function)
     position = names.index(parameter) if parameter in names else len(call.args)
+    if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
+        return None
     return call.args[position] if position < len(call.args) else keyword(call, parameter)
 
 

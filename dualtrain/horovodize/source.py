@@ -298,12 +298,16 @@ class Source:
         found = []
         for node in self.nodes:
             if isinstance(node, Function):
-                names = [word.arg for word in (*node.args.posonlyargs, *node.args.args)]
                 parent = self.parents[node]
-                static = any(last_name(each) == "staticmethod" for each in node.decorator_list)
                 name = parent.name if isinstance(parent, ast.ClassDef) and node.name == "__init__" else node.name
-                found.append((name, names[isinstance(parent, ast.ClassDef) and not static :]))
+                found.append((name, self.positional(node)))
         return found
+
+    def positional(self, function: Function) -> list[str]:
+        """Return the names of the parameters for positional arguments, without ``self`` or ``cls`` of a method."""
+        names = [word.arg for word in (*function.args.posonlyargs, *function.args.args)]
+        static = any(last_name(each) == "staticmethod" for each in function.decorator_list)
+        return names[isinstance(self.parents[function], ast.ClassDef) and not static :]
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the innermost function, or else the module, that contains ``node``."""

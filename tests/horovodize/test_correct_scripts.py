@@ -110,6 +110,30 @@ RATES = {
     "step size": f"{NET}{WRAP}a = torch.optim.lr_scheduler.StepLR(optimizer, 30 * hvd.size())\n"
     "b = torch.optim.swa_utils.AveragedModel(net, hvd.size())",
 }
+EPOCH = (
+    BACKWARD.replace("for x", "for e in range(3):\n    for x").replace("    net(x)", "        net(x)")
+    + "        optimizer.step()\n"
+)
+LOGGED = {
+    "entry": f"{EPOCH}    if hvd.rank() == 0:\n        logs['lr'] = optimizer.param_groups[0]['lr']",
+    "entry in a loop": f"{EPOCH}    if hvd.rank() == 0:\n        for g in optimizer.param_groups:\n"
+    "            logs['lr'] = g['lr']",
+    "entry of a tuple": f"{EPOCH}    if hvd.rank() == 0:\n        logs['lr'], n = optimizer.param_groups[0]['lr'], 1",
+    "entry of a history": f"{EPOCH}    if hvd.rank() == 0:\n"
+    "        logs['lr'] += [g['lr'] for g in optimizer.param_groups]",
+    "rate after training": f"{EPOCH}if hvd.rank() == 0:\n    for g in optimizer.param_groups:\n        g['lr'] = 1.0",
+}
+METHOD = {
+    "argument of a method": "class T:\n    def load(self, optimizer, net):\n"
+    "        optimizer.load_state_dict(torch.load('o.pt'))\n"
+    f"{NET}{WRAP}{SENT.format('net')}t = T()\nif hvd.rank() == 0:\n    t.load(optimizer, net)\n"
+    "hvd.broadcast_optimizer_state(optimizer, 0)\nfor x in data:\n    net(x).sum().backward()\n    optimizer.step()",
+}
+THREADS = {
+    "if": "if hvd.mpi_built():\n    print(hvd.mpi_threads_supported())",
+    "and": "x = hvd.mpi_enabled() and hvd.mpi_threads_supported()",
+    "early return": "def f():\n    if not hvd.mpi_built():\n        return\n    hvd.mpi_threads_supported()",
+}
 LEAVE = "    if hvd.rank() == 0:\n        print(x)\n        break\n"
 LOOP = "for i in range(9):\n    x = hvd.allreduce(torch.ones(1))\n"
 LEFT = {
@@ -123,6 +147,9 @@ LEFT = {
 TESTED = {
     "else of try": "try:\n    hvd.new\nexcept AttributeError:\n    pass\nelse:\n    hvd.new()",
     "is True": "if hasattr(hvd, 'new') is True:\n    hvd.new()\nif hasattr(hvd, 'new') == True:\n    hvd.new()",
+    "compression": "c = hvd.Compression.new if hasattr(hvd.Compression, 'new') else hvd.Compression.none",
+    "private": "hvd.Compression.__dict__",
+    "assigned": "hvd.Compression.new = Mine\nhvd.Compression.new.compress(x)",
     "is False": "if hasattr(hvd, 'new') is False:\n    pass\nelse:\n    hvd.new()",
 }
 EPOCHS = {
@@ -146,6 +173,9 @@ CASES = [
     *(("rate_times_size", text) for text in RATES.values()),
     *(("loop_left_on_some_ranks", text) for text in LEFT.values()),
     *(("unknown_name", text) for text in TESTED.values()),
+    *(("rate_on_some_ranks", text) for text in LOGGED.values()),
+    *(("loaded_on_some_ranks", text) for text in METHOD.values()),
+    *(("threads_of_mpi", text) for text in THREADS.values()),
     *(("same_order_every_epoch", text) for text in EPOCHS.values()),
 ]
 NAMES = [
@@ -161,6 +191,9 @@ NAMES = [
     *RATES,
     *LEFT,
     *TESTED,
+    *LOGGED,
+    *METHOD,
+    *(f"threads, {name}" for name in THREADS),
     *EPOCHS,
 ]
 

@@ -102,7 +102,9 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
 
 
 def threads_of_mpi(source: Source) -> Iterator[Finding]:
-    """Calls of mpi_threads_supported, outside of a ``try`` statement."""
+    """Calls of mpi_threads_supported outside of ``try`` statements, in a script that does not ask whether there is MPI."""
+    if any(source.hvd_calls("mpi_built", "mpi_enabled")):
+        return  # both are false with dualtrain, and the call most likely depends on them
     for call in source.hvd_calls("mpi_threads_supported"):
         if not any(isinstance(above, ast.Try) for above in source.above(call)) and not is_switched_off(source, call):
             message = "mpi_threads_supported() raises ValueError, as on Horovod without MPI; remove the call"

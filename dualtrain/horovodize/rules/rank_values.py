@@ -81,15 +81,16 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
         return
     guards = Guards.of(source)
     sends = [call for file in source.files for call in file.calls if last_name(call.func) == "broadcast_optimizer_state"]
-    rates = [at for file in source.files for target, _, at in file.assignments if target.endswith("['lr']")]
-    for at in rates if len(rates) == 1 and rates[0] in source.parents else ():
-        if not guards.is_on_some_ranks(at) or not _is_wrapped(source, at):
+    rates = [(target, at) for file in source.files for target, _, at in file.assignments if target.endswith("['lr']")]
+    for target, at in rates if len(rates) == 1 and rates[0][1] in source.parents else ():
+        if not guards.is_on_some_ranks(at) or not _is_rate_of_wrapped(source, target, at):
             continue
         later = set(nodes_after(source, at))
-        trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in later)
-        repeats = any(isinstance(above, ast.For | ast.While) for above in source.above(at))
+        loops = [above for above in source.above(at) if isinstance(above, ast.For | ast.While)]
+        run = [*later, *(node for loop in loops for node in ast.walk(loop))]
+        trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in run)
         sent = any(call in later or call not in source.parents or _is_repeated(source, call) for call in sends)
-        if (trains or repeats) and not sent:
+        if trains and not sent:
             message = (
                 "only some ranks change the learning rate, so that learning rates, and then weights, differ between ranks; "
                 "change it on all ranks"
@@ -102,11 +103,30 @@ def _is_repeated(source: Source, node: ast.AST) -> bool:
     return any(isinstance(above, ast.For | ast.While | Scope) and above is not source.tree for above in source.above(node))
 
 
-def _is_wrapped(source: Source, assignment: ast.AST) -> bool:
-    """Return whether ``assignment`` changes an entry of ``param_groups`` of a wrapped optimizer, directly or in a loop."""
+def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> bool:
+    """Return whether ``target`` of ``assignment`` is ``optimizer.param_groups[…]['lr']``, or ``group['lr']`` in a loop.
+
+    The optimizer must be a wrapped one, and the loop must be over its ``param_groups``.
+    """
+    group = ast.parse(target, mode="eval").body.value  # type: ignore[attr-defined]
+    if isinstance(group, ast.Subscript):
+        return _are_groups_of_wrapped(source, group.value)
     loops = [above for above in source.above(assignment) if isinstance(above, ast.For)]
-    inside = [*ast.walk(assignment), *(node for loop in loops[:1] for node in ast.walk(loop.iter))]
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "param_groups" and last_name(node.value) in source.wrapped
-        for node in inside
-    )
+    pairs = (pair for loop in loops for pair in _pairs(loop.target, loop.iter))
+    given = next((value for name, value in pairs if ast.unparse(name) == ast.unparse(group)), None)
+    return given is not None and _are_groups_of_wrapped(source, given)
+
+
+def _pairs(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate`` and ``zip``."""
+    if not isinstance(target, ast.Tuple):
+        yield target, values
+    elif isinstance(values, ast.Call) and len(target.elts) == 2 and ast.unparse(values.func) == "enumerate" and values.args:
+        yield from _pairs(target.elts[1], values.args[0])
+    elif isinstance(values, ast.Call) and ast.unparse(values.func) == "zip":
+        for one, sequence in zip(target.elts, values.args, strict=False):
+            yield from _pairs(one, sequence)
+
+
+def _are_groups_of_wrapped(source: Source, node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "param_groups" and last_name(node.value) in source.wrapped

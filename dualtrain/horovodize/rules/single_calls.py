@@ -194,14 +194,21 @@ def unknown_name(source: Source) -> Iterator[Finding]:
         called, *attributes = source.hvd(node).split(".")
         module = source.hvd_path(node).partition(".")[0]
         inside = module in MODULE_NAMES and called != module
-        names = MODULE_NAMES[module] if inside else PUBLIC | _OWN_MODULES
+        names, owner = MODULE_NAMES[module] if inside else PUBLIC | _OWN_MODULES, ""
         if called == "Compression" and attributes:
-            called, names = f"Compression.{attributes[0]}", COMPRESSIONS
-        if called and called not in names and not called.startswith("__") and not _tests_for(source, node, called):
+            called, names, owner = attributes[0], COMPRESSIONS, "Compression."
+        if called and owner + called not in names and not called.startswith("__") and not _is_known(source, node, called):
             where = f"horovod.torch.{module}" if inside else "horovod.torch"
-            message = f"{called!r} is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
+            message = f"'{owner}{called}' is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
             line: int = getattr(node, "lineno", 1)
             yield Finding(_import_line(source, node) or line, "unsupported", message)
+
+
+def _is_known(source: Source, node: ast.AST, name: str) -> bool:
+    """Return whether the script itself assigns ``name``, or tests for it before it uses ``node``."""
+    text = ast.unparse(node)
+    assigned = any("." in target and f"{text}.".startswith(f"{target}.") for target in source.values)
+    return assigned or _tests_for(source, node, name)
 
 
 def _import_line(source: Source, node: ast.AST) -> int | None:

@@ -36,7 +36,7 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
         if not parameter or source.is_ambiguous(function.name):
             continue
         for call in calls_of(source, function):
-            given = _given(function, call, parameter)
+            given = _given(source, function, call, parameter)
             if given is None or not isinstance(source.parents[call], ast.Expr) or _holds_wrapper(source, given, call):
                 continue
             later = (
@@ -99,9 +99,9 @@ def _is_broadcast(source: Source, node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and source.hvd(node.func) == "broadcast_optimizer_state"
 
 
-def _given(function: Function, call: ast.Call, parameter: str) -> str | None:
+def _given(source: Source, function: Function, call: ast.Call, parameter: str) -> str | None:
     """Return the variable that ``call`` passes for ``parameter``, as text; None if it is unknown or not a variable."""
-    given = argument(function, call, parameter)
+    given = argument(source, function, call, parameter)
     return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute) else None
 
 

@@ -233,7 +233,7 @@ def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
     scope = source.scope(node)
     if not isinstance(scope, Function) or name not in source.parameters(node):
         return []
-    given = (argument(scope, call, name) for call in calls_of(source, scope))
+    given = (argument(source, scope, call, name) for call in calls_of(source, scope))
     return [ast.unparse(value) for value in given if value is not None]
 
 
