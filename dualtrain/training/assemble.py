@@ -174,9 +174,10 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *
     """Make the model on this rank's device. Weights drawn from torch's generator are equal on every rank. Collective.
 
     A ``resumed`` run gets all weights from the checkpoint. The files of its initial weights may not exist any more, so
-    they are not read.
+    they are not read. The published weights of a pretrained model are not read either if ``section.weights`` replaces them.
     """
-    if section.pretrained and not resumed:
+    published = not resumed and section.weights is None
+    if section.pretrained and published:
         first = backend.local_rank == 0
         on_all_ranks(backend, "download of the weights", lambda: str(fetch(section.name)) if first else None)
     seed_all(seed)
@@ -188,7 +189,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *
             task.shape,
             task.classes,
             pretrained=section.pretrained,
-            loaded=not resumed,
+            loaded=published,
             freeze_backbone=section.freeze_backbone,
             weights=None if resumed else section.weights,
         ),

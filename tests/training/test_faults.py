@@ -147,6 +147,8 @@ def test_a_resume_does_not_read_the_published_weights_again(tmp_path, monkeypatc
     monkeypatch.setattr(torch.hub, "download_url_to_file", None)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
     assert train(tmp_path / "run", 1, *flags, "2", "--resume")["steps"] == 2
+    weights = str(tmp_path / "run" / "model.safetensors")
+    assert train(tmp_path / "other", 1, *flags, "1", "--weights", weights)["steps"] == 1  # these replace the published ones
 
 
 class FullDisk:
