@@ -202,8 +202,8 @@ hash_package() {
   (cd "$root" && find README.md dualtrain -type f ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum) | sha256sum | cut -d' ' -f1
 }
 
-# finished: true if the environment is complete, and has everything that this call requests. An image without the source tree has a
-# finished copy.
+# finished: true if the environment is complete, and has everything that this call requests. Without the source tree, as in an
+# image, the installed package cannot be compared with it, and is accepted.
 finished() {
   [ -f "$stamp" ] || return 1
   case $with in

@@ -1,9 +1,9 @@
 """The backend that users call: collective operations, groups, sums of gradients. Written once for all libraries.
 
-The libraries' backends (``torch.py``, ``horovod.py``) implement only the primitives (``base.py``). The calls made of these
-add averages, further dtypes, tensors with any strides, unequal sizes, objects, barriers, groups and the asynchronous
-forms. Each call first checks that all ranks make the same call. ``movement.py``, ``reductions.py`` and ``object_calls.py``
-have the calls that send data.
+The libraries' backends (``torch.py``, ``horovod.py``) implement only the primitives (``base.py``). The calls use these
+primitives, and add averages, further dtypes, tensors with any strides, unequal sizes, objects, barriers, groups and the
+asynchronous forms. Each call first checks that all ranks make the same call. ``movement.py``, ``reductions.py`` and
+``object_calls.py`` have the calls that send data.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Backend(Reductions, ObjectCalls):
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. A call with wrong arguments also raises on every rank: the ValueError or TypeError
-    itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. The rank sends
-    its refusal in place of its call when the ranks compare their calls, so correct calls need no further message. An error
+    itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. A rank with
+    wrong arguments sends its error in the comparison of calls, so correct calls need no additional message. An error
     on one rank after the comparison, such as too little memory for the result, is reported to the other ranks, whose calls
     raise PeerFailedError; the backend cannot be used any more.
 
@@ -52,7 +52,7 @@ class Backend(Reductions, ObjectCalls):
     Backward passes may run at the same time as calls.
 
     Attributes:
-        is_group: whether this backend was made by :meth:`group` or :meth:`channel`.
+        is_group: whether this backend was made from another one, as by :meth:`group` and :meth:`channel`.
     """
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

@@ -47,15 +47,16 @@ class GradientReducer:
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: how gradients are sent: factors before and after the sum (by default, the result is the average), the
             dtype in which gradients are sent, and the buckets.
-        order: the tree along which gradients are summed, so that the bits do not depend on backend and transport. The
-            average is then over the tree's shards (see :meth:`add_shard`). ``None`` for the backend's own order.
+        order: the tree along which gradients are summed, so that the bits do not depend on backend and transport. Its
+            leaves are shards: parts of the global batch, of which a rank may have several (see :meth:`add_shard`). The
+            average is then over the shards. ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
 
     In the first reduction, the ranks also compare their layouts; a difference raises BackendError, which names the
     parameter. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
-    ``param.grad`` becomes a view into a buffer; you may assign to it or to its ``.data``. Exceptions are gradients to which
-    the program has a reference, gradients that share memory with another tensor, and gradients that have a graph
-    (``create_graph=True``): they stay ``param.grad``, and the average is copied into them.
+    ``param.grad`` becomes a view into a buffer, with three exceptions: a gradient to which the program has a reference, one
+    that shares memory with another tensor, and one that has a graph (``create_graph=True``) stays ``param.grad``, and the
+    average is copied into it. You may assign to ``param.grad`` or to its ``.data``.
     If the program keeps a gradient after ``zero_grad()``, its values do not change, as in torch. But the next backward
     overwrites views of such a gradient (``param.grad.view(-1)``, ``param.grad.detach()``).
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
@@ -284,7 +285,7 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: Place, name: str) -> None:
-        """Refuse exchanges while ``place``, where parameter ``name`` was replaced, has parameters without a reducer."""
+        """Note that the parameter ``name`` at ``place`` was replaced. Refuse exchanges until a reducer has the new one."""
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

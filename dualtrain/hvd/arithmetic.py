@@ -35,7 +35,7 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
     16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied by a whole factor exactly. For any
     other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
-    the product is truncated toward zero.
+    the product is truncated toward zero. A bool is true if its product is not 0.
     """
     if factor == 1:
         return tensor
@@ -60,7 +60,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _fraction(factor: float) -> Fraction:
-    """Return the fraction that the caller has probably rounded to ``factor``: 1/3, although the float 1/3 is a bit less."""
+    """Return the fraction that the caller has probably rounded to ``factor``, such as 1/3, which no float has exactly."""
     simple = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
     return simple if float(simple) == factor else Fraction(factor)
 

@@ -9,8 +9,8 @@ their keys with it:
 3. A rank that reads the answer to its own number confirms the name.
 4. When all ranks have confirmed the name, rank 0 marks it as complete.
 
-Rank 0 may also answer numbers that a failed attempt left in the store. No running process has written such a number, so
-none reads that answer.
+Rank 0 may also answer numbers that a failed attempt left in the store. Processes of that attempt normally do not run any
+more. If one reads the answer, two processes join as the same rank, which is an error.
 """
 
 from __future__ import annotations

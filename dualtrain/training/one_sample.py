@@ -74,7 +74,7 @@ def _error_of_one_sample(model: nn.Module, task: Task) -> Exception | None:
         inputs = _sample(task, device)[0].to(device)
         tried = copy.deepcopy(model)
         tried(torch.cat([inputs, inputs]))
-    except Exception:  # the model may have no copy; the first step reports all other errors
+    except Exception:  # deepcopy may fail for a correct model; the first step will report other errors
         return None
     else:
         try:

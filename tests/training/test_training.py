@@ -184,11 +184,11 @@ def rates(folder: Path) -> dict[int, float]:
     return {line["step"]: line["lr"] for line in lines if line["kind"] == "step"}
 
 
-def test_a_resume_with_other_epochs_uses_the_rates_of_the_new_schedule_from_its_first_step(tmp_path):
+def test_the_first_step_after_a_resume_with_other_epochs_has_the_rate_of_the_new_schedule(tmp_path):
     flags = ("--schedule", "cosine", "--global-batch-size", "480", "--log-every", "1")  # an epoch has 3 steps
     train_alone(*flags, "--epochs", "4", "--run-dir", str(tmp_path / "whole"))
-    # The file of the best weights is deleted here. The resume below writes it again: it loads the state of step 3, and then
-    # that of step 6 again.
+    # The file of the best weights is deleted here. The second resume below restores it: for this, it loads the checkpoint
+    # of step 3, which is the best one. Then it loads the checkpoint of step 6, from which it continues.
     train_alone(*flags, "--lr", "1e-30", "--epochs", "2", "--run-dir", str(tmp_path / "best"))
     (tmp_path / "best" / BEST_WEIGHTS).unlink()
     train_alone(*flags, "--epochs", "2", "--run-dir", str(tmp_path / "part"))
@@ -229,7 +229,7 @@ def test_a_resume_with_another_number_of_ranks_keeps_the_scaled_learning_rates(r
     first = tmp_path / "whole" / "checkpoints" / "step-00000003.safetensors"
     tree = checkpoint.load(first)
     assert tree["config"]["lr_batch"] == 16
-    # Older versions did not write lr_batch. After a resume, the batch_size that they wrote was that of the resumed run.
+    # Older versions did not write lr_batch. After a resume, their checkpoints had the new batch_size (here 32, not 16).
     tree["config"] |= {"lr_batch": None, "batch_size": 32}
     old = tmp_path / "old" / "checkpoints" / first.name
     old.parent.mkdir(parents=True)
