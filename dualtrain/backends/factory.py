@@ -112,7 +112,8 @@ def connect(
     Raises:
         UserError: a name is unknown, the device does not support the transport, the backend does not support
             ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, or
-            its size is not the number of processes that were started; or ``timeout`` is no finite number.
+            its size is not the number of processes that were started; or ``timeout`` is no number
+            of seconds.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none" and world.size == 1:

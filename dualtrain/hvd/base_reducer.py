@@ -303,6 +303,7 @@ class HorovodReducer(ABC):
         for name, p in named:
             if p.requires_grad:
                 check_supported(name, p)
+        self.close_replaced(named, self.process_set)
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
@@ -332,7 +333,7 @@ class HorovodReducer(ABC):
 
     def close(self) -> None:
         """Remove the hooks: gradients of later backward passes are not combined. A second call does nothing."""
-        self.closed = True
+        self.closed, self.dirty = True, False
         self.hooks.remove()
 
     def check_open(self) -> None:
@@ -346,10 +347,10 @@ class HorovodReducer(ABC):
     def close_replaced(named: Named, process_set: ProcessSet) -> None:
         """Close the reducers of earlier optimizers that share a trained parameter and a name with a new reducer.
 
-        On Horovod, both optimizers would send gradients under this name, which fails. Optimizers may share parameters that
-        are frozen for the new one: it sends no gradients of them. An old optimizer may still exist
-        after the script has dropped it, because only garbage collection frees it: Lightning wraps the optimizer in each
-        ``fit``, and other scripts wrap a new optimizer after they have replaced or unfrozen a module.
+        On Horovod, both optimizers would send gradients under this name, which fails. A parameter that is frozen for the
+        new reducer counts as soon as it is unfrozen. An old optimizer may still exist after the script has dropped it,
+        because only garbage collection frees it: Lightning wraps the optimizer in each ``fit``, and other scripts wrap a
+        new optimizer after they have replaced or unfrozen a module.
         """
         trained = [(name, p) for name, p in named if p.requires_grad]
         names = {name for name, _ in trained}

@@ -208,7 +208,7 @@ def has_weights(path: Path, step: int) -> bool:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line. A line that does not fit on the disk is removed."""
+    """``metrics.jsonl``: one JSON object per line, without a buffer. A line that does not fit on the disk is removed."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
         """Keep the lines up to ``step``. If some lines are not metrics, keep the old file too, and call ``report``.

@@ -69,6 +69,8 @@ CASES = [
         "print(hvd.mpi_threads_supported())  # HERE",
         "try:\n    hvd.mpi_threads_supported()\nexcept ValueError: pass",
     ),
+    ("threads_of_mpi", "print(hvd.mpi_built(), hvd.mpi_threads_supported())  # HERE", "x = hvd.size()"),
+    ("unknown_name", "hvd.other.calls = 1  # HERE", "hvd.other = f\nhvd.other.calls = 1"),
     (
         "unknown_name",  # the compressors have other names than their classes
         "c = hvd.Compression.FP16Compressor if half else hvd.Compression.none  # HERE",
@@ -174,6 +176,11 @@ CASES = [
         "            g['lr'] *= 0.1  # HERE\n    loss.backward()\n    optimizer.step()",
         WRAP + "if hvd.rank() == 0:\n    for g in optimizer.param_groups:\n        g['lr'] *= 0.1\n"
         "hvd.broadcast_optimizer_state(optimizer, 0)\nloss.backward()",
+    ),
+    (
+        "rate_on_some_ranks",  # also if the training is in a function, even one of another file
+        WRAP + "for e in r:\n    train(e)\n    if hvd.rank() == 0:\n        optimizer.param_groups[0]['lr'] *= 0.1  # HERE",
+        WRAP + "train()\nif hvd.rank() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1",
     ),
     ("rate_times_size", "torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, lr=0.1)"),
     ("rate_times_size", "torch.optim.SGD(p, 0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, 0.1 / hvd.size())"),

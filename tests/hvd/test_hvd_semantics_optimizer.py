@@ -306,6 +306,36 @@ def test_a_second_optimizer_may_have_more_parameters_than_the_first(real, change
     assert torch.allclose(torch.tensor(found), expected.detach().expand(real.size, 2, 2))
 
 
+def trained_then_unfrozen(wrap, ranks):
+    """Train all layers. Then train a new last layer with a new optimizer, and unfreeze the first layer for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    kept = []
+    for phase in range(3):
+        if phase == 1:
+            model[1] = nn.Linear(2, 2)
+        model[0].requires_grad_(phase != 1)
+        if phase < 2:
+            kept.append(wrap(torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters())))
+        for step in range(3):
+            kept[-1].zero_grad()
+            model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+            kept[-1].step()
+    return [p.tolist() for p in model.parameters()]
+
+
+def wrapped_then_unfrozen(backend):
+    with library(backend) as hvd:
+        return trained_then_unfrozen(hvd.DistributedOptimizer, [hvd.rank()])
+
+
+@OURS_2
+def test_a_second_optimizer_may_get_the_parameters_of_the_first_once_they_are_unfrozen(real):
+    expected = [torch.tensor(values) for values in trained_then_unfrozen(lambda sgd, _: sgd, range(real.size))]
+    for found in real(wrapped_then_unfrozen):
+        assert all(map(torch.allclose, map(torch.tensor, found), expected))
+
+
 def trained_in_turns(wrap, ranks):
     """Train the last layer and the first layer in turns, with an optimizer of the last layer and one of both layers."""
     torch.manual_seed(0)

@@ -103,8 +103,10 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
 
 def threads_of_mpi(source: Source) -> Iterator[Finding]:
     """Calls of mpi_threads_supported outside of ``try`` statements, in a script that does not ask whether there is MPI."""
-    if any(source.hvd_calls("mpi_built", "mpi_enabled")):
-        return  # both are false with dualtrain, and the call most likely depends on them
+    if any(
+        _is_in_condition(source, call) or _is_operand(source, call) for call in source.hvd_calls("mpi_built", "mpi_enabled")
+    ):
+        return  # both are false with dualtrain, and the calls most likely depend on this condition
     for call in source.hvd_calls("mpi_threads_supported"):
         if not any(isinstance(above, ast.Try) for above in source.above(call)) and not is_switched_off(source, call):
             message = "mpi_threads_supported() raises ValueError, as on Horovod without MPI; remove the call"
@@ -118,6 +120,11 @@ def _is_in_condition(source: Source, call: ast.Call) -> bool:
             return True
         below = above
     return False
+
+
+def _is_operand(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` is assigned to a variable, or is an operand of ``and`` or ``or``."""
+    return isinstance(source.parents[call], ast.Assign | ast.BoolOp)
 
 
 def variables(source: Source) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.ranks import Collectives, leaves
 from dualtrain.horovodize.source import Finding, Scope, Source, last_name
 
@@ -86,11 +86,9 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
         if not guards.is_on_some_ranks(at) or not _is_rate_of_wrapped(source, target, at):
             continue
         later = set(nodes_after(source, at))
-        loops = [above for above in source.above(at) if isinstance(above, ast.For | ast.While)]
-        run = [*later, *(node for loop in loops for node in ast.walk(loop))]
-        trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in run)
+        trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in later)
         sent = any(call in later or call not in source.parents or _is_repeated(source, call) for call in sends)
-        if trains and not sent:
+        if (trains or _may_repeat(source, at)) and not sent:
             message = (
                 "only some ranks change the learning rate, so that learning rates, and then weights, differ between ranks; "
                 "change it on all ranks"
@@ -101,6 +99,15 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
 def _is_repeated(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is in a loop, or in a function, which the script may call again."""
     return any(isinstance(above, ast.For | ast.While | Scope) and above is not source.tree for above in source.above(node))
+
+
+def _may_repeat(source: Source, node: ast.AST, depth: int = 0) -> bool:
+    """Return whether ``node``, or a call of the function that contains it, is in a loop, but not one over param_groups."""
+    for above in source.above(node):
+        if isinstance(above, ast.While) or (isinstance(above, ast.For) and "param_groups" not in ast.unparse(above.iter)):
+            return True
+    calls = calls_of(source, source.scope(node))
+    return depth < 3 and any(_may_repeat(source, call, depth + 1) for call in calls)
 
 
 def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> bool:

@@ -206,8 +206,8 @@ def unknown_name(source: Source) -> Iterator[Finding]:
 
 def _is_known(source: Source, node: ast.AST, name: str) -> bool:
     """Return whether the script itself assigns ``name``, or tests for it before it uses ``node``."""
-    text = ast.unparse(node)
-    assigned = any("." in target and f"{text}.".startswith(f"{target}.") for target in source.values)
+    text = f"{ast.unparse(node)}."
+    assigned = any(target.rpartition(".")[2] == name and text.startswith(f"{target}.") for target in source.values)
     return assigned or _tests_for(source, node, name)
 
 
