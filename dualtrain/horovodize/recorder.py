@@ -91,6 +91,7 @@ class Recorder:
         # The tensors that the script has passed to broadcast_parameters, keyed by name and then by address.
         self._sent: dict[str, dict[int, Any]] = {}
         self._resumed = 0.0  # the time at which the last recorded step or join() returned to the script; 0 before
+        self._described = False  # whether rank, size and versions are written
 
     def patch(self, library: Any) -> None:
         """Observe the optimizers that ``library.DistributedOptimizer`` makes from now on."""
@@ -167,9 +168,10 @@ class Recorder:
 
     def _begin(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
         """Write the optimizer and its initial weights; before the first recorded step, also rank, size and versions."""
-        if not self._resumed:
+        if not self._described:
             import torch
 
+            self._described = True
             facts = {"rank": self.library.rank(), "size": self.library.size(), "torch": torch.__version__}
             facts["threads"] = torch.get_num_threads()
             facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""

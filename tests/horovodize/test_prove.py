@@ -52,7 +52,7 @@ def simulated(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
     count = iter(range(99))
 
-    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=(), every=1):
+    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=(), every=1, joins=0):
         folder = tmp_path / str(next(count))
         for rank in range(ranks):
             record = recorder.Record(str(folder), rank)
@@ -60,6 +60,8 @@ def simulated(tmp_path, monkeypatch):
             watch = recorder.Recorder(record, steps)
             library = stub(rank, ranks)
             watch.patch(library)
+            for _ in range(joins):
+                library.join()
             try:
                 train(library, rank, until, change, every)
                 watch.end("return", 0)
@@ -84,6 +86,7 @@ def stub(rank, size):
     library.poll = lambda handle: True
     library.synchronize = lambda handle: handle
     library.join = lambda: 0
+    library.allreduce = lambda tensor, **options: tensor
     library.broadcast_parameters = lambda params, root_rank: None
     library.shutdown = lambda: None
     return library
@@ -124,6 +127,10 @@ def at(wanted_step, wanted_rank, act):
             act(models, optimizers)
 
     return change
+
+
+def test_the_record_has_rank_and_size_after_a_join_before_the_first_step(simulated):
+    assert [rank.world["size"] for rank in simulated(joins=1).ranks] == [2, 2]
 
 
 @torch.no_grad()
