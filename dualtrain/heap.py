@@ -18,7 +18,7 @@ from collections.abc import Mapping, MutableMapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 _MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts; glibc's own adjustment stops there too
-#: Variables of glibc's own settings. If the user has set one of them, this module changes nothing.
+#: Variables of glibc's own settings. If the user has set one, ``keep_freed_memory`` changes nothing.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 

@@ -35,7 +35,7 @@ class World:
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
         job_key: key under which torchrun's store keeps the job's name over restarts; empty without such a store.
-        served: whether the process that started the ranks serves their store, which all worlds of the job then share.
+        served: whether a parent process of a rank serves the ranks' store. All worlds of the job then share this store.
     """
 
     rank: int = 0
@@ -94,8 +94,8 @@ SPAWNED = "DUALTRAIN_SPAWNED"
 SECRET = "DUALTRAIN_SECRET"
 #: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-#: Exit statuses of a rank of the launcher "spawn" after an error that a restart may avoid: one that the user can fix, and
-#: results that could not be written. If no restart is left, the job's status is 2 or 1.
+#: Exit statuses of a rank of the launcher "spawn" after an error that a restart may avoid: a transient UserError, or a
+#: NotSavedError. If no restart follows, the job's status is 2 or 1 instead.
 TRY_AGAIN, NOT_SAVED = os.EX_TEMPFAIL, os.EX_IOERR
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16
@@ -371,7 +371,7 @@ _VARIABLES = {
 
 
 def refuse_launcher(command: str, starts: str) -> None:
-    """Raise UserError if a launcher has started this process: ``command`` itself ``starts`` ranks."""
+    """Raise UserError if a launcher has started this process. ``command`` itself starts processes, named by ``starts``."""
     world = detect_world()
     if world.launcher != "none":
         raise UserError(

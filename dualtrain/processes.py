@@ -99,7 +99,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def _note_own_folder() -> None:
-    """Make and record multiprocessing's temporary folder, unless there is one. The workers inherit the record."""
+    """Record multiprocessing's temporary folder, unless it is the parent process's. Make the folder if there is none.
+
+    The workers inherit the record.
+    """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
         # A process that multiprocessing has started uses its parent's folder, so it must not remove the folder.

@@ -49,7 +49,7 @@ class Call:
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
     device: str = "cpu"  # the type of the tensor's device: the libraries hang if only some ranks send from a GPU
-    problem: str = ""  # why the rank cannot make the call: a refusal is compared in place of the call
+    problem: str = ""  # why this rank cannot make the call; empty if it can
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:

@@ -4,7 +4,7 @@ The operations that users call (``collectives.py``) use only these primitives, s
 ``torch.py`` and ``horovod.py`` implement the primitives over one library each, ``local.py`` for a single process.
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
-do not check this; their callers do. The operations that users call first compare the ranks' calls (``agreement.py``).
+do not check this; their callers do. The operations that users call begin by comparing the ranks' calls (``agreement.py``).
 The code that sums gradients (the gradient path) compares the ranks' layouts of the gradients whenever it makes a layout.
 
 Buckets of gradients are sent while backward may make other collective calls. So, except with NCCL, libraries match the sums

@@ -19,7 +19,7 @@ from inspect import GEN_CLOSED, getgeneratorstate
 
 from dualtrain.rendezvous.connection import Connection
 
-HEADER = 8  # size in bytes of a frame's header, which has the number of bytes after the header
+HEADER = 8  # size of a frame's header in bytes; the header is the number of bytes that follow it
 _SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to check for failed ranks
 
 

@@ -91,7 +91,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
 
     Raises:
         BackendError: on every rank, if the lists differ (the message names the first entry in which rank 0 and another rank
-            differ); the ranks make different calls, a rank failed, or the call timed out.
+            differ); or if the ranks make different calls, a rank failed, or the call timed out.
     """
     backend.drain()
     # First compare short hashes: the lists are usually equal, and then need not be sent.

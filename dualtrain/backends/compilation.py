@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile`` must not compile: they communicate, and read state that changes in every step."""
+"""Mark functions that ``torch.compile`` must not compile: they communicate, and read state that changes in every step."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def connect(
             cannot make the other ranks wait for that lock.
         transport: how CPU tensors are reduced. ``"native"`` uses the backend's library. ``"shm"`` uses memory that the
             ranks of a host share, and the library between hosts; if the ranks cannot share memory, rank 0 logs a warning,
-            and the library is used. ``"auto"`` is ``"shm"`` for the torch backend with all ranks on one host, else
-            ``"native"``.
+            and the library is used. ``"auto"`` is ``"shm"`` for the torch backend on the CPU with all ranks on one
+            host, else ``"native"``.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same
             ranks, for other libraries that need one; ``close`` destroys it.
 
@@ -111,9 +111,8 @@ def connect(
 
     Raises:
         UserError: a name is unknown, the device does not support the transport, the backend does not support
-            ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, or
-            its size is not the number of processes that were started; or ``timeout`` is no number
-            of seconds.
+            ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, its
+            size is not the number of processes that were started, or ``timeout`` is no number of seconds.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none" and world.size == 1:
@@ -171,7 +170,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 
 def _checked(timeout: object) -> float:
-    if not isinstance(timeout, Real) or not timeout <= threading.TIMEOUT_MAX:  # NaN is not
+    if not isinstance(timeout, Real) or not timeout <= threading.TIMEOUT_MAX:  # also true for NaN
         raise UserError(f"timeout={timeout!r} cannot end a wait: pass a number of seconds, such as 300.0")
     return float(timeout)
 

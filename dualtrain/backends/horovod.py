@@ -126,10 +126,10 @@ class _HorovodWork(Work[None]):
     """Handle of a Horovod operation.
 
     It keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed, Horovod's
-    thread releases its tensors while it holds Horovod's lock. In torch 2.13, a C++ thread that releases a tensor takes the
-    GIL if no other C++ code, but a Python object, still refers to the tensor. At the same time, a thread that starts an
-    operation may hold the GIL and wait for Horovod's lock. The view is one more reference, so Horovod's thread does not
-    take the GIL.
+    thread releases its tensors while it holds Horovod's lock. In torch 2.13, a thread takes the GIL when it releases the
+    last C++ reference to a tensor that a Python object still refers to. At the same time, a thread that starts an
+    operation may hold the GIL and wait for Horovod's lock. The view is one more C++ reference, so Horovod's thread does
+    not take the GIL.
     """
 
     def __init__(

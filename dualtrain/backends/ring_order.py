@@ -42,7 +42,7 @@ def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor)
             received = _FOLD[op](own, received)
         result.copy_(received)
     else:
-        # Gathering long rows would take most of the time. For short chunks, these many calls would take longer.
+        # ``gather`` copies all rows. For long rows, that takes longer than the many calls of this loop.
         length = _chunk_length(size, numel)
         for chunk, (values, target) in enumerate(zip(rows.split(length, dim=1), result.split(length), strict=True)):
             received = values[chunk - 1]

@@ -116,7 +116,7 @@ class TreeSum(Work[None]):
         """Return whether :meth:`wait` would return at once.
 
         If the partial sums are not gathered whole, this is False until ``wait`` has returned, because ``wait`` starts a
-        second exchange, which gathers the slices. The ranks must start that exchange in the same order, so polling cannot
-        start it.
+        second exchange, which gathers the slices. The ranks must start all exchanges in the same order, so polling must not
+        start one.
         """
         return self._ended or (self._whole and self._work.done())

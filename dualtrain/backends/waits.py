@@ -1,4 +1,4 @@
-"""Waits for other ranks: each is bounded, and ends if a rank fails. Calls that an exception stops on this rank alone."""
+"""Bounded waits for other ranks, which end if a rank fails. After an interrupted call, later calls raise an error."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Waits:
         The other ranks may still complete the comparison or the sum, and then wait for this rank's data. A library that
         matches operations by their order would give them the data of this rank's next call.
         """
-        own = error.__cause__ is not None  # otherwise, all ranks raise it
+        own = error.__cause__ is not None  # all ranks raise an error that has no cause
         # After the failure of a peer, later calls raise this error again.
         if own and not isinstance(error, PeerFailedError):
             self.interrupted = type(error)

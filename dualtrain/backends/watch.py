@@ -34,8 +34,8 @@ _HEADLINE = 400  # largest number of characters in the first line of a reason; t
 class Watch:
     """One rank's record of the failures and long waits of all other ranks.
 
-    Construction is collective over ``ranks`` and blocks. A rank that leaves the job normally is recorded as a quiet
-    failure: an error only for operations that wait for this rank.
+    Construction is collective over ``ranks`` and blocks. If a rank leaves the job normally, this is recorded as a quiet
+    failure, which is an error only for operations that wait for that rank.
 
     Args:
         ranks: all ranks of the job.
@@ -45,7 +45,7 @@ class Watch:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
-        waiting: for each rank, the operations for which it has been waiting for more than a second. Rank 0 sends each
+        waiting: for each rank, the operations for which it has reported a long or failed wait. Rank 0 sends each
             report back to its sender too, so a rank other than 0 finds its own wait here, unless rank 0's process hangs.
     """
 

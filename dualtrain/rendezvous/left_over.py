@@ -18,8 +18,7 @@ _SECONDS = 5.0  # for one connection; a server that does not answer in this time
 #: Variables with the addresses of the server through which the ranks of Open MPI find each other. Hydra's PMI_PORT is not
 #: checked: Hydra may regard the end of a connection as the end of a rank.
 _ADDRESS = re.compile(r"PMIX_SERVER_URI[0-9]*")
-#: Variables of which a launcher sets at least one besides the rank and the size: those of Open MPI, of PMI, of Cray's PALS,
-#: and of Flux.
+#: Variables of Open MPI, PMI, Cray's PALS and Flux. A launcher sets at least one of them, besides the rank and the size.
 _LAUNCHED = re.compile(
     r"PMIX_(NAMESPACE|RANK|SERVER_).*|OMPI_MCA_(orte|ess|pmix).*|PRTE_.*|PMI_(?!RANK$|SIZE$).*|PMI2_.*|PALS_.*|FLUX_.*"
 )

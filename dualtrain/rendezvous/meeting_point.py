@@ -61,8 +61,8 @@ def join(world: World, timeout: float) -> Store:
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # If the process that started the ranks serves the store, all worlds of the job share it. Otherwise rank 0 of each world
-    # serves a store of its own.
+    # If a parent process of a rank serves the store, all worlds of the job share it. Otherwise rank 0 of each world serves
+    # a store of its own.
     key = host, port, *(("", 0) if world.served else (world.name, world.size))
     if key not in _JOINED:
         if world.rank == 0 and not world.served:

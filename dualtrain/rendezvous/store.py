@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from dualtrain.errors import UserError
 from dualtrain.rendezvous.connection import Connection, UnauthenticatedError
 
-_SLICE_SECONDS = 1.0  # a client splits a longer wait into several requests, so that its threads take turns
+_SLICE_SECONDS = 1.0  # a client splits a longer wait into several requests, so that threads that share it take turns
 _GRACE_SECONDS = 3.0  # for clients to receive the reason why the job ends, and disconnect
 _UNAUTHENTICATED = 64  # connections that may be in the handshake, besides those of the job's own processes
 _DIAL_SECONDS = 5.0  # for one attempt to reach the server

@@ -198,8 +198,8 @@ class SharedMemoryBackend(DelegatingBackend):
 class LibraryGroup(DelegatingBackend):
     """Group of a :class:`SharedMemoryBackend`; all its operations use the library.
 
-    Before the group compares calls, it finishes the operations in ``memories``: a rank that still waits for one of these
-    cannot take part in the comparison.
+    Before the group compares calls, it finishes the operations in ``memories``. Otherwise this rank could wait in the
+    comparison for a rank that waits for this one in such an operation.
     """
 
     def __init__(self, inner: Backend, memories: Sequence[SharedMemory]) -> None:

@@ -39,7 +39,7 @@ from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into,
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
-_SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
+_SLICE_SECONDS = 5e-4  # longest sleep of a blocking wait while other operations are unfinished
 _VECTOR_BYTES = 1 << 10  # smallest size of a slot for exchanged vectors; a rank's two slots are enlarged to whole pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operation of this rank was interrupted

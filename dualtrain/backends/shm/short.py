@@ -16,7 +16,7 @@ from dualtrain.backends.base import FOLD, ReduceOp
 from dualtrain.backends.subnormals import keep_subnormals
 
 SHORT_BYTES = 16 << 10  # size of the longest tensor whose whole reduction every rank computes
-_LAYOUTS = 64  # largest number of (dtype, length) pairs whose views an object caches
+_LAYOUTS = 64  # largest number of (dtype, shape) pairs whose views an object caches
 
 
 class ShortTensors:
