@@ -58,7 +58,7 @@ def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Te
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         summed = allreduce(grad, backend, ReduceOp.SUM)
-        # Zeros that depend on ``summed``: every rank must run the backward pass of a second derivative.
+        # Zeros that depend on ``summed``: a second backward pass is collective too, so it must run on every rank.
         return summed if backend.rank == root else summed.masked_fill(summed.new_ones((), dtype=torch.bool), 0)
 
     return _with_backward(tensor, result, graded, backward)

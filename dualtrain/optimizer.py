@@ -48,7 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``step()`` raises BackendError: most likely, each rank has assigned its own.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
-    reaches only parameters unfrozen since then does not average their gradients; ``step()`` averages them.
+    reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
 
     Args:
         optimizer: any torch optimizer; its state is kept.

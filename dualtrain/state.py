@@ -144,10 +144,11 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool = True) -> Iterator[None]:
     """Average the buffers for the block, and restore each rank's own values after it. Collective.
 
-    Only ranks with ``trained`` count, since the statistics of the others have no samples. If none has it, all count.
+    The average is over the ranks with ``trained=True``, since the other ranks' statistics contain no samples. If there are
+    no such ranks, it is over all ranks.
     """
     own = [(name, buffer, buffer.clone()) for name, buffer in local_buffers(model)]
-    modules = dict(model.named_modules())  # not get_submodule(), which modules of TorchScript refuse
+    modules = dict(model.named_modules())  # not get_submodule(), which TorchScript modules do not support
     count = backend.size
     if own:
         flag = torch.tensor([float(trained)], dtype=torch.float64, device="cpu")

@@ -30,9 +30,9 @@ class Wrapper(Protocol):
 def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     """Check the steps that ``optimizer`` takes itself, as long as ``wrapper`` exists.
 
-    Such a step happens if a method of the optimizer's class calls ``self.step()``, or if an object was given ``optimizer``
-    and not the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The losses of the
-    step's closure are averaged, as in the wrapper's step.
+    Such a step happens if a method of the optimizer's class calls ``self.step()``, or if other code calls ``step()`` of
+    ``optimizer`` and not of the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The
+    losses of the step's closure are averaged, as in the wrapper's step.
     """
     # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The name is private in torch 2.5 to 2.15.
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -63,8 +63,8 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
-    # Don't wrap a closure twice. If a step calls the step of its base class, torch may run the hooks in both, and on some
-    # ranks only: the base class's step runs them only after its process has made an optimizer of exactly that class.
+    # Don't wrap a closure twice. If a step calls the step of its base class, torch runs the hooks again if this process has
+    # made an optimizer of exactly that base class. Some ranks may have made one, and others not.
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 

@@ -188,7 +188,7 @@ class Exchange:
             self._failure = str(error)
             self._drop_gradients()
             if isinstance(error, BackendError):
-                self._backend.abandon(error)  # a late rank may still complete these sums, and take a step
+                self._backend.abandon(error)  # other ranks may still complete these sums: refuse this rank's later calls
             raise
         try:
             return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
@@ -218,7 +218,7 @@ class Exchange:
         assert self._backend is not None
         self._share_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
-        if self.sparse.trained_elsewhere is not None:  # the next round refuses it
+        if self.sparse.trained_elsewhere is not None:  # this rank refuses the next round
             self.schedule.buckets[-1].trained_elsewhere = self.sparse.trained_elsewhere
 
     def changed_late(self) -> Slot | None:

@@ -58,11 +58,11 @@ class Place:
         return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
 
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
-        """Return "parameter" or "module" if one is there now that has trained parameters which no reducer averages.
+        """Return the kind of what is in this place now, "parameter" or "module", and whether it is in use.
 
-        Return also whether one of these parameters is in use. A parameter always counts as in use. A module may be a copy
-        that only computes targets: its parameters are in use if one of them has a gradient. ``known`` has the ids of the
-        caller's parameters, some of which may have no hook yet.
+        Return ``None`` if each of its trained parameters has a reducer, or is in ``known``: the ids of the caller's
+        parameters, some of which may have no hook yet. A parameter always counts as in use. A module may be a copy that
+        only computes targets: it is in use if one of its parameters without a reducer has a gradient.
         """
         owner = self.owner()
         if owner is None:
@@ -168,7 +168,7 @@ class ParameterHooks:
             p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
     def _swapped(self) -> bool:
-        """Return whether ``torch.utils.swap_tensors`` has changed a parameter. This runs in every step, so it runs in C."""
+        """Return whether ``torch.utils.swap_tensors`` has changed a parameter. Called in every step: map() loops in C."""
         return not all(map(is_, map(_ATTRIBUTES, self._params), self._attributes))
 
     def remove(self) -> None:
@@ -241,7 +241,7 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
 
 
 def _observe_replacements() -> None:
-    """Make modules report what replaces a parameter with a hook, or its module. Only the first call has an effect."""
+    """Make modules report the replacement of a parameter that has a hook, or of its module. Later calls do nothing."""
     global _observing
     if not _observing:
         _observing = True
@@ -261,7 +261,7 @@ def _on_module(owner: nn.Module, key: str, new: Any) -> None:
     if key not in owner._modules:
         return
     old = owner._modules[key]
-    if old is not None and new is not old:  # a module may be assigned after None
+    if old is not None and new is not old:  # report None too: a new module may replace it later
         _report_replacement(owner, key, nn.Module.parameters(old))
 
 

@@ -28,7 +28,7 @@ class Transfer:
             after each exchange: otherwise the next exchange sums the previous result over the ranks once more.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
             For an average, each gradient is divided by the number of ranks before it is converted. In float16, values
-            above 65504 become infinite, before and after the sum: choose a loss that is a mean, or bfloat16.
+            above 65504 become infinite, before and after the sum: use a loss that is a mean, or use bfloat16.
         bucket_bytes: largest size of a bucket with several gradients (at most 1 MB for the first bucket); ``None`` for
             25 MB, 0 for one bucket per gradient.
         groups: sets of parameters; parameters of the same set, dtype and device share a bucket, whatever its size.

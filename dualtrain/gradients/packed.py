@@ -39,9 +39,9 @@ class PackedGradients:
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []
-        # ``_base`` is private in torch 2.5 to 2.15: no public attribute names the tensor of which another one is a view.
-        # All views of a tensor have its counter. The counter may have changed because another view is a gradient of another
-        # bucket, which has written its result into it. So ignore the counter of a view.
+        # A gradient outside the bucket may be a view. All views of a tensor share its counter, which also changes when a
+        # different bucket writes its result into another view. So ignore this counter. ``_base``, the tensor of a view,
+        # is private in torch 2.5 to 2.15, and no public attribute replaces it.
         shared = {id(grad) for _, grad in outside if grad._base is not None}
         pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)
         return [
@@ -52,7 +52,7 @@ class PackedGradients:
 
     def _present(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
         """Return all gradients, and their counters of in-place changes."""
-        # This runs twice in every step, so it runs in C.
+        # This runs twice in every step, so it uses map(), whose loop runs in C.
         grads: list[torch.Tensor | None] = list(map(_GRAD, self._params) if known is None else known)
         try:
             return grads, list(map(_VERSION, grads))

@@ -54,9 +54,9 @@ class GradientReducer:
 
     In the first reduction, the ranks also compare their layouts; a difference raises BackendError, which names the
     parameter. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
-    ``param.grad`` becomes a view into a buffer, with three exceptions: a gradient to which the program has a reference, one
-    that shares memory with another tensor, and one that has a graph (``create_graph=True``) stays ``param.grad``, and the
-    average is copied into it. You may assign to ``param.grad`` or to its ``.data``.
+    ``param.grad`` becomes a view into a buffer. Three kinds of gradients stay ``param.grad``, and the average is copied
+    into them: those to which the program has a reference, those that share memory with another tensor, and those that have
+    a graph (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
     If the program keeps a gradient after ``zero_grad()``, its values do not change, as in torch. But the next backward
     overwrites views of such a gradient (``param.grad.view(-1)``, ``param.grad.detach()``).
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.

@@ -246,7 +246,7 @@ class Refusals:
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
-    """Raise BackendError with the reason of the first rank that has one; if none has, with two different step counts."""
+    """Raise BackendError with the reason of the first rank that has one. If none has, name two different step counts."""
     for rank, (reason, _) in enumerate(states):
         if reason is not None:
             raise BackendError(f"rank {rank}: {reason}")

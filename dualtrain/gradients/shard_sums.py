@@ -71,7 +71,7 @@ class ShardSums:
     sums that other ranks need are copied, to buffers that can be sent.
 
     Args:
-        backend: the ranks. Allocating the buffers is collective.
+        backend: the backend that computes the sum. The constructor is collective, since it allocates buffers.
         wire: the bucket's buffer.
         order: the tree, and the shards that each rank has.
         split: see :data:`Split`.

@@ -169,9 +169,9 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
 
 @torch.no_grad()
 def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
-    """Copy each result into the tensor that is ``param.grad``, and stays ``param.grad``.
+    """Copy each result into the existing ``param.grad``, so that the program's references to it stay valid.
 
-    If such tensors share memory, only the first one can hold its result. The other gradients become views of their buckets.
+    If such gradients share memory, only the first one can hold its result. The others become views of their buckets.
     """
     end = 0
     for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):

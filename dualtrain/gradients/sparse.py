@@ -33,7 +33,7 @@ class SparseGradients:
         """Convert gradients that were sent as dense gradients back to sparse ones.
 
         All dimensions become sparse, as with Horovod's sparse_as_dense. If only the first dimension were sparse, an
-        optimizer would round differently.
+        optimizer would round differently than on Horovod.
         """
         for number in self.dims_as_dense:
             slot = slots[number]
@@ -87,7 +87,7 @@ def sparse_dims(slots: Sequence[Slot]) -> dict[int, int]:
 
 
 def has_values(grad: torch.Tensor | None) -> bool:
-    """Return whether a dense gradient has an element other than zero, or a sparse gradient any stored element."""
+    """Return whether a dense gradient has a nonzero element, or a sparse gradient stores any element."""
     if grad is None:
         return False
     # torch 2.5 to 2.15 has no public name for the number of stored elements of an uncoalesced tensor.
