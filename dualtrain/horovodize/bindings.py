@@ -91,7 +91,7 @@ class Bindings:
         return False
 
     def _declared_in(self, declaration: ast.Global | ast.Nonlocal, module: ast.AST) -> ast.AST:
-        """Return the module or the enclosing function, whose names ``declaration`` makes its function use."""
+        """Return the scope of the declared names: the module for ``global``, the enclosing function for ``nonlocal``."""
         if isinstance(declaration, ast.Global):
             return module
         above = self._above(self._scope(declaration))

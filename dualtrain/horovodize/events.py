@@ -88,10 +88,10 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
     """Return the events that come after the last backward pass or step, and before event ``number``.
 
-    If event ``number`` has an optimizer, only steps of this optimizer end the search. If there is no earlier backward pass
-    or step, return all events before ``number``. With ``strictly``, steps do not end the search: return all events since
-    the last backward pass, or None if there is no earlier backward pass. Leave out events that are in a different branch of
-    an ``if`` than event ``number``.
+    If event ``number`` has an optimizer, only steps of this optimizer count. If there is no earlier backward pass or step,
+    return all events before ``number``. With ``strictly``, steps do not count: return all events since the last backward
+    pass, or None if there is no earlier one. Leave out events that are in a different branch of an ``if`` than event
+    ``number``.
     """
     found: list[Event] = []
     this = events[number]

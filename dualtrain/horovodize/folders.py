@@ -20,7 +20,7 @@ class Found(NamedTuple):
 
     Attributes:
         sources: the files to check, by name.
-        without: the number of files that do not import horovod.
+        without: the number of files in the folders that import neither horovod nor ``dualtrain.hvd``.
         unreadable: names of files and folders that cannot be read or parsed.
     """
 
@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 
 def find_sources(names: Sequence[str]) -> Found:
-    """Parse the named files as one program, and each file of the named folders as a program of its own.
+    """Parse the named files as one program, and each file of the named folders that imports horovod as its own program.
 
     Raises:
         UserError: a named file cannot be read, or is not valid Python; no Python file can be found in a named folder.

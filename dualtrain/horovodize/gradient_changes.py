@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
 from dualtrain.horovodize.source import Source, last_name
 
-#: Methods that change a tensor. Zeroing does not count, because scripts do so before backward, or for frozen parameters.
+#: Methods that change a tensor. Zeroing does not count: scripts zero gradients before backward, and those of frozen
+#: parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
 _PASSES = re.compile(r"backward|^step$")
@@ -34,7 +35,7 @@ def is_change(source: Source, node: ast.AST) -> bool:
 def changing_functions(source: Source) -> set[str]:
     """Return the names of the program's functions, without methods, that change gradients and do not average them."""
     for file in source.program:
-        if file not in _CHANGING:  # several rules ask for the functions of all files, once for each file
+        if file not in _CHANGING:  # several rules call this function once for each file
             _CHANGING[file] = set(_changing_functions_of(file))
     return {name for file in source.program for name in _CHANGING[file]}
 
@@ -54,7 +55,7 @@ def _changing_functions_of(file: Source) -> Iterator[str]:
 
 
 def _may_average(nodes: Iterable[ast.AST]) -> bool:
-    """Return whether ``nodes`` contain a call that may average gradients, by its name."""
+    """Return whether ``nodes`` contain a call of a function that, judging by its name, may average gradients."""
     called = (last_name(node.func) for node in nodes if isinstance(node, ast.Call))
     return any(is_collective(name) or averages_in_step(name) or _PASSES.search(name) for name in called)
 

@@ -248,7 +248,7 @@ class Guards:
         return self._conditions_of[statement]
 
     def _exits(self, block: list[ast.stmt]) -> Iterator[tuple[ast.expr, bool]]:
-        """Yield the conditions of the exits in ``block``, and the values with which the code after the block runs."""
+        """Yield each condition of an exit in ``block``, and the value that it must have so that later code runs."""
         for statement in block:
             if isinstance(statement, ast.If) and self.leaves(statement.body):
                 yield statement.test, False

@@ -40,7 +40,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
-    """Yield the nodes after ``first`` that run only if ``first`` has run; runs without Horovod do not count."""
+    """Yield the nodes after ``first`` that a run with Horovod reaches only if it has reached ``first``."""
     guards, scope, seen = Guards.of(source), source.scope(first), set[Scope]()
     for node in _following(source, first):
         if guards.runs_whenever(first, node):

@@ -2,10 +2,11 @@
 
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
-Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, then ends the script on all
-ranks. Rank R writes FOLDER/rank-R.jsonl: names, numbers, and the norm, hash and a few values of each weight tensor. The
-record has lines of code only in the traceback of an error. To compare, run where dualtrain is installed: dualtrain
-horovodize --prove --against FOLDER SCRIPT ...
+Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, or one has taken more. Then
+ends the script on all ranks.
+Rank R writes FOLDER/rank-R.jsonl: names, numbers, and the norm, hash and a few values of each weight tensor. The record has
+lines of code only in the traceback of an error. To compare, run where dualtrain is installed: dualtrain horovodize --prove
+--against FOLDER SCRIPT ...
 
 This file is a complete program: copy it to the cluster that has Horovod. It needs only Python 3.8, torch 1.13 and Horovod,
 or newer versions.
@@ -90,7 +91,7 @@ class Recorder:
         self._names: list[list[str]] = []  # names of the parameters of each optimizer; empty before its first step
         # The tensors that the script has passed to broadcast_parameters, keyed by name and then by address.
         self._sent: dict[str, dict[int, Any]] = {}
-        self._resumed = 0.0  # the time at which the last recorded step or join() returned to the script; 0 before
+        self._resumed = 0.0  # the time from which the next step is timed; 0 before the first step or join()
         self._described = False  # whether rank, size and versions are written
 
     def patch(self, library: Any) -> None:
@@ -233,7 +234,7 @@ class Recorder:
         """Write the weights again, and the other broadcast tensors.
 
         The script may have changed the weights after the last step. The other tensors are the model's buffers, and weights
-        of optimizers that are not recorded.
+        that no recorded optimizer updates.
         """
         found = []
         for number, params in self._latest.items():

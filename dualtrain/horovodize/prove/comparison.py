@@ -78,10 +78,10 @@ def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
 
 
 def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
-    """Return a rank on which the runs end with different sets of tensors, and two names; ``None`` if there is none.
+    """Return a rank on which the runs end with different sets of tensors, and two names; ``None`` if no rank does.
 
     The first name is that of a tensor that only ``one`` has, the second that of a tensor that only ``other`` has; "" if
-    there is none. If the sets differ, the values of their tensors are not compared.
+    there is no such tensor. If the sets differ, the values of their tensors are not compared.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):

@@ -47,7 +47,7 @@ class Evidence:
 
     @property
     def other_hardware(self) -> list[str]:
-        """Differences that affect bits between the machine of --against and this one, such as "torch 1.13, here 2.15"."""
+        """Differences from the machine of --against that may affect bits, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
         there, here = self.horovod[0].platform, self.dualtrain[0].platform

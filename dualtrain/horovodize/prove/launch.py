@@ -33,8 +33,8 @@ _OF_LAUNCHER = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:?|^\[\d+\]")
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
 #: Errors of ranks whose peer has failed or exited.
 _OF_PEERS = re.compile(r"HorovodInternalError|PeerFailedError|Horovod has been shut down")
-#: Longest wait for the end of a run without a further step, after a rank has recorded an error of the script. With some
-#: errors, Horovod's ranks hang at exit.
+#: After a rank has recorded an error of the script, a run that takes no step for this time is ended: with some errors,
+#: Horovod's ranks hang at exit.
 _FAILED_SECONDS = 15.0
 #: Allow Open MPI to run as root and with more ranks than cores. Other MPI implementations ignore these variables.
 _OPEN_MPI = {

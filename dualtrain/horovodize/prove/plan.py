@@ -79,7 +79,7 @@ def _last(at: list[int], left: int) -> int:
 
 
 def steps_to_reach(difference: Difference, run: RunRecord) -> int:
-    """Return the number of steps per optimizer that a new run needs to reach ``difference``, which ``run`` has shown."""
+    """Return the number of steps per optimizer that a new run needs to reach ``difference``, which was found in ``run``."""
     if difference.at_end:
         return run.steps
     events = run.ranks[difference.rank].seconds[: difference.order // 2 + 1]

@@ -31,8 +31,8 @@ OTHER_HARDWARE = 1e-3
 #: If two runs with the same library differ by more than this relative value, nothing is proven: such a large
 #: difference could hide an error of a library.
 LARGEST_SPREAD = 1e-2
-#: A second limit, as a part of the distance by which all steps have moved the weights. It applies to the difference of two
-#: runs with the same library, and to the difference between the libraries on other hardware.
+#: A second limit for the difference of two runs with the same library, and for the difference between the libraries on
+#: other hardware: this fraction of the distance by which all steps have moved the weights.
 PART_OF_TRAINING = 0.1
 
 
@@ -253,8 +253,8 @@ def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord 
 def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     """Compare the sides by distance, because the script is not repeatable.
 
-    The spread is the largest distance between two runs on Horovod. With --against there is only one such run; the spread
-    is then the largest distance between two runs with dualtrain.
+    The limit is twice the largest distance between two runs on Horovod. With --against there is only one such run; the
+    largest distance between two runs with dualtrain is used instead. ``spread`` is the first difference between such runs.
     """
     only_dualtrain = not any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
     who = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"

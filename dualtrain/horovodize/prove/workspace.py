@@ -54,7 +54,7 @@ def workspace() -> Iterator[Workspace]:
         raise UserError(f"there is no writable folder for temporary files ({error.strerror}): set TMPDIR to one") from None
     shared = _IN_MEMORY / folder.name
     command = [sys.executable, "-I", "-S", cleaner.__file__, mark, str(folder), str(shared)]
-    # In a session of its own, the program gets no signal when Ctrl-C is pressed or the terminal is closed.
+    # In a session of its own, the cleaner gets no signal when Ctrl-C is pressed or the terminal is closed.
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         folder.mkdir(0o700)
@@ -80,7 +80,7 @@ def _clean_up(program: subprocess.Popen[bytes], mark: str, folders: tuple[Path, 
     program.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         program.wait(3 * cleaner.END_SECONDS)
-    if program.returncode:  # a signal ended the program, for example before it ignored signals
+    if program.returncode:  # a signal ended the cleaner, for example before it ignored signals
         cleaner.end_marked(mark)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

@@ -102,11 +102,11 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
 
 
 def threads_of_mpi(source: Source) -> Iterator[Finding]:
-    """Calls of mpi_threads_supported outside of ``try`` statements, in a script that does not ask whether there is MPI."""
+    """Calls of mpi_threads_supported outside of ``try``, in a script that checks neither mpi_built nor mpi_enabled."""
     if any(
         _is_in_condition(source, call) or _is_operand(source, call) for call in source.hvd_calls("mpi_built", "mpi_enabled")
     ):
-        return  # both are false with dualtrain, and the calls most likely depend on this condition
+        return  # with dualtrain both return False, and most likely mpi_threads_supported is then not called
     for call in source.hvd_calls("mpi_threads_supported"):
         if not any(isinstance(above, ast.Try) for above in source.above(call)) and not is_switched_off(source, call):
             message = "mpi_threads_supported() raises ValueError, as on Horovod without MPI; remove the call"

@@ -73,7 +73,7 @@ def _combines(source: Source, call: ast.Call) -> bool:
     called = last_name(call.func)
     if called[:1].isupper():
         # AverageMeter does not combine results. A class such as Metric in Horovod's examples does. If no file of the
-        # program defines such a class, assume that it combines results.
+        # program defines the class, assume from its name that it combines results.
         return "Metric" in called and all(called != one.name for file in source.program for one in _classes(file))
     return bool(_COMBINATIONS.search(called))
 

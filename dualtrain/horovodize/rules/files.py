@@ -116,7 +116,10 @@ def _saves_to(source: Source, block: ast.With) -> bool:
 
 
 def _is_open(source: Source, file: ast.expr) -> bool:
-    """Return whether ``file`` is perhaps an open file: every rank would still open it, and so erase what rank 0 writes."""
+    """Return whether ``file`` is perhaps an open file.
+
+    If so, it is not enough to save on rank 0 only: the other ranks still open the file, and so erase what rank 0 writes.
+    """
     return any(isinstance(value, ast.Call) and last_name(value.func) == "open" for value in (file, *_origins(source, file)))
 
 
@@ -129,7 +132,10 @@ def _is_read_by_all(source: Source, file: ast.expr) -> bool:
 
 
 def _words(source: Source, path: ast.expr) -> set[str]:
-    """Return the variables, attributes and string constants in the expression of a path, except the parsed options."""
+    """Return the names and string constants in the expression of a path.
+
+    Leave out ``os``, ``join`` and other common names, and the variable with the parsed options.
+    """
     options = {part.value for part in ast.walk(path) if isinstance(part, ast.Attribute) and _is_option(source, part)}
     nodes = [node for node in ast.walk(path) if node not in options]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -211,7 +217,7 @@ def _is_overridden(source: Source, function: Function) -> bool:
 
 
 def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a ``with`` of Ray Tune's context, which gives all ranks but one a temporary folder."""
+    """Return whether ``node`` is in a ``with`` statement by which Ray Tune gives each rank but one a temporary folder."""
     items = [item for above in source.above(node) if isinstance(above, ast.With) for item in above.items]
     return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
 

@@ -23,7 +23,7 @@ def torchmetrics(source: Source) -> Iterator[Finding]:
     call = _first_call(source, r"torchmetrics\.(?!functional)(\w+\.)*[A-Z]")
     if call is not None and not re.search(r"dist_sync_fn|distributed_available_fn|sync_on_compute", source.text):
         message = (
-            "torchmetrics combines metrics over torch.distributed's default group, which neither Horovod nor dualtrain "
+            "torchmetrics combines metrics over torch.distributed's default group, which neither Horovod nor dualtrain.hvd "
             "creates, so each rank has the metric of its own samples; pass dist_sync_fn, or gather results by allgather"
         )
         yield Finding(call.lineno, "trap", message)

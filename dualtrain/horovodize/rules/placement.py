@@ -38,7 +38,7 @@ def _is_logged(source: Source, node: ast.AST) -> bool:
 
 
 def same_gpu(source: Source) -> Iterator[Finding]:
-    """Ranks that all use the default GPU, or all use ``cuda:0``; one finding."""
+    """Ranks that all use the default GPU, or all use ``cuda:0``; at most one finding."""
     if not source.wraps or not any(True for _ in source.hvd_calls("init")):
         return
     if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
@@ -84,7 +84,7 @@ def _is_chosen(source: Source, call: ast.Call) -> bool:
     return not all(re.fullmatch(r"[\w.]*(is_available\(\)|cuda)", text) for text in texts)
 
 
-#: Words of a script that may give each rank its own GPU, perhaps by calling a function of a different file.
+#: Words that suggest that a script gives each rank its own GPU, perhaps in a function of a different file.
 _PLACED = re.compile(
     r"local_?rank|local_?id|visible_devices|device_?(count|ids?|num|index|map)|gpu_?(id|num|index|rank|list)|[._]gpus?\b|"
     r"(set|setup|init|get|select|pin|bind|choose|assign)\w*_(device|gpu|cuda|distributed|dist|horovod|hvd)|lightning|accelerate|"

@@ -1,4 +1,4 @@
-"""Rules on values that only some ranks set, and that then decide the training of these ranks."""
+"""Rules on values that only some ranks set, and on which the training of these ranks then depends."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 
 def _is_repeated(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a loop, or in a function, which the script may call again."""
+    """Return whether ``node`` may run more than once, because it is in a loop or a function."""
     return any(isinstance(above, ast.For | ast.While | Scope) and above is not source.tree for above in source.above(node))
 
 

@@ -43,7 +43,7 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 
 def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
-    """A loop with collectives that only some ranks leave, as by an early stop on rank 0."""
+    """A loop that contains collectives and that only some ranks leave, for example by an early stop on rank 0."""
     look = Collectives(source)
     if any(True for _ in source.hvd_calls("join")):
         return
@@ -152,7 +152,7 @@ class Collectives:
                     yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
 
     def left_loop(self, jump: ast.Break | ast.Return) -> str:
-        """Return a collective that other ranks call in the loop that only some ranks leave by ``jump``; "" if none do."""
+        """Return a collective that other ranks call in a loop that only some ranks leave by ``jump``, or ""."""
         below: ast.AST = jump
         inside: list[tuple[ast.If, ast.AST]] = []
         for above in self.source.above(jump):

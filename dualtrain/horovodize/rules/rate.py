@@ -156,7 +156,7 @@ class _Powers:
             for name, function in source.functions.items()
         }
         #: Whether the script uses Adasum. If so, a factor of local_size() is correct: Horovod's guide recommends it, since
-        #: with NCCL, gradients are averaged over the ranks of each host. A factor of size() still counts.
+        #: with NCCL, gradients are averaged over the ranks of each host. Only a factor of size() counts then.
         self._adasum = any(source.hvd(node) == "Adasum" for node in source.nodes)
         self._properties = {
             name

@@ -123,7 +123,7 @@ def _gets_seed(source: Source, call: ast.Call) -> bool:
     if known or not isinstance(call.func, ast.Name) or call.func.id in (*source.functions, "int", "print", "str", "range"):
         return False
     if call.func.id[:1].isupper() or name.startswith(("dualtrain.", "horovod.")):
-        return False  # an object with a generator of its own
+        return False  # an object with a generator of its own, or a function of a library
     given = (*call.args, *(word.value for word in call.keywords))
     return bool(name) and any("seed" in last_name(value).lower() for value in given)
 

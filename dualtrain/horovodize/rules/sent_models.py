@@ -43,9 +43,7 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
 
 
 def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, at: ast.AST) -> bool:
-    """Return whether ``sent`` and ``model``, which the node ``at`` uses, are the same variable if and only if their names
-    are the same.
-    """
+    """Return whether a comparison of names shows if ``sent`` and ``model``, which ``at`` uses, are the same variable."""
     if isinstance(sent, ast.Name) and isinstance(model, ast.Name):
         scope = source.scope(sent)
         local = any(isinstance(above, ast.Lambda) for above in source.above(sent))

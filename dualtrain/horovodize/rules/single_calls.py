@@ -128,8 +128,8 @@ def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
 def _is_barrier(source: Source, call: ast.Call) -> bool:
     """Return whether the call may be only a barrier.
 
-    Such a call, or the function around it, has a name such as "barrier", or the input is a constant or a new tensor. The
-    call is no barrier if its input copies a variable and is read after the call.
+    It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
+    is a constant or a new tensor. It is none if its input is made from a variable's value, and is read after the call.
     """
     value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
@@ -160,7 +160,7 @@ def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool
 
 
 def _copies_variable(source: Source, made: ast.expr) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or a method such as ``y.clone()``."""
+    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or a call such as ``y.clone()``."""
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
         if isinstance(made.func.value, ast.Name):
             return True

@@ -31,7 +31,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
         if not can_synchronize(source, name) or skips(source, step) or step.owner is None:
             return []
         if not guards.runs_whenever(step.node, event.node):
-            return []  # in a pass without a step, synchronize() would reduce gradients to which later passes still add
+            return []  # in a pass without a step, synchronize() would be too early: later passes add to the gradients
         place = _common_block(source, event.node, step.node)
         skip = skip_around(source, step)
         inserted = source.layout.insert_before(place, f"{ast.unparse(step.owner)}.synchronize()") if place else []

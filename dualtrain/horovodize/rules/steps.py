@@ -118,8 +118,8 @@ def _since_last_pass(source: Source, events: list[Event], number: int) -> tuple[
 def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     """Return whether the script may have averaged the gradients by other calls than synchronize() before event ``number``.
 
-    That is so if it calls a collective, a function that calls one, or a function of another file with parameters as its
-    argument. Hooks may average gradients, too.
+    True if it calls a collective, a function that calls one, an inherited method, or an imported function that may get the
+    model, its parameters or its gradients. Also True if it has hooks on gradients.
     """
     if has_gradient_hooks(source):
         return True
@@ -139,7 +139,7 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     return False
 
 
-#: Libraries whose functions do not average a script's gradients.
+#: Libraries whose functions, except collectives, do not average a script's gradients.
 _LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
@@ -178,7 +178,8 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
             before = since_backward(source, events, number, strictly=True)
             if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
                 continue
-            early = any(one.kind in ("clip", "change", *STEPS) for one in before)  # clip_before_synchronize reports these
+            # clip_before_synchronize reports a clip or a change.
+            early = any(one.kind in ("clip", "change", *STEPS) for one in before)
             averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
             if not early and not averaged and not _is_given_between(source, event):
                 message = (
@@ -189,7 +190,7 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
 
 
 def _is_given_between(source: Source, step: Event) -> bool:
-    """Return whether another function may call synchronize(), which gets the optimizer, or calls it by its own variable."""
+    """Return whether other code, which gets the optimizer or has its own variable for it, may call synchronize()."""
     scope, owner = source.scope(step.node), ast.unparse(step.owner) if step.owner is not None else ""
     for file in source.files:
         for call in file.calls:

@@ -53,7 +53,7 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
 
 
 def not_returned(source: Source) -> Iterator[Finding]:
-    """A function that wraps its argument but does not return the wrapper, although it returns the argument otherwise."""
+    """A function that returns its argument in one branch, but in another one wraps it and returns nothing."""
     for function in source.functions.values():
         parameter = _wrapped_parameter(source, function)
         ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
@@ -63,8 +63,8 @@ def not_returned(source: Source) -> Iterator[Finding]:
             others = [end for end in ends if source.exclusive(end, wrap) and ast.unparse(end.value or end) == parameter]
             if others and all(source.exclusive(end, wrap) for end in ends):
                 message = (
-                    f"the wrapper is lost: {function.name}() returns None here, but the optimizer in line "
-                    f"{others[0].lineno}; return the wrapped optimizer"
+                    f"the wrapper is lost: {function.name}() returns None in this branch, and the optimizer itself in line "
+                    f"{others[0].lineno}; return the wrapped optimizer here"
                 )
                 yield Finding(wrap.lineno, "trap", message)
 
@@ -155,7 +155,7 @@ _READS = r"(?i)print|log|info|save|sched|lr|rate|^(getattr|hasattr|id|isinstance
 
 
 def wrapped_twice(source: Source) -> Iterator[Finding]:
-    """A wrapper that is wrapped again, as by ``optimizer_d = DistributedOptimizer(optimizer_g)``: TypeError."""
+    """A wrapper that is wrapped again, which raises TypeError. Often the script names the wrong optimizer by mistake."""
     wraps = [(target, made, at) for target, made, at in source.assignments if made in [wrap for _, wrap in source.wraps]]
     for _, wrap, _ in wraps:
         inner = first_argument(wrap, "optimizer")
@@ -172,7 +172,7 @@ def wrapped_twice(source: Source) -> Iterator[Finding]:
 
 
 def _follows(source: Source, statement: ast.AST, wrap: ast.Call) -> bool:
-    """Return whether ``wrap`` runs only after ``statement``, being later in the same block or in a part of it."""
+    """Return whether ``wrap`` is in the same block as ``statement``, or in a nested block, and runs after it."""
     block = source.block(source.statement(statement))
     later = any(above in block for above in source.above(wrap) if isinstance(above, ast.stmt))
     return later and not source.exclusive(statement, wrap)
@@ -181,7 +181,8 @@ def _follows(source: Source, statement: ast.AST, wrap: ast.Call) -> bool:
 def _is_assigned_between(source: Source, text: str, statement: ast.AST, wrap: ast.Call) -> bool:
     """Return whether the variable ``text`` may get another value after ``statement`` and before ``wrap``.
 
-    It may get one by any statement in between, by a loop around ``wrap``, or in another function.
+    A statement in between may assign one, a ``for`` loop around ``wrap`` may have it as its variable, or another function
+    may assign an attribute.
     """
     end, scope = source.statement(statement).end_lineno or 0, source.scope(wrap)
     for node in source.mentions.get(text.rpartition(".")[2], ()):
@@ -195,7 +196,7 @@ def _is_assigned_between(source: Source, text: str, statement: ast.AST, wrap: as
 
 
 def never_wrapped(source: Source) -> Iterator[Finding]:
-    """An optimizer that is not wrapped, of a model that is broadcast, in a script that wraps another optimizer."""
+    """An optimizer that is not wrapped, although its model is broadcast and the script wraps another optimizer."""
     if not source.wraps:
         return
     guards = Guards.of(source)
@@ -231,7 +232,10 @@ def _is_broadcast_before(source: Source, made: ast.Call, steps: list[ast.Call]) 
 
 
 def _is_on_all_ranks(guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether ``node`` is under no ``if`` and runs on all ranks, and so is each call of the function around it."""
+    """Return whether ``node``, and each call of the function around it, runs on all ranks and is under no ``if``.
+
+    An ``if`` that tests ``__name__`` does not count.
+    """
     source = guards.source
     tests = (above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp))
     if any("__name__" not in ast.unparse(test) for test in tests):
@@ -242,7 +246,7 @@ def _is_on_all_ranks(guards: Guards, node: ast.AST, depth: int = 0) -> bool:
 
 
 def _is_passed(source: Source, optimizer: str) -> bool:
-    """Return whether other code may wrap ``optimizer``, because it is an argument of a call, or an element of a list.
+    """Return whether other code may wrap ``optimizer``: the script passes, stores or returns it.
 
     Calls that make schedules do not count.
     """

@@ -114,7 +114,7 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
     """Return the object into which ``load`` loads state, and ``load``.
 
     If the object is a parameter of a function that is called once, and that always runs ``load``, return the argument and
-    this call instead.
+    the call of that function instead.
     """
     owner: ast.expr = load.func.value  # type: ignore[attr-defined]
     function = source.scope(load)

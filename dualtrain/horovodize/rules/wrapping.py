@@ -88,7 +88,7 @@ def _has_no_state(source: Source, optimizer: str) -> bool:
 
 
 def optimizer_state(source: Source) -> Iterator[Finding]:
-    """broadcast_optimizer_state, in which Horovod steps an optimizer without state, with gradients of zeros.
+    """A call of broadcast_optimizer_state: on Horovod, it steps an optimizer that has no state, with gradients of zeros.
 
     The first call in which this step may have an effect has a finding; later calls have none.
     """
@@ -100,7 +100,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         changed = "the weights"
         if given is not None and _is_wrapped_apart(source, call, given):
             if not _shows_decay(source, given):
-                continue  # Horovod's step has no effect: there is no decay, and its wrapper discards Adam's state
+                continue  # the step has no effect: there is no decay, and Horovod's wrapper does not keep Adam's state
         elif given is None or not _may_be_wrapped_later(source, call, given):
             changed = "its state or the weights"
         message = (
