@@ -60,7 +60,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _fraction(factor: float) -> Fraction:
-    """Return the fraction that the caller has probably rounded to ``factor``, such as 1/3, which no float has exactly."""
+    """Return the fraction that the caller has probably rounded to ``factor``, such as 1/3, which no float equals."""
     simple = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
     return simple if float(simple) == factor else Fraction(factor)
 

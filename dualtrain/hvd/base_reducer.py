@@ -232,7 +232,7 @@ class HorovodReducer(ABC):
             for waiting in (self.hooks.frozen, self._late):
                 waiting[:] = [pair for pair in waiting if pair[0] not in missing]
             for p in frozen:
-                p.requires_grad_()  # a parameter that is frozen now gets a slot too: the other ranks train it
+                p.requires_grad_()  # a parameter without requires_grad would get no slot, but the other ranks train it
             self.hooks.add(self, chosen)
             for p in frozen:
                 p.requires_grad_(False)
@@ -381,7 +381,7 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: Place, name: str) -> None:
-        """Refuse exchanges while ``place``, where parameter ``name`` was replaced, has parameters without a reducer."""
+        """Refuse exchanges until the parameters that replaced parameter ``name`` or its module, in ``place``, are added."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -104,7 +104,7 @@ class CallReducer(HorovodReducer):
             basics.exchangers.unused.add(self.current)
             handle, _ = self._call
             self._call = None
-            with suppress(HorovodInternalError):  # the ranks have disagreed
+            with suppress(HorovodInternalError):  # raised if the ranks' calls disagreed
                 synchronize(handle)  # does not wait: the other ranks have ended a later call, so this one has ended too
                 self.end_exchange()
             self.reset_passes()

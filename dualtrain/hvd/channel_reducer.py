@@ -83,7 +83,8 @@ class ChannelReducer(HorovodReducer):
         """Return whether the ranks that have joined must take part in an exchange now.
 
         A joined rank blocks while it exchanges sparse gradients. It then cannot take part in an exchange of a different
-        optimizer. So if there are sparse gradients, this rank requests zeros from joined ranks only while it also waits.
+        optimizer. So if there are sparse gradients, this rank requests zeros from joined ranks only while its own main
+        thread waits for the exchange.
         """
         usable = self.process_set.process_set_id is not None
         return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)

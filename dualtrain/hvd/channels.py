@@ -24,7 +24,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """A reducer whose ranks exchange gradients without a prior request to rank 0. The engine informs it when ranks join."""
+    """A reducer that exchanges gradients without a request to rank 0 for each exchange. The engine informs it of joins."""
 
     base_name: str
     channel_name: str
@@ -74,7 +74,7 @@ class Reducer(Protocol):
         """Discard the result of a call (a grouped allreduce of gradients) that this rank has made before it joined."""
 
     def begin_world(self) -> None:
-        """Handle a new call of ``init``. All ranks have added and unfrozen the same parameters before this call."""
+        """Handle a new call of ``init``, before which all ranks have added and unfrozen the same parameters."""
 
 
 class Exchangers:

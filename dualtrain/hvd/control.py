@@ -94,11 +94,11 @@ class _Outbox:
         self._socket = connection.socket
         self._unsent = bytearray()
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # The system must not take such a wait for a broken connection; ``watch.py`` detects a host that is cut off.
+            # Unread messages must not end the connection after a timeout. ``watch.py`` detects a host that is cut off.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def send(self, message: Message) -> bool:
-        """Send ``message`` after the earlier messages; return as :meth:`flush`. Raises OSError if the connection ended."""
+        """Send ``message`` after the earlier ones; return whether all is sent. Raises OSError if the connection ended."""
         self._unsent += frame(message)
         return self.flush()
 

@@ -96,7 +96,8 @@ class Coordinator:
         self._reported: set[str] = set()
         #: Rank → (the call for which its main thread waits, time of the report). Such a rank makes no other calls.
         self._blocked: dict[int, tuple[Key, float]] = {}
-        self._opened: dict[Key, _Opened] = {}  # channels that a rank which had joined has not requested yet
+        #: Channels that were opened without joined ranks, and that some of these ranks have not requested yet.
+        self._opened: dict[Key, _Opened] = {}
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
@@ -166,7 +167,7 @@ class Coordinator:
             yield title_of(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
 
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
-        """Yield the same for each exchange of gradients for which ranks wait now."""
+        """Yield the same values as ``_unmatched`` for each exchange of gradients for which ranks wait now."""
         now = self._clock()
         for what, reports in self._waits.items():
             fresh = {rank: message for rank, (when, message) in reports.items() if now - when < _FRESH_SECONDS}
@@ -218,7 +219,7 @@ class Coordinator:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
 
     def _match(self, key: Key) -> None:
-        """As long as each rank that has not joined has a waiting call of ``key``, match and send these calls."""
+        """Match and send calls of ``key`` while each rank that has not joined has one waiting."""
         waiting = self._table[key]
         while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
             # A rank may have made an asynchronous call before it joined: this call is matched too.
@@ -268,7 +269,7 @@ class Coordinator:
 
     def _after_join(self, rank: int) -> None:
         for message in self._zeros_sent.values():
-            # The rank may have begun the exchange without ending it. The ranks that joined earlier wait for this rank.
+            # The rank may have joined in the middle of this exchange, for which the ranks that joined earlier wait.
             if rank in self.sets.get(message["set"], ()):
                 self._send(rank, message)
         if len(self._joined) == self.size:

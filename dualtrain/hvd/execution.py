@@ -57,7 +57,7 @@ class Executor:
         return self._communicate(message, pending)
 
     def _open_channel(self, message: Message, pending: Pending | None) -> tuple[Backend, list[list[int]]] | None:
-        # This rank has the channel already if the other ranks opened it while this rank had joined.
+        # This rank has the channel already if the other ranks opened it while this rank waited in ``join``.
         if message["name"] not in self._channels.gradients:
             self._channels.close_released()
             channel = self._backend.group(message["members"])

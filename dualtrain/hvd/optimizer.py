@@ -131,7 +131,8 @@ class _Optimizer(NativeOptimizer):
         self._synchronized, self._should_synchronize = False, True
         self._fills_unused = True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
-        # As on Horovod, the only rank of a set has hooks too, which give every parameter a gradient.
+        # As on Horovod, a rank that is alone in its process set, but not in the world, has hooks too: every parameter gets
+        # a gradient.
         several = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         self._alone = not (several and process_set.included())
         if not self._alone:
@@ -209,7 +210,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.reset_passes()
         self._synchronized = True
 
-    # Private in Horovod too. Programs empty this set, so that weight decay keeps unused parameters (horovod#1099).
+    # Private in Horovod too. Programs empty this set to exclude unused parameters from weight decay (horovod#1099).
     @property
     def _requires_update(self) -> frozenset[torch.nn.Parameter]:
         """The parameters that get a gradient of zeros if no rank has a gradient. Programs may assign an empty set."""

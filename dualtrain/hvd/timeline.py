@@ -27,7 +27,7 @@ class Timeline:
         self._file: TextIO | None = None
         self._path = ""
         self._lines: dict[str, int] = {}  # tensor → index of its line in the chart
-        self._open: set[tuple[str, str]] = set()  # activities in progress; kept up to date while no file is open too
+        self._open: set[tuple[str, str]] = set()  # activities in progress; also kept up to date while no file is open
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 
