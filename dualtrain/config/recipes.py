@@ -21,7 +21,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """Return the values that a recipe sets, by flag name (``batch_size``).
+    """Return the values that a recipe sets, by setting name (``batch_size``).
 
     Raises:
         UserError: there is no recipe of that name.

@@ -42,8 +42,8 @@ class OwnSource(Source):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        if isinstance(self._source, Source):  # it may be of an unrelated class
-            with suppress(AttributeError):  # or its ``timeout`` may be read-only
+        if isinstance(self._source, Source):  # a source of an unrelated class need not have a ``timeout``
+            with suppress(AttributeError):  # the ``timeout`` may be read-only
                 self._source.timeout = seconds
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
@@ -107,5 +107,5 @@ class OwnSource(Source):
 def _has_more(requested: Iterator[Batch]) -> bool:
     try:
         return next(requested, None) is not None
-    except ValueError:  # a thread of the source is inside of this generator now: it has yielded each earlier batch
+    except ValueError:  # a thread of the source is in this generator now; all batches that it got before are answered
         return False

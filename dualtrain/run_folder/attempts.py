@@ -2,7 +2,7 @@
 
 The records say which failure ended an attempt, and how many steps and seconds the recovery took. ``attempts.jsonl`` has a
 line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.run_folder.last_step`). Each attempt replaces
-both files: a process of an earlier attempt has the old files open, and cannot write to the new ones.
+both files. A process of an earlier attempt still has the old files open, so it cannot write to the new ones.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class Attempt:
         self._append({"event": "failure", **moment, "cause": cause, "rank": rank, **kind})
 
     def refuse(self, reason: str) -> None:
-        """Record that a restart would end in the same way, for ``reason``."""
+        """Record that a restart would end in the same way, and the ``reason``."""
         self._append({"event": "refusal", "reason": reason})
 
     def end(self) -> None:

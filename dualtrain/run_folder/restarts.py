@@ -25,7 +25,7 @@ from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
 DEATHS = 3  # this many deaths in a row after the same step forbid a restart; deaths by transient errors do not count
-ALL_DEATHS = 30  # the same limit, if deaths by transient errors (a full disk, for example) count too
+ALL_DEATHS = 30  # this many in such a row forbid a restart even if transient errors, such as a full disk, caused all
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 

@@ -136,8 +136,8 @@ class CrossEntropy:
 class Adapted:
     """The caller's ``loss(outputs, targets)`` as an objective.
 
-    The callable may return the mean over what ``count(targets)`` counts, which is the samples by default, or the pair that
-    an :class:`Objective` returns.
+    The callable returns either a mean, or the pair that an :class:`Objective` returns. ``count(targets)`` is the number of
+    terms in the mean, by default the number of samples.
     """
 
     def __init__(self, loss: Loss | Objective, count: Count = len) -> None:

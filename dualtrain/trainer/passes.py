@@ -27,13 +27,13 @@ class Passes:
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
-        count: returns the number of targets of a batch. Given if the weights of ``measure`` are numbers of targets, of
-            which a sample may have any number; ``None`` if they are numbers of samples.
+        count: returns the number of targets of a batch, if the weight that ``measure`` returns is a number of targets;
+            ``None`` if it is the number of samples.
 
     Attributes:
-        targets_per_sample: with ``count``, the number of targets that have the weight of one sample, so that ``expected``
-            is a number of samples. It is the number that a sample of the first batch has, and the same on all ranks;
-            ``None`` before the first batch.
+        targets_per_sample: with ``count``, the mean number of targets per sample in the first batch that has targets;
+            equal on all ranks; ``None`` before that batch. Sums are divided by it, so that ``expected`` can be a number of
+            samples.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Passes:
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
         """Begin a part of a step with these control flags; ``first`` is true for this rank's first part."""
         self._diverged = self._diverged and not first
-        self._compared = self._compared and not first  # the last step may have failed
+        self._compared = self._compared and not first  # a step that failed has not reset it
         self._scalars.reset(control_flags)
 
     def compute(
@@ -101,7 +101,7 @@ class Passes:
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def _in_samples(self, sums: list[float], targets: torch.Tensor, count: Count) -> list[float]:
-        """Divide ``sums`` over targets by :attr:`targets_per_sample`. Collective for this rank's first batch."""
+        """Divide the ``sums`` by :attr:`targets_per_sample`. Collective for this rank's first batch."""
         if self.targets_per_sample is None and not self._compared:
             self._agree(count(targets) / len(targets) if len(targets) else 0.0)
         # If no rank's first batch has targets, this step counts in targets, and the ranks agree in the next step.
@@ -109,10 +109,10 @@ class Passes:
         return [each / unit for each in sums]
 
     def _agree(self, mine: float) -> None:
-        """Set :attr:`targets_per_sample` to the number of the first rank that has a batch with targets. Collective.
+        """Set :attr:`targets_per_sample` to ``mine`` of the first rank on which ``mine`` is not 0. Collective.
 
-        With virtual ranks, if no batch is empty, that is the first batch of the step at any world size, because ranks have
-        consecutive shards.
+        With virtual ranks, if no batch is empty, this value is from the first batch of the step at any world size, because
+        ranks have consecutive shards.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()

@@ -47,7 +47,7 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return this rank's buffers, extra state and generators, as plain values and tensors on the CPU."""
+    """Return this rank's state: CPU copies of its buffers, its modules' extra state, and :func:`random_state`."""
     extra = {name: module.get_extra_state() for name, module in with_extra_state(model).items()}
     return {"buffers": buffers_of(model), "extra": extra, "random": random_state(device)}
 
@@ -98,7 +98,7 @@ def restore_buffers(
 
     If the state is of a different world size, average each floating-point buffer that has the same shape on all of
     that world's ranks. Every other buffer gets the value that it had on the first rank. Ranks that are false in
-    ``trained`` do not count, unless all are.
+    ``trained`` do not count, unless all are false.
     """
     same = len(ranks) == backend.size
     if not same and any(trained):

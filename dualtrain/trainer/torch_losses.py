@@ -35,9 +35,9 @@ class TorchCrossEntropy:
 
         Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
 
-        If the targets are class probabilities, or the outputs a single sample without a batch dimension, each target has
-        weight 1, and correct predictions are not counted. Without ``weight`` and ``ignore_index``, they are not counted
-        either for outputs of more than two dimensions.
+        If the targets are class probabilities, or if the outputs have no batch dimension, each target has weight 1, and
+        correct predictions are not counted. Without ``weight`` and ``ignore_index``, correct predictions are also not
+        counted for outputs of more than two dimensions.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
             return self._other(outputs, targets)
@@ -70,7 +70,7 @@ class TorchCrossEntropy:
 
     @staticmethod
     def count(targets: torch.Tensor) -> int:
-        """Return the number of targets, ignored or not. A distribution over the classes, (n, classes, …), is one target."""
+        """Return the number of targets, ignored or not. For class probabilities, each distribution is one target."""
         rows = targets.is_floating_point() and targets.dim() > 1
         return targets.numel() // (targets.shape[1] if rows else 1)
 
@@ -94,7 +94,7 @@ def _uncompiled(loss: Any) -> Any:
     """Return the loss from which ``torch.compile`` has made ``loss``; ``loss`` itself if it is not compiled."""
     if isinstance(loss, nn.Module):
         return getattr(loss, "_orig_mod", loss)  # a private name, the same in torch 2.5 to 2.15
-    # torch.compile puts one or two functions of its own around the given one. A function's globals may have no name.
+    # torch.compile puts one or two functions of its own around the given one. A function's globals may lack __name__.
     while isinstance(loss, types.FunctionType) and str(loss.__globals__.get("__name__")).startswith("torch._dynamo."):
         loss = vars(loss)["__wrapped__"]
     if isinstance(loss, partial):

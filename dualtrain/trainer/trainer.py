@@ -183,7 +183,7 @@ class Trainer:
         Args:
             batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
                 ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
-                or ``None``. A list's gradients are sent during the last backward pass, a generator's only after it.
+                or ``None``. Gradients are sent during the last backward pass; with a generator of batches, only after it.
             expected: an estimate of the total weight over all ranks, the same on every rank: the number of samples or, with
                 the default loss, the number of targets. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -231,7 +231,7 @@ class Trainer:
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        if self._sends_fp16 and not scales:  # a scaler skips the step, and lowers its scale
+        if self._sends_fp16 and not scales:  # a scaler skips a step whose gradients are not finite, and lowers its scale
             check_range(self.optimizer.param_groups)
         if self.clip_norm is not None:
             scaler.unscale_(self.optimizer)

@@ -133,8 +133,8 @@ class VirtualRanks:
             yield
         except BaseException:
             self._buffers.restore()
-            # A rank may have stopped in any of its shards. Each further failure gives a different seed, because the caller
-            # may draw random numbers after each failure.
+            # The ranks may have stopped in different shards, so their generators may differ. Each further failure gives a
+            # different seed, because the caller may draw random numbers after each failure.
             self._seed_after(f"{self._after} failed")
             raise
         self._steps += 1

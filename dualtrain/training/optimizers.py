@@ -17,7 +17,7 @@ from dualtrain.config.fields import steps_in
 from dualtrain.config.values import option_value, split_options
 from dualtrain.errors import UserError
 
-# The base class, LBFGS, which needs a closure, and SparseAdam, which needs sparse gradients.
+# The base class; LBFGS, which needs a closure; and SparseAdam, which needs sparse gradients.
 _UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}
 
 
@@ -117,9 +117,9 @@ def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr
 
 
 def restore_rates(schedule: LambdaLR) -> None:
-    """Set the learning rates of the step at which ``schedule`` stands, as if it had counted to that step itself.
+    """Set the optimizer's learning rates to those of ``schedule`` at its current step.
 
-    A loaded state has the rate of the schedule that was saved, and ``LambdaLR`` computes a new one only after a step.
+    A loaded state has the learning rates of the saved schedule, and ``LambdaLR`` computes new ones only after a step.
     """
     groups = schedule.optimizer.param_groups
     for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):

@@ -20,7 +20,7 @@ from dualtrain.console import encodable, printable, show_progress
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # longest pause between two ``Ticker`` blocks after which the second one continues the first
+_PAUSE_SECONDS = 5.0  # a ``Ticker`` block that begins within this time after the last one continues that block
 
 
 class Ticker:

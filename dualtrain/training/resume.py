@@ -79,7 +79,7 @@ def settings_in(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in the checkpoint ``tree``, with the ``lr_batch`` with which its run began.
 
     Older versions did not write a default ``lr_batch``, and the ``batch_size`` that they wrote may be that of a resumed
-    run. The base learning rate of the schedule is always that of the first start.
+    run. The base learning rate of the schedule is always that of the first start, so ``lr_batch`` is computed from it.
     """
     config, filled = tree["config"], with_lr_batch(tree["config"])
     if filled["lr_batch"] == config.get("lr_batch"):
@@ -283,7 +283,7 @@ def restore_best(
 
 
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
-    """Return whether there is a checkpoint of ``step``, and its trainer state if the weights have no good file."""
+    """Return whether there is a checkpoint of ``step``, and its trainer state if its weights must be written again."""
     best, written = folder / "checkpoints" / checkpoint.BEST, has_weights(folder / BEST_WEIGHTS, step)
     if checkpoint.step_in(best) == step and written:
         return True, None

@@ -124,5 +124,5 @@ class Signals:
 
         A SIGUSR1 is returned once. SIGTERM and SIGINT are returned by every later call too.
         """
-        requested = self._noted.pop(signal.SIGUSR1, None) is not None  # in one step: a signal may come at any time
+        requested = self._noted.pop(signal.SIGUSR1, None) is not None  # in one call: a signal may come at any time
         return [float(requested if number == signal.SIGUSR1 else number in self._noted) for number in SIGNALS]

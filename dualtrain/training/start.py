@@ -2,8 +2,8 @@
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
-need no common disk. A run that has ended is not trained again. If the job that made the run is restarted, its
-ranks search the folder in this way even without the flag.
+need no common disk. A run that has ended is not trained again. If the job that made or last resumed the run is
+restarted, its ranks search the folder in this way even without the flag.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
             files.append((step, path.name, *checkpoint.generation_in(path), identity))
     written, summary = (or_nothing(partial(read_json, folder / name)) for name in ("config.json", "summary.json"))
     if written and written.get("lr_batch") is None:
-        # Versions before 0.3.0 did not write a default. The checkpoint shows which number the run has.
+        # Versions before 0.3.0 did not write a default ``lr_batch``. ``compare_with_checkpoint`` compares it later.
         written = {**written, "lr_batch": settings["lr_batch"]}
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
