@@ -111,7 +111,7 @@ class DivergedError(RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of ``error`` in one line. Report an exception that its ``__str__`` raises, in place of it."""
+    """Return the message of ``error`` in one line. If its ``__str__`` raises an exception, say so instead."""
     try:
         return " ".join(str(error).split())
     except Exception as problem:  # a class of the user may raise anything

@@ -140,7 +140,7 @@ def parse_json(text: str) -> Any:
 def cure_of(error: OSError, folder: str = "the run folder", path: str = "") -> str:
     """Return what the user can do about an ``error`` of a write into ``folder``.
 
-    ``path`` is the cure if the path is wrong, or the user may not write there.
+    The text ``path``, if given, is the cure for a path that is wrong, or to which the user may not write.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"free space on the disk of {folder}"

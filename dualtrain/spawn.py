@@ -47,8 +47,8 @@ TRANSIENT = {TRY_AGAIN: 2, NOT_SAVED: 1}
 #: The wait before the first restart after a transient error, and the longest wait before a later restart. An attempt that
 #: lasts longer than the longest wait is assumed to have made progress.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 30.0
-#: A second stop signal within this time is ignored: a sender that signals the process and then its process group reaches
-#: the process twice.
+#: A second stop signal within this time is ignored: a sender may signal this process, and then its process group, which
+#: includes this process.
 REPEAT_SECONDS = 2.0
 
 log = logging.getLogger("dualtrain")
@@ -248,7 +248,7 @@ class _Job:
         while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
             time.sleep(0.01)
             failed = self._failed()
-        # A killed rank (below 0) is the cause of other failures. A rank that fails because of another rank ends with 1.
+        # A killed rank (status below 0) is the cause of other failures. A rank that fails because of another ends with 1.
         code = min(failed, key=lambda code: (code > 0, code == 1, code))
         self._status = code if code > 0 else 128 - code
         self._deadline = time.monotonic() + GRACE_SECONDS

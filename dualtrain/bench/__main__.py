@@ -123,7 +123,7 @@ def _prefix(text: str | None) -> tuple[str, ...]:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise UserError(f"--launch {text!r} cannot be split into words ({error}): fix its quotes") from None
-    if not words:  # as from an unset variable: the bench would measure this host alone
+    if not words:  # as after --launch "$UNSET": without this error, the bench would measure this host alone
         raise UserError("--launch has no command: give the command that starts your jobs, or leave --launch out")
     if shutil.which(words[0]) is None:
         raise UserError(f"--launch: there is no program {words[0]!r}: give the command that starts your jobs")
@@ -270,7 +270,10 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
 
 
 def _conclude(folder: Path, results: Results, machine: dict[str, str], *, targets: bool) -> int:
-    """Write the results to ``folder`` and print them; return the exit status. If they are incomplete, raise the reason."""
+    """Write the results to ``folder`` and print them; return the exit status.
+
+    If the measurement was interrupted, raise the exception that interrupted it.
+    """
     from dualtrain.bench.table import text
 
     rows = rows_of(results)

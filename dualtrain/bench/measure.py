@@ -44,9 +44,9 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return the seconds that one step of each workload in ``plan.LENGTHS`` takes in a round.
+        """Return, for each workload, the seconds that one of its steps in ``plan.LENGTHS`` takes.
 
-        Contenders side by side take ``SIDE_STEPS`` steps each for every step that ``LENGTHS`` counts.
+        Contenders side by side each run ``SIDE_STEPS`` steps in place of one; their seconds are added.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:

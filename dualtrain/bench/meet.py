@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 def free_port() -> int:
-    """Return a free port of this host. Linux assigns such a port to no other socket: it is below the ephemeral range."""
+    """Return a free port of this host, below the ephemeral range, so that Linux does not assign it to another socket."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with suppress(OSError), socket.create_server(("", port)):

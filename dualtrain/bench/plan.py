@@ -119,8 +119,8 @@ TRAINER = "trainers"
 SIDE = "side_by_side"
 BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
 TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
-#: Factor by which contenders side by side multiply their number of steps, because starting them takes longer than the
-#: steps of one contender.
+#: Contenders side by side each run this many times as many steps as other contenders, because starting them takes longer
+#: than the steps.
 SIDE_STEPS = 4
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 

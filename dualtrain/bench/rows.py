@@ -126,7 +126,10 @@ def _weights(job: str, comparison: Comparison, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int, together: str = "") -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round. Rounds may run different numbers of steps."""
+    """Return the hashes of the contenders' final weights in one round.
+
+    Do not compare hashes of different rounds, which may run different numbers of steps.
+    """
     columns = {name: results.column(name, together)[number : number + 1] for name in names}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
@@ -135,7 +138,7 @@ def noise_floor(rows: list[Row], job: str) -> float:
     """Return how far the interval of ``AGAIN`` extends from the ratio 1, on its longer side; 0 if ``AGAIN`` has no row.
 
     ``AGAIN`` runs the same script as ``TUNED``, so that their ratio should be 1.
-    A job with another layout (``resnet18-cl``) has the noise floor of its model (``resnet18``).
+    A job in the channels_last layout (``resnet18-cl``) has the noise floor of the plain job (``resnet18``).
     """
     model = job.partition("-")[0]
     found = [row.found for row in rows if row.one == AGAIN and row.job == model]

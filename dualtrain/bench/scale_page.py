@@ -16,7 +16,7 @@ from dualtrain.report.document import text as escaped
 WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # the chart's width, panels per row, height of a panel; in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
 ASIDE = 3  # distance between two contenders' intervals, so that they do not cover each other
-LABEL = 22  # smallest distance between two numbers of ranks
+LABEL = 22  # smallest distance between the x coordinates of two labels of the horizontal axis, in pixels
 EXPLANATION = (
     "a time is the slowest rank's, and its median over the rounds is shown; all ranks are forked from a process that has "
     "imported the libraries. A ratio is the first contender's time divided by the second's: below 1, the first is faster. "

@@ -169,7 +169,7 @@ def found_in(text: str) -> list[dict[str, Any]]:
 def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: LaunchSpec) -> str:
     """Run the commands at the same time until all have ended or one fails. Return their output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    quiet = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    common = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
     # Let Python write bytecode for this package, so that a checkout starts as fast as an installed package.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with ExitStack() as stack:
@@ -177,14 +177,14 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: 
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for command, more in commands:
-                env = {**kept, **quiet, **more}
+                env = {**kept, **common, **more}
                 processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
             deadline = time.monotonic() + spec.timeout
             while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
                 if time.monotonic() > deadline:
                     raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
                 time.sleep(0.02)
-            # Before ``_end`` kills the other processes, which then have an exit status too.
+            # Read the exit statuses now: ``_end`` kills the other processes, which then have one too.
             failed = [each.returncode for each in processes if each.poll()]
         except OSError as error:
             raise LaunchError(f"{commands[0][0][0]} cannot be started ({error.strerror or error})") from error

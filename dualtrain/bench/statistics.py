@@ -48,8 +48,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 def level_of(count: int, rank: int) -> float:
     """Return the probability that an interval of order statistics contains the true median.
 
-    The interval is from the ``rank``-th smallest to the ``rank``-th largest of ``count`` values. The true median is
-    outside the interval if fewer than ``rank`` values are below it, or fewer than ``rank`` above. Each value is below or
-    above the true median with probability 1/2.
+    The interval is from the ``rank``-th smallest to the ``rank``-th largest of ``count`` values. The interval does
+    not contain the true median if fewer than ``rank`` values are below the median, or fewer than ``rank`` are above it.
+    Each value is below the median with probability 1/2, and above it with probability 1/2.
     """
     return 1 - 2 * sum(math.comb(count, below) for below in range(rank)) / (1 << count)

@@ -22,9 +22,9 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
         (problems if name == chosen else notes).extend(failures)
-    if rebuilt := _built_for_another(rows):
+    if mismatch := _built_for_another(rows):
         broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
-        (problems if broken else notes).append(rebuilt)
+        (problems if broken else notes).append(mismatch)
     # One line per host, because the ranks of a host usually get the same advice.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
     return problems, [*notes, *found.values(), *_crowded(rows), *_cpus(rows)]
@@ -45,8 +45,8 @@ def _grouped(rows: Sequence[Row], values: Sequence[Any]) -> dict[Any, list[int]]
 def _failures(rows: Sequence[Row], name: str) -> list[str]:
     errors = _grouped(rows, [(row["probes"].get(name) or {}).get("error") for row in rows])
     errors.pop(None, None)
-    whole = len(rows) == 1
-    return [f"{name}{'' if whole else f' on {_ranks(ranks)}'}: {error}" for error, ranks in errors.items()]
+    single = len(rows) == 1
+    return [f"{name}{'' if single else f' on {_ranks(ranks)}'}: {error}" for error, ranks in errors.items()]
 
 
 def _versions_of(rows: Sequence[Row], name: str) -> str | None:

@@ -30,7 +30,7 @@ class Examination:
 
     def __init__(self, wanted: str, world: World, timeout: float) -> None:
         self.world = world
-        self._deadline = time.monotonic() + _PRINT_SECONDS  # by then rank 0 has printed, even if all of its waits timed out
+        self._deadline = time.monotonic() + _PRINT_SECONDS  # each probe adds its time limit: rank 0 has printed by then
         own = gather(world)
         self._probes: dict[str, Probe] = {}
         for name in BOTH if wanted == "all" else (wanted,):

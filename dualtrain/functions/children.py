@@ -230,7 +230,7 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 
 
 def _end(children: Sequence[Child], returned: bool) -> None:
-    """End the ranks' processes that still run. Blocks for some seconds at most."""
+    """End the ranks' processes that still run. Blocks for some seconds, or longer if the kernel does not end them."""
     left = [child for child in children if child.status is None]
     if returned and left:
         names = ", ".join(f"rank {child.rank}" for child in left)

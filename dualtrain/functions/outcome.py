@@ -57,7 +57,7 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
 
 
 def results_of(pickled: Sequence[bytes]) -> list[Any]:
-    """Return the results of all ranks, whose :class:`Outcome` has them pickled, in rank order.
+    """Unpickle the results of all ranks (see :class:`Outcome`); return them in rank order.
 
     Raises:
         RankFailedError: a result cannot be unpickled in this process.

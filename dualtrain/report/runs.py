@@ -201,7 +201,7 @@ def recoveries(runs: Sequence[Run]) -> Table | None:
 
 
 def same_weights(runs: Sequence[Run]) -> str:
-    """Return one sentence that compares the weights of the finished runs."""
+    """Return one sentence that compares the weights of the finished runs; "" for a single run."""
     hashes = [run.summary["weights_sha256"] for run in runs if "weights_sha256" in run.summary]
     if len(hashes) < 2:
         return "" if len(runs) == 1 else "Same weights: not known before two runs have finished."
