@@ -8,7 +8,7 @@ if [ -f "$activate" ]; then source "$activate"; fi
 
 refuse() { printf '%s: error: %s\n' "${script:-${0##*/}}" "$*" >&2; exit 2; }
 
-# need PROGRAM: refuses to start without a launcher.
+# need PROGRAM: ends with an error if the launcher PROGRAM is missing.
 need() { command -v "$1" >/dev/null || refuse "no $1 found: run bash launch/setup.sh, or activate the environment that has it"; }
 
 nproc=${NPROC:-2}
@@ -25,7 +25,7 @@ count_ranks() {
   hosts='' ranks=0
   for host in "${names[@]}"; do
     if [[ $host != *:* ]]; then host=$host:$nproc; fi
-    # Launchers take some wrong lists for shorter ones: "a b" is this host alone for torchrun.
+    # Without this check, some wrong lists would start a smaller job: with "a b", torchrun.sh would use this host alone.
     [[ $host =~ ^[[:alnum:]._-]+:[1-9][0-9]{0,4}$ ]] ||
       refuse "HOSTS=$HOSTS has the entry '$host': write each host as a name, or as name:ranks, with commas between"
     hosts+=${hosts:+,}$host ranks=$((ranks + ${host##*:}))
