@@ -26,7 +26,7 @@ TOP_LEVEL = [
     "rendezvous",
     "torch_versions",
     "backends",
-    # After backends, so that connect() does not use heap: heap changes a setting of the whole process.
+    # heap changes a setting of the whole process. It comes after backends, so that connect() cannot use it.
     "heap",
     "gradients",
     "buckets",

@@ -1,6 +1,6 @@
 """Bad files for every reader of files: a FIFO, a device, a loop of links, a folder, an empty file, and half of a file.
 
-The reader must refuse such a file with one line that names the file, and must not block or read without end.
+The reader must refuse such a file with one line that names it, or accept it, and must not block or read without end.
 """
 
 from __future__ import annotations

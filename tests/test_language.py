@@ -67,7 +67,7 @@ def allowed(path: str, word: str) -> bool:
 def findings(path: str, text: str) -> list[str]:
     """Return one line for each finding in a Python file: banned words in its name, identifiers, docstrings and comments.
 
-    A docstring that begins with a banned word, such as "Whether", is a finding too.
+    A docstring that starts as in ``NO_START``, with "Whether" for example, is a finding too.
     """
     found = [f"{path}: its name: {word}" for word in banned(path.removesuffix(".py").replace("/", "_"))]
     shown = re.sub(r"\\[a-z]", " ", text)  # in "\n", n is no part of a word

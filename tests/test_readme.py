@@ -130,7 +130,7 @@ def test_links_and_files_mentioned_on_pages_exist(name):
     assert [path for path in named if not any((place / path).exists() for place in places)] == []
 
 
-def test_the_docker_image_of_the_tests_has_all_files_that_pages_link():
+def test_the_docker_image_of_the_tests_has_all_files_that_the_top_pages_link():
     ignore = ROOT / ".dockerignore"
     if not ignore.exists():
         pytest.skip("needs .dockerignore, which the image of the tests does not have")

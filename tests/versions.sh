@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests with the given versions of torch. Run this script by hand before a release, for the table in tests/README.md.
 # For each version, the script makes an environment with that torch, the matching torchvision and no Horovod. In the environment,
-# it runs all tests except launches, and then runs one job under torchrun. At the end, it prints a table. It needs the package
+# it runs all tests except tests/launch/, and then runs one job under torchrun. At the end, it prints a table. It needs the package
 # index, and 6 GB of disk space per environment (less if there is a CPU build of torch). A second run uses finished environments again.
 #
 #   bash tests/versions.sh VERSION…            such as 2.5.1 2.6.0 2.15.0
@@ -165,7 +165,7 @@ failure() {
   if [ "${free:-1000}" -lt 100 ] || grep -qE 'No space left on device|Errno 28|Disk quota exceeded' "$2"; then
     echo space
   elif [ "$1" = 124 ]; then
-    echo "it did not end within $install_minutes minutes"
+    echo "it did not end in time"
   else
     { grep -E '^ERROR' "$2" || grep -vE '^ *$' "$2" || echo "exit status $1"; } | tail -n 1 | cut -c 1-200
   fi

@@ -147,7 +147,7 @@ def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
 MOST = partial(longest, one_host=True, few_cores=False)
 
 
-def test_the_longest_data_in_a_frame_decrease_with_the_number_of_ranks():
+def test_the_limit_of_data_in_a_frame_decreases_with_the_number_of_ranks():
     found = [longest(size, one_host=True, few_cores=True) >> 10 for size in (2, 8, 16, 4096)]
     assert found == [1024, 1024, 512, 4]
     assert [MOST(size) >> 10 for size in (2, 8, 16, 4096)] == [512, 128, 64, 4]

@@ -768,7 +768,7 @@ def test_calls_in_every_grad_mode_accept_normal_and_inference_tensors(spmd):
     spmd.each(calls_in_any_mode, [(inference_tensor, mode) for inference_tensor in (False, True) for mode in modes])
 
 
-def test_the_function_ordinary_returns_a_view_of_an_inference_tensor():
+def test_an_inference_tensor_is_replaced_by_an_ordinary_view():
     with torch.inference_mode():
         z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
         tensors = [z, z.t()[1:], z.conj(), z.conj().imag, z[0, 0], z[:0], torch.ones(3).to(torch.float8_e4m3fn)]
@@ -1181,7 +1181,7 @@ def sends_from_other_devices(backend):
 
 
 @pytest.mark.parametrize("name", ["torch", "shm", "horovod"])
-def test_a_tensor_on_an_unsupported_device_is_an_error_that_waits_for_no_report(pool, name):
+def test_a_tensor_on_an_unsupported_device_is_refused_without_a_wait_for_a_failure_report(pool, name):
     if name == "horovod":
         require_horovod()
     pool.connect(name, 2)
@@ -1217,7 +1217,7 @@ INVALID_CALLS = {
     "sparse rows": lambda b: b.reducescatter(torch.eye(3).to_sparse() if b.rank else torch.eye(3)),
     "no tensor": lambda b: b.allgather(1.0 if b.rank else torch.ones(1)),
     "no tensor later": lambda b: b.broadcast_async(None if b.rank else torch.ones(1)).wait(),
-    "no memory for the result": lambda b: b.allreduce_(torch.ones(1).expand(2) if b.rank else torch.ones(2)),
+    "elements that share memory": lambda b: b.allreduce_(torch.ones(1).expand(2) if b.rank else torch.ones(2)),
     "no members": lambda b: b.group([] if b.rank else [0]),
     "a name that is no text": lambda b: b.barrier(["x"] if b.rank else "x"),
     "no gradient": lambda b: functional.allreduce(torch.ones(1), b, "max" if b.rank else "sum"),

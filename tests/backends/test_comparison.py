@@ -28,7 +28,7 @@ def found(backend, values) -> list[str] | str:
 
 
 class SilentError(Exception):
-    """An exception, and a value to compare, whose text cannot be computed."""
+    """Used as an exception, and as a value to compare. Its text cannot be computed."""
 
     def __str__(self) -> str:
         raise KeyError("text")

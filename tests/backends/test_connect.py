@@ -163,7 +163,7 @@ def test_the_local_backend_under_a_launcher_of_two_ranks_is_refused():
         connect("local", world=PAIR)
 
 
-def test_a_world_of_several_processes_that_the_program_has_made_is_not_the_local_backends():
+def test_a_world_of_several_processes_made_by_the_program_cannot_use_the_local_backend():
     assert choose("auto", World(1, 2)) == "torch"
     with pytest.raises(UserError, match=r"no address to meet the other process at: give the World a rendezvous=\(host, "):
         connect("auto", world=World(1, 2))
@@ -284,7 +284,7 @@ def test_variables_of_an_mpirun_that_has_ended_are_refused_before_mpi_starts(mon
 
 @pytest.mark.parametrize(("launcher", "left"), [("mpirun", "OMPI_COMM_WORLD_RANK"), ("mpiexec", "PMI_RANK")])
 def test_a_rank_and_a_size_without_a_launcher_of_mpi_are_refused_before_mpi_starts(monkeypatch, launcher, left):
-    """MPI would start as a world of one process, or abort the process if it cannot."""
+    """Without the refusal, MPI would start a world of one process, or abort this process."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     for name in list(os.environ):
         if name.startswith(("PMI", "OMPI_", "PRTE_")):
@@ -431,7 +431,7 @@ def longest_short_data(backend, port, cores):
         return new._most, new.group([0, 1])._most
 
 
-def test_longer_data_is_sent_with_the_comparison_if_the_ranks_use_all_cores(pool):
+def test_longer_data_is_sent_with_the_comparison_of_calls_if_the_ranks_use_all_cores(pool):
     pool.connect("torch", 2)
     for cores, most in ((2, 1 << 20), (3, 1 << 19)):
         assert pool.run(longest_short_data, free_port(), cores) == [(most, most)] * 2
@@ -529,7 +529,7 @@ def test_the_default_process_group_is_made_only_on_request():
                 with pytest.raises(UserError, match="a default process group already"):
                     connect("torch", world=ALONE, default_group=True)
             assert sys.excepthook is hook
-            assert len(os.listdir("/proc/self/fd")) < opened + 8  # a connection has 8 descriptors
+            assert len(os.listdir("/proc/self/fd")) < opened + 8  # an open world has 8 descriptors
         assert not torch.distributed.is_initialized()
     with pytest.raises(UserError, match="default_group=True needs the torch backend, and this is local"):
         connect("local", default_group=True)
@@ -575,7 +575,7 @@ def free_of_the_default_group(backend, port):
         assert dist.is_initialized()
         with pytest.raises(UserError, match=f"rank {backend.rank} of {backend.size} in torch.distributed's default"):
             connect("auto", world=World(launcher="none"))
-        with connect("auto", world=World(backend.rank, backend.size)) as third:  # what the error says
+        with connect("auto", world=World(backend.rank, backend.size)) as third:  # as the error suggests
             assert third.allgather_object(third.rank) == [*range(backend.size)]
         dist.destroy_process_group()
         assert first.allgather_object("still here") == ["still here"] * backend.size

@@ -163,7 +163,8 @@ def horovodrun(size):
     place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": server.server_port, "CONTROLLER": "gloo"}
     try:
         yield [
-            {f"HOROVOD_{key}": str(its) for key, its in (place | {"RANK": n, "LOCAL_RANK": n}).items()} for n in range(size)
+            {f"HOROVOD_{key}": str(value) for key, value in (place | {"RANK": n, "LOCAL_RANK": n}).items()}
+            for n in range(size)
         ]
     finally:
         server.shutdown()
@@ -203,10 +204,10 @@ def test_every_rank_reports_which_ranks_chose_which_backend(launcher, shift, tmp
     require_horovod()
     with LAUNCHED[launcher]() as ranks:
         ends = run_ranks(ranks, ("-c", MIXED, str(shift)), tmp_path, env=ENV)
-    its = ["torch on ranks 0, 2 and horovod on rank 1", "horovod on rank 0 and torch on ranks 1, 2"][shift]
+    chosen = ["torch on ranks 0, 2 and horovod on rank 1", "horovod on rank 0 and torch on ranks 1, 2"][shift]
     for number, end in enumerate(ends):
         assert end.returncode == 2, end.stderr
-        said = f"(rank {number} of 3): the ranks do not have the same backend ({its}): give the same --backend to all"
+        said = f"(rank {number} of 3): the ranks do not have the same backend ({chosen}): give the same --backend to all"
         assert refusal(end.stderr) == said
 
 
@@ -218,7 +219,7 @@ def test_a_rank_that_does_not_reach_horovodruns_server_is_named(tmp_path):
         assert "rank 2 of 3 did not join within 1 s: check that all" in refusal(end.stderr)
 
 
-def test_the_function_within_ends_a_long_wait_and_passes_on_results_and_errors():
+def test_within_raises_at_its_timeout_and_passes_on_results_and_errors():
     released = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
         within(0.01, released.wait, "MPI did not start")
@@ -287,7 +288,7 @@ def test_horovods_api_starts_with_variables_set_by_hand(tmp_path):
     assert [end.stdout for end in run_ranks(2, ("-c", HVD), tmp_path, env=ENV)] == ["sum 3.0\n"] * 2
 
 
-def test_each_world_has_a_store_of_its_own_unless_the_starting_process_serves_one(monkeypatch):
+def test_each_world_has_a_store_of_its_own_unless_the_process_that_starts_the_ranks_serves_one(monkeypatch):
     dialled = []
 
     def dial(host, ports, rank, size, secret, timeout, world):

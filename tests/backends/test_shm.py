@@ -466,7 +466,7 @@ def memory_runs_out(backend):
     buffer.fill_(1.0)
     backend.start_sum(buffer, "b").wait()
     assert buffer.tolist() == [2.0] * 1000
-    # A tree of partial sums, of which only the newest ones can be shared: each rank has two.
+    # Each rank has two partial sums: `newest` is in shared memory, and `buffer` is not.
     order, newest = sum_order(5, 2), backend.new_buffer(1000, torch.float32, CPU)
     assert order.buffers == 1
     buffer.fill_(1.0 + 3.0 * backend.rank)

@@ -314,7 +314,7 @@ def test_a_call_after_an_interrupted_call_receives_no_reply_of_the_earlier_reque
 
     _, port = job
     client = join([port], 1)
-    # Only the client's connection: the server's threads read their connections by the same method.
+    # Patch only the client's connection, because the server's threads call the same method of theirs.
     monkeypatch.setattr(client._connection, "receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         client.call("set", "key", "value")

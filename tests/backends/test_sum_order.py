@@ -24,7 +24,7 @@ def numbers(shards, numel):
 
 
 def tree(rows):
-    """Add ``rows`` with NumPy. The left subtree has k rows: the largest power of two k below ``len(rows)`` (RFC 6962)."""
+    """Add ``rows`` as a tree (RFC 6962). The size of its left subtree is the largest power of two below ``len(rows)``."""
     if len(rows) == 1:
         return rows[0]
     half = 1

@@ -29,7 +29,7 @@ from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
-CONTRACT_SECONDS = 30.0  # within which a failure must be reported: half of the timeout of the pool's backends
+CONTRACT_SECONDS = 30.0  # longest time until a failure is reported: half of the timeout of the pool's backends
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_ranks_that_wait_in_different_calls_are_named():
 
 
 def rank_0_hangs(backend):
-    threads, backend.watch = backend.watch, Watch(backend, "127.0.0.1")
+    original, backend.watch = backend.watch, Watch(backend, "127.0.0.1")
     if backend.rank == 0:
         backend.watch._handle = lambda messages, left: None
     backend.barrier()
@@ -346,7 +346,7 @@ def rank_0_hangs(backend):
     said = backend._overdue()
     backend.barrier()
     backend.watch.leave()
-    backend.watch = threads
+    backend.watch = original
     return said
 
 

@@ -12,8 +12,8 @@ from tests.commands.setups import Setup
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a cache. In these tests, the command ``python`` is a script that runs the real Python once for
-    each list of arguments, and stores its output in this folder.
+    """Return the folder of a cache. In these tests, the command ``python`` is a script. For ``python -c``, it runs the real
+    Python once for each list of arguments, and stores its output in this folder.
     """
     return tmp_path_factory.mktemp("answers")
 

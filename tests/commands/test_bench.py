@@ -369,7 +369,7 @@ def test_a_missing_contender_is_reported_with_its_cure():
     assert said.splitlines()[-1].endswith(f" did not run ({reason}).")
 
 
-def test_a_contender_that_is_installed_and_failed_has_no_advice_to_install_it():
+def test_the_report_of_an_installed_contender_that_failed_has_no_advice_to_install_it():
     said = text_of(results(shm=0.1, missing={"hvd-gloo": "it ended with status 1"}))
     assert said.splitlines()[-1].endswith(" did not run (it ended with status 1).")
 
@@ -795,11 +795,11 @@ def test_an_interrupted_scale_benchmark_writes_its_results_and_one_without_resul
         assert main(["--scale", "--out", str(tmp_path), *flags]) == status
         assert shown in capsys.readouterr().out
     assert calls == [(LAYOUTS, None), ((TWO, FOUR), 2), (LAYOUTS, 3)]
-    # The last benchmark has no results, and removes the chart of the results before it.
+    # The last benchmark has no results, and removes the chart of the previous one.
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.html"}
 
 
-def test_the_flag_ranks_accepts_numbers_of_ranks_and_nodes_x_ranks():
+def test_the_ranks_flag_accepts_numbers_of_ranks_and_nodes_x_ranks():
     assert layouts_of("4x2,8, 2,2x4,8") == (Layout(1, 2), Layout(1, 8), Layout(2, 4), Layout(4, 2))
     assert [str(layout) for layout in LAYOUTS] == ["2", "4", "8", "16", "32", "2x4", "4x4"]
     assert [layout.ranks for layout in LAYOUTS] == [2, 4, 8, 16, 32, 8, 16]
@@ -982,7 +982,7 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
 def run_with(monkeypatch, tmp_path, plan, good=None):
     """Run ``plan`` without processes; return the started modules with their options, in order, and the results.
 
-    ``good`` has the number of starts after which a contender fails.
+    ``good`` maps a contender to the number of starts after which it fails.
     """
     calls = []
 

@@ -57,7 +57,7 @@ def row(rank=0, **other):
 
 
 @pytest.mark.parametrize(("wanted", "tried"), [("torch", 1), ("all", 2)])
-def test_a_rank_that_reaches_no_other_waits_until_rank_0_has_tried_all_backends(wanted, tried, monkeypatch):
+def test_an_unconnected_rank_waits_until_rank_0_has_tried_all_backends(wanted, tried, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr(examine, "probe", lambda name, *_: Probe(name, error="no answer"))
     monkeypatch.setattr(examine, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=waits.append))
@@ -190,7 +190,7 @@ def test_more_ranks_than_cores_are_noted():
     assert notes == ["host-a has 3 ranks for 2 cores: they slow each other down; start fewer"]
 
 
-def test_ranks_that_see_one_gpu_each_outnumber_the_gpus_only_if_two_see_the_same_gpu():
+def test_more_ranks_than_gpus_are_noted_if_two_ranks_see_the_same_gpu():
     ranks = [row(rank, cuda=True, devices=["H200"], gpu_uuids=[uuid]) for rank, uuid in enumerate("aba")]
     assert advise(ranks[:2], "torch") == ([], [])
     note = "host-a has 2 ranks for 1 GPU: they slow each other down; start fewer"

@@ -112,16 +112,16 @@ def test_the_variables_become_the_launchers_options(name, tmp_path):
     (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
     plain = {"DUALTRAIN_VENV": str(tmp_path), "OMP_NUM_THREADS": "", "NPROC": "3"}
     several = {"NPROC": "2", "HOSTS": "one:2,two", "IFACE": "lo", "PORT": "7"}
-    for variables, started, place in zip((plain, plain | several), STARTS[name], ("1  ", "1 lo lo"), strict=True):
+    for variables, started, expected in zip((plain, plain | several), STARTS[name], ("1  ", "1 lo lo"), strict=True):
         end = start(name, "--lr", "1", **variables)
         assert end.returncode == 0, end.stderr
         command, environment = end.stdout.splitlines()
         assert command.startswith(f"{name} ")
         assert command.endswith(started)
-        assert environment == place
+        assert environment == expected
 
 
-def test_mpirun_passes_the_variables_that_change_results_to_the_other_hosts(tmp_path):
+def test_mpirun_sends_the_other_hosts_the_variables_that_change_results(tmp_path):
     launcher = tmp_path / "bin" / "mpirun"
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/sh\necho "$*"\n')

@@ -90,8 +90,8 @@ def test_a_relative_path_in_a_removed_folder_is_an_error(tmp_path, monkeypatch, 
     for command in (main, report.main):
         assert command(["x", "y"]) == 2
         assert capsys.readouterr().err.startswith("dualtrain: error: 'x' holds no ")
-    for load_torch, arguments in ((train.main, []), (predict.main, ["x", "y"]), (doctor, [])):
-        assert load_torch(arguments) == 2
+    for command_with_torch, arguments in ((train.main, []), (predict.main, ["x", "y"]), (doctor, [])):
+        assert command_with_torch(arguments) == 2
         assert capsys.readouterr().err.startswith("dualtrain: error: the current folder has been removed: change to")
 
 

@@ -246,7 +246,7 @@ def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(versions):
-    # An earlier run ends, and removes the lock file, after the first of these runs has opened the file.
+    # The fake flock removes the lock file once, as if an earlier run had ended after the first run here opened the file.
     ended, real = versions.folder / "ended", shutil.which("flock")
     flock = f'#!/bin/bash\n[ -e {ended} ] || {{ touch {ended}; rm "{versions.into}/lock"; }}\nexec {real} "$@"'
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600', flock=flock)

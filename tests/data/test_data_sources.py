@@ -249,7 +249,7 @@ def test_worker_processes_deliver_the_same_batches_as_the_main_process(tree):
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip", "weights"])
-def test_image_files_can_be_augmented_with_none_crop_flip_or_weights(tree, augment):
+def test_image_files_accept_the_augmentations_none_crop_flip_and_weights(tree, augment):
     task = load_data("imagefolder", str(tree), image_size=24, augment=augment, pad=2, workers=0, model="resnet18")
     inputs, targets = epoch(task.train, 0, 5)
     assert tuple(inputs.shape[1:]) == task.shape

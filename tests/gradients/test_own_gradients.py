@@ -86,7 +86,7 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
 
 
 def shares_memory(backend):
-    """On the last rank only, make two gradients parts of a third one, and all elements of another gradient the same one."""
+    """On the last rank only, let gradients overlap: two are parts of a third one, and one repeats a single element."""
     named = {name: nn.Parameter(torch.ones(n)) for name, n in {"whole": 6, "middle": 2, "end": 1, "same": 3}.items()}
     reducer = GradientReducer(named.items(), backend)
     last = backend.size - 1
@@ -235,7 +235,7 @@ def assigns_the_heads_gradient(backend):
 
 
 def replaces_an_average_of_other_ranks(backend):
-    """Replace averaged gradients of parameters that only rank 0 uses, as out-of-place clipping does."""
+    """Replace all averages, as out-of-place clipping does. Only rank 0 uses the parameters of the last layer."""
     model = perceptron()
     optimizer = sgd(model, backend, momentum=0.0)
     before = [p.detach().clone() for p in model.parameters()]

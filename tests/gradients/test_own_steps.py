@@ -159,5 +159,5 @@ def lookaheads(backend):
     assert plain[2].optimizer is plain[1]
 
 
-def test_an_attribute_named_optimizer_is_that_of_the_wrapped_optimizer(typical):
+def test_the_attribute_optimizer_comes_from_the_wrapped_optimizer_if_it_has_one(typical):
     typical(lookaheads)

@@ -362,7 +362,7 @@ def without_the_other_rank(backend):
     earlier = f"an earlier exchange of gradients failed: {failed.value}"
     with pytest.raises(BackendError, match=f"^{re.escape(earlier)}$"):
         vector_loss(model, backend.rank).backward()
-    # Rank 1 may still complete the sums of the failed backward, and take a step. So a new optimizer must not continue.
+    # Rank 1 may still complete the sums of the failed backward, and take a step. So rank 0 must refuse all later calls.
     with pytest.raises(BackendError, match="a collective call on rank 0 failed or timed out, so that"):
         backend.barrier()
 
@@ -685,7 +685,7 @@ def added_later(backend):
         optimizer.step()
     model[2] = model[2][0]
     vector_loss(model, backend.rank).backward()
-    # A copy that replaces a trained module may remain untrained, as one that computes targets does.
+    # A module may be replaced by a copy that is not trained, such as a target network.
     model.target = model[2]
     model.target = copy.deepcopy(model[2])
     optimizer.zero_grad()

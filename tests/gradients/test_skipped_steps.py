@@ -1,4 +1,4 @@
-"""A step that only some ranks take is an error on all ranks, also if no check can detect how gradients were zeroed."""
+"""A step that only some ranks take is an error on all ranks, even if no check can detect that gradients were zeroed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SMALL = Transfer(bucket_bytes=64)
 #: Indices of the models that a rank uses in one step, in the order in which their losses are added.
 PARTS = [(0, 1), (1,), (1, 0), (), (0,), (0, 1), (1,)]
 STEPS = 7
-SECOND_ALONE = 2  # the step that uses only the second model and optimizer, which therefore sends first in the next step
+SECOND_ALONE = 2  # this step uses only the second optimizer, so in the next step, its buckets are sent first
 
 
 def wrapped(model, backend, transfer=SMALL):
@@ -88,7 +88,10 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 def counts_passes(backend):
-    """Let one of two optimizers exchange after two backward passes: the other one's exchange must not include it."""
+    """Train with an optimizer that exchanges after every second pass, and one that exchanges after every pass.
+
+    The exchange of the latter after the first pass must not start an exchange of the former.
+    """
     models = two_models()
     options = {"extra": 1, "backward_passes_per_step": 2}
     twice = DistributedOptimizer(torch.optim.SGD(models[0].parameters(), lr=0.1), backend=backend, **options)

@@ -94,7 +94,7 @@ CASES = [
         f"plain = torch.optim.SGD(q)\n{WRAP}{CLIP}plain.step()\noptimizer.step()",
     ),
     (
-        "clip_before_synchronize",  # a step of a schedule is no step of another optimizer
+        "clip_before_synchronize",  # s.step() is the step of a schedule, not of another optimizer
         f"{WRAP}s = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n{CLIP}s.step()\noptimizer.step()",
         f"plain = torch.optim.SGD(q)\n{WRAP}s = torch.optim.lr_scheduler.StepLR(plain, 1)\n{CLIP}plain.step()\ns.step()",
     ),

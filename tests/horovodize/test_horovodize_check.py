@@ -178,7 +178,7 @@ CASES = [
         "hvd.broadcast_optimizer_state(optimizer, 0)\nloss.backward()",
     ),
     (
-        "rate_on_some_ranks",  # also if the training is in a function, even one of another file
+        "rate_on_some_ranks",  # a finding even if the training is in a function of another file
         WRAP + "for e in r:\n    train(e)\n    if hvd.rank() == 0:\n        optimizer.param_groups[0]['lr'] *= 0.1  # HERE",
         WRAP + "train()\nif hvd.rank() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1",
     ),
@@ -899,7 +899,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # no finding if the gradient may be of no parameter, is only zeroed, or is used up
+        "clip_before_synchronize",  # no finding if x may be no parameter, if gradients are zeroed, or after the step
         WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
         "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",
@@ -1124,7 +1124,7 @@ CASES = [
         "optimizer.step()",
     ),
     (
-        "rate_times_size",  # no finding if the script has the warm-up that the message asks for
+        "rate_times_size",  # no finding if the script warms up the rate
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ns = torch.optim.lr_scheduler.LambdaLR(o, decay)",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nwarm_up = torch.optim.lr_scheduler.LambdaLR(o, f)",
     ),
@@ -1311,7 +1311,7 @@ CASES = [
         + WRAP,
     ),
     (
-        "loaded_on_some_ranks",  # no finding if a broadcast follows, or no training
+        "loaded_on_some_ranks",  # no finding if a broadcast follows, or if no training follows
         WRAP + "if hvd.rank() == 0:\n    optimizer.load_state_dict(x)  # HERE\nloss.backward()\noptimizer.step()",
         WRAP + "if hvd.rank() == 0:\n    optimizer.load_state_dict(x)\nhvd.broadcast_optimizer_state(optimizer, 0)\n"
         "loss.backward()\nif hvd.rank() == 0:\n    model.load_state_dict(x)\nmodel.eval()",
@@ -1340,7 +1340,7 @@ CASES = [
         "        optimizer.step()",
     ),
     (
-        "inner_given",  # no finding for a schedule, and if anything may use the wrapper
+        "inner_given",  # no finding if a schedule gets the inner optimizer, or if the wrapper may be used too
         "base = torch.optim.SGD(p, 1)\n" + WRAP.replace("r(optimizer", "r(base") + "train(base)  # HERE",
         "base = torch.optim.SGD(p, 1)\nwarm(base)\n"
         + WRAP.replace("r(optimizer", "r(base")
@@ -1348,7 +1348,7 @@ CASES = [
         "one = torch.optim.SGD(p, 1)\ntwo = hvd.DistributedOptimizer(one)\ntrain(one)\nlearn(two)",
     ),
     (
-        "never_wrapped",  # no finding for a model that is not broadcast, and if a function gets the optimizer
+        "never_wrapped",  # no finding if the parameters are not broadcast, or if a function gets the optimizer
         WRAP + "d = torch.nn.Linear(1, 1)\nhvd.broadcast_parameters(d.state_dict(), 0)\n"
         "o = torch.optim.Adam(d.parameters())  # HERE\ns = torch.optim.lr_scheduler.StepLR(o, 1)\no.step()",
         WRAP + "d = torch.nn.Linear(1, 1)\nhvd.broadcast_parameters(d.state_dict(), 0)\n"

@@ -107,7 +107,7 @@ REPAIRS = [
         "opt = parser.parse_args()\ny = torch.load(opt.old)\nif hvd.rank() == 0:\n    torch.save(x, opt.new)\n",
     ),
     ("ok = torch.save(x, 'x')\n", None),
-    (  # not only torch.save: otherwise, a different rank's open() may erase what rank 0 has written
+    (  # the condition includes open(): otherwise, another rank's open() may erase what rank 0 has written
         "with open(p, 'wb') as f:  # best\n    torch.save(x, f)\n",
         "if hvd.rank() == 0:\n    with open(p, 'wb') as f:  # best\n        torch.save(x, f)\n",
     ),
@@ -181,7 +181,7 @@ def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
     assert any("clipped" in finding.message for finding in result.left)
 
 
-#: (imports, imports after --fix). Unchanged imports: None if a finding says why, "" if they do not import Horovod.
+#: (imports, imports after --fix). If --fix changes nothing: None if a finding says why, "" if Horovod is not imported.
 IMPORTS = [
     ("import os, horovod.torch as hvd  # é", "import os, dualtrain.hvd as hvd  # é"),
     ("from horovod.torch import (allreduce,\n  rank as r)", "from dualtrain.hvd import (allreduce,\n  rank as r)"),

@@ -358,7 +358,10 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
     one, other = simulated(), simulated(at(2, 1, change_buffer))
     found = first_difference(one, other)
     assert (found.step, found.rank, found.names) == (STEPS, 1, ("average",))
-    assert distance(one, other) == (pytest.approx(1e-3 / 2**0.5, rel=1e-2), STEPS)  # one of two equal buffers differs
+    assert distance(one, other) == (
+        pytest.approx(1e-3 / 2**0.5, rel=1e-2),
+        STEPS,
+    )  # only one of the two equal buffers changed
     verdict = verdict_of(Evidence([one, one], [other, other]), [])
     assert verdict.status == 1
     assert verdict.line.startswith(f"differs at the end, after step {STEPS}, in 'average' by 1e-03 relative on rank 1: ")
@@ -939,7 +942,7 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     ],
     ids=["tags in a line", "errors of peers", "no error", "rank only"],
 )
-def test_the_line_of_the_output_that_tells_the_failure_has_no_tags_of_the_launcher(output, shown, tmp_path):
+def test_the_output_line_that_explains_a_failure_is_shown_without_the_launchers_tags(output, shown, tmp_path):
     (tmp_path / "log").write_text(output)
     assert launch._last_line(tmp_path / "log") == f": {shown}"
 

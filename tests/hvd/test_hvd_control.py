@@ -10,7 +10,7 @@ from dualtrain.hvd.control import control
 from tests.threads import TIMEOUT, run_threads
 
 _MESSAGES = 100
-_LONG = "x" * (1 << 17)  # the messages of a rank that does not read them exceed the system's buffers
+_LONG = "x" * (1 << 17)  # so long that unread messages exceed the system's socket buffers
 
 
 def exchanged(backend, others_done):

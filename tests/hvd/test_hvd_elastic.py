@@ -466,7 +466,7 @@ def test_random_numbers_are_rolled_back(sent):
     draw()
     held.commit()
     first = draw()
-    held.sync()  # sync commits too
+    held.sync()  # sync saves the state too
     second = draw()
     assert second != first
     for _ in range(2):

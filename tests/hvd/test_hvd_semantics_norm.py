@@ -64,7 +64,7 @@ def converted(backend):
         assert isinstance(model[1], hvd.SyncBatchNorm)
         assert isinstance(model[2][0], hvd.SyncBatchNorm)
         assert dict(model.named_parameters()) == weights
-        # The model has two SyncBatchNorm layers, because Horovod gives the calls of all such layers the same names.
+        # Use two SyncBatchNorm layers. On Horovod, the calls of all layers have the same names, and can collide.
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), 0)
         for _ in range(2):

@@ -82,7 +82,7 @@ CASES = {
 def train(backend, cases):
     """Return the weights after a few steps with each set of options.
 
-    Horovod hangs if only some ranks use a parameter of a group, so with groups all ranks use ``sometimes``.
+    Horovod hangs if only some ranks use a parameter of a group, so with groups, all ranks use the parameter ``sometimes``.
     """
     with library(backend) as hvd:
         me, found = hvd.rank(), {}
@@ -270,7 +270,7 @@ def test_a_second_optimizer_of_the_same_parameters_replaces_the_first(real):
 
 
 def trained_in_two_phases(wrap, ranks, change):
-    """Train the last layer. Then unfreeze or replace the first layer, and train all parameters with a new optimizer."""
+    """Train the last layer and unfreeze the first, or train both and replace the first. Then train with a new optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(change != "unfreeze")
@@ -300,14 +300,14 @@ def wrapped_with_more(backend, change, named):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("change", ["unfreeze", "replace"])
 @OURS_2
-def test_a_second_optimizer_may_have_more_parameters_than_the_first(real, change, named):
+def test_a_second_optimizer_may_have_parameters_that_the_first_does_not_have(real, change, named):
     found = real(wrapped_with_more, change, named)
     expected, _ = trained_in_two_phases(lambda sgd, _: sgd, range(real.size), change)
     assert torch.allclose(torch.tensor(found), expected.detach().expand(real.size, 2, 2))
 
 
 def trained_then_unfrozen(wrap, ranks):
-    """Train all layers. Then train a new last layer with a new optimizer, and unfreeze the first layer for it."""
+    """Train all layers. With a new optimizer, train a new last layer while the first layer is frozen, then both layers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     kept = []
@@ -330,7 +330,7 @@ def wrapped_then_unfrozen(backend):
 
 
 @OURS_2
-def test_a_second_optimizer_may_get_the_parameters_of_the_first_once_they_are_unfrozen(real):
+def test_a_second_optimizer_may_step_parameters_of_the_first_once_they_are_unfrozen(real):
     expected = [torch.tensor(values) for values in trained_then_unfrozen(lambda sgd, _: sgd, range(real.size))]
     for found in real(wrapped_then_unfrozen):
         assert all(map(torch.allclose, map(torch.tensor, found), expected))
@@ -360,7 +360,7 @@ def wrapped_in_turns(backend):
 
 
 @PAIR
-def test_optimizers_may_share_parameters_that_are_frozen_for_the_newer_one(real):
+def test_optimizers_may_share_parameters_that_are_frozen_in_steps_of_the_newer_one(real):
     expected = [torch.tensor(values) for values in trained_in_turns(lambda sgd, _: sgd, range(real.size))]
     for found in real(wrapped_in_turns):
         assert all(map(torch.allclose, map(torch.tensor, found), expected))

@@ -699,10 +699,10 @@ def unused_stay_unchanged(backend, used_by_one):
 
 
 @PAIR
-def test_with_an_empty_requires_update_weight_decay_does_not_change_unused_parameters(real):
+def test_weight_decay_does_not_change_unused_parameters_if_requires_update_is_empty(real):
     real(unused_stay_unchanged, False)
 
 
 @OURS_2
-def test_with_an_empty_requires_update_the_ranks_must_use_the_same_parameters(real):
+def test_all_ranks_must_use_the_same_parameters_if_requires_update_is_empty(real):
     real(unused_stay_unchanged, True)

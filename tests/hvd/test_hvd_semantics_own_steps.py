@@ -13,7 +13,7 @@ from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks
 
 
 def own_steps(backend):
-    """Step in a method of the wrapper. Then step the optimizer that was wrapped, without the wrapper."""
+    """Call ``go`` of the wrapper, which calls ``step``. Then call ``step`` of the wrapped optimizer itself."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.zeros(2))
         inner = Own([p], lr=1.0)
@@ -84,5 +84,5 @@ def lookaheads(backend):
 
 
 @OURS_2
-def test_the_wrapper_returns_the_attribute_optimizer_of_the_wrapped_optimizer(real):
+def test_an_attribute_named_optimizer_of_the_wrapped_optimizer_is_returned(real):
     real(lookaheads)

@@ -174,7 +174,7 @@ def test_sparse_allreduce_equals_a_dense_one(real):
 
 
 def in_a_set(backend):
-    """Make every call in a process set. A root is a global rank, but rows are split over the set's own ranks."""
+    """Make each kind of call in a process set. A root is a global rank, but rows are split over the set's own ranks."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([2, 0])
@@ -206,5 +206,5 @@ def in_a_set(backend):
 
 
 @OURS_3
-def test_every_operation_works_in_a_process_set(real):
+def test_each_kind_of_operation_works_in_a_process_set(real):
     real(in_a_set)

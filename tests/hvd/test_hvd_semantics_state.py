@@ -159,7 +159,7 @@ def fresh_states(backend):
 
 
 @PAIR
-def test_a_broadcast_of_a_fresh_optimizer_changes_no_weights_unlike_horovods(real):
+def test_a_broadcast_of_a_fresh_optimizer_changes_weights_only_with_horovod(real):
     first, second = real(fresh_states)
     if real.name == "torch":
         assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
@@ -210,10 +210,10 @@ def test_states_keep_their_dtypes(real):
 
 
 def learning_rates(backend, compat):
-    """Change the learning rate after a broadcast; return the wrapped optimizer's learning rate after each change.
+    """Change the learning rate after a broadcast; return the wrapper's learning rate after each change.
 
     First change it in the inner optimizer, as a scheduler that was made before wrapping does; then in a parameter group
-    that the program got from the wrapped optimizer before the broadcast.
+    that the program got from the wrapper before the broadcast.
     """
     with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:
         model = nn.Linear(2, 1)

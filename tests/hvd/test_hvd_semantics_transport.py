@@ -72,7 +72,7 @@ def each_transport(backend):
 
 
 @OURS
-def test_shared_memory_has_the_bits_of_gloo_with_two_ranks(real):
+def test_with_two_ranks_shared_memory_gives_the_same_bits_as_gloo(real):
     first, *others = real(each_transport)
     assert all(torch.equal(p, found[key]) for found in others for key, p in first.items())
 

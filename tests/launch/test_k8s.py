@@ -26,14 +26,14 @@ def start(container: dict[str, Any], run: Path, **variables: str) -> subprocess.
 
 
 def test_the_pods_of_a_pytorchjob_train_together(tmp_path):
-    place = {
+    variables = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(free_port()),
     }
     container = replicas("PyTorchJob")["Master"]["template"]["spec"]["containers"][0]
-    started = [start(container, tmp_path / "run", PET_NODE_RANK=str(rank), **place) for rank in range(2)]
+    started = [start(container, tmp_path / "run", PET_NODE_RANK=str(rank), **variables) for rank in range(2)]
     for process in started:
         _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors
@@ -43,10 +43,10 @@ def test_the_pods_of_a_pytorchjob_train_together(tmp_path):
 def test_the_launcher_of_an_mpijob_trains_and_a_second_start_resumes(tmp_path):
     require_horovod()
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    place = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hosts"), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    variables = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hosts"), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     container = replicas("MPIJob")["Launcher"]["template"]["spec"]["containers"][0]
     for _ in range(2):
-        process = start(container, tmp_path / "run", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **place)
+        process = start(container, tmp_path / "run", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **variables)
         _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -45,7 +45,7 @@ def weights(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the SLURM_CONF of a private Slurm. It ends when the pipe to slurm.sh closes, even if the tests are killed."""
+    """Yield the SLURM_CONF of a private Slurm, which ends when the pipe to slurm.sh closes, even if tests are killed."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
@@ -215,8 +215,8 @@ def test_slurm_sh_says_what_is_missing(command, part):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_slurm_that_does_not_start_has_status_1_and_leaves_nothing_behind(tmp_path):
-    # Stubs of the programs: munge never answers. Without the wait, the 300 attempts take a second.
+def test_slurm_sh_has_status_1_and_leaves_nothing_behind_if_slurm_does_not_start(tmp_path):
+    # Stubs of the programs: munge never answers, and sleep returns at once, so that the 300 attempts take a second.
     stubs = dict.fromkeys(("munged", "slurmctld", "slurmd", "srun", "setpriv", "chown", "sleep", "squeue"), "true")
     for name, line in (stubs | {"munge": "false", "scancel": f'echo "$SLURM_CONF" >{tmp_path}/cancelled'}).items():
         stub = tmp_path / "bin" / name

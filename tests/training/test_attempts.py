@@ -302,7 +302,7 @@ def test_a_run_that_died_three_times_by_a_transient_error_after_the_same_step_is
     assert not (tmp_path / restarts.NAME).exists()
 
 
-def test_a_death_is_transient_if_only_the_second_record_of_its_failure_is(tmp_path):
+def test_one_transient_record_of_a_failure_makes_the_death_transient(tmp_path):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "stopped", "rank": 1, "requested": False}
     lines = [start, failure, {**failure, "transient": True}, {**failure, "transient": 7}]

@@ -118,7 +118,7 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_batch_size():
         (["stray"], ["stray"]),
     ],
 )
-def test_bad_input_names_the_flag_the_value_and_the_bound(arguments, parts):
+def test_the_error_for_bad_input_names_the_flag_the_value_and_the_bound(arguments, parts):
     with pytest.raises(UserError) as refusal:
         parse(arguments)
     message = str(refusal.value)
@@ -137,7 +137,7 @@ def test_help_names_every_flag(capsys):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_flag_refuses_two_dashes_as_its_value_and_numbers_beyond_64_bits(name):
+def test_a_flag_refuses_two_dashes_as_its_value_and_numbers_that_are_too_large(name):
     flag, kind = SETTINGS[name].flag, SETTINGS[name].kind
     with pytest.raises(UserError, match=f"{flag} must have a value, not '--'"):
         parse([f"{flag}=--"])

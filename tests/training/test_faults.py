@@ -218,7 +218,7 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
         FullDisk(patch, "model-best")
         saver.write(1, checkpoint.Packed({"cursor": {"step": 1}}), best=weights)
         saver.wait()
-    # The checkpoint itself was written: a run that a signal stops now names the file.
+    # The checkpoint itself was written, so ``failed`` is None: a run prints the checkpoint's path if a signal stops it now.
     assert saver.failed is None
     assert list(saver.unwritten()) == ["the files of the best evaluation"]
     with pytest.MonkeyPatch.context() as patch:
@@ -587,7 +587,7 @@ def test_sizes_that_do_not_fit_into_memory_cause_a_one_line_error(tmp_path, monk
         assert "\n" not in str(refusal.value)
 
 
-def test_a_learning_rate_that_is_a_tensor_accepts_the_state_of_one_that_is_a_number():
+def test_an_optimizer_whose_lr_is_a_tensor_loads_a_state_whose_lr_is_a_number():
     optimizer = optimizer_of(torch.optim.Adam)
     optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] = torch.tensor(0.01)
     optimizer.load_state_dict(stepped(torch.optim.Adam))

@@ -133,11 +133,11 @@ def test_a_process_keeps_its_lock_if_its_folder_is_removed_or_emptied(tmp_path):
     assert not lock.is_mine()
 
 
-def test_a_process_may_not_write_from_the_moment_at_which_the_next_generation_exists(tmp_path):
+def test_a_process_may_not_write_once_the_next_generation_exists(tmp_path):
     lock = locked(tmp_path)
     assert lock.is_mine()
     os.close(generation.create(tmp_path, 2, generation.Owner(7, "elsewhere", 7, "now")))
-    assert generation.path_of(tmp_path, 1).exists()  # its process has not removed the older file yet
+    assert generation.path_of(tmp_path, 1).exists()  # the process of generation 2 has not removed it yet
     assert not lock.is_mine()
 
 
@@ -162,7 +162,7 @@ def test_a_delayed_start_gets_a_generation_above_those_created_meanwhile(tmp_pat
         monkeypatch.setattr(generation, "create", create)
         supersede(folder)
         supersede(folder)
-        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # the host that ``supersede`` writes: no wait for renewals
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # the same host as in ``supersede``: no wait for a renewal
         return create(folder, number, owner)
 
     monkeypatch.setattr(generation, "create", slow)

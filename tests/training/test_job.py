@@ -122,7 +122,7 @@ def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_in_resume(tmp_path, capsys, own):
+def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_names(tmp_path, capsys, own):
     earlier = tmp_path / "earlier"
     train("", 3, "--run-dir", str(earlier))
     file = checkpoint.path_of(earlier / "checkpoints", 2)

@@ -154,13 +154,14 @@ def weight_of_images(backend):
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, compress="fp16")
     inputs, targets = torch.full((3, 1, 30_000), 10.0), torch.zeros(3, 30_000, dtype=torch.int64)
-    # If each pixel had weight 1, the gradients would not fit into fp16, since ``expected`` is the number of samples.
+    # The second argument is the expected weight. Gradients are scaled by the real weight divided by it. If each pixel had
+    # weight 1, they would not fit into fp16.
     step = trainer.step([(inputs, targets)], 3.0 * backend.size)
     trainer.close()
     return step.totals[1]
 
 
-def test_a_sample_of_a_step_has_weight_1_if_none_of_its_pixels_are_ignored():
+def test_without_ignored_pixels_each_sample_of_a_step_has_weight_1():
     outputs, targets = torch.randn(3, 6, 7), torch.randint(0, 6, (3, 7))
     loss, sums = as_objective(nn.CrossEntropyLoss())(outputs, targets)
     assert torch.equal(loss, functional.cross_entropy(outputs, targets))
@@ -172,7 +173,7 @@ LENGTHS = 3, 9, 5, 2, 7, 4  # of the batches of sequences
 
 
 def sequences(kind):
-    """Return the batches of one step: targets (n, length), (n, 6, length) if they are probabilities."""
+    """Return the batches of one step. Targets have the shape (n, length); probabilities have the shape (n, 6, length)."""
     draw = torch.Generator().manual_seed(4)
     found = []
     for number, length in enumerate(LENGTHS):
@@ -334,6 +335,6 @@ class WithoutInit(nn.Module):
         return outputs.mean()
 
 
-def test_a_module_that_lacks_the_attributes_of_modules_is_a_loss_like_any_function():
+def test_a_module_that_has_not_called_its_base_class_init_may_be_a_loss():
     outputs, targets = torch.ones(2, 3), torch.zeros(2)
     assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, NOT_COUNTED, NOT_COUNTED]

@@ -20,7 +20,7 @@ from dualtrain.training.one_sample import check_one_sample, smallest_pass
 
 
 class Norm(nn.Module):
-    """A model of images with a BatchNorm layer: of vectors or, if ``images``, of images."""
+    """A model for images. Its BatchNorm layer gets the images if ``images`` is true, and otherwise flattened images."""
 
     def __init__(self, *, images: bool = False) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_run_that_can_be_trained_is_not_refused(case, options):
     check(*case, **options)
 
 
-def test_the_check_changes_no_buffer_mode_or_random_state():
+def test_the_check_changes_neither_buffers_nor_mode_nor_random_state():
     model = Norm(images=True)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     source = TensorSource(torch.ones(9, 1, 8, 8), torch.zeros(9, dtype=torch.int64))
@@ -102,7 +102,7 @@ def test_the_check_changes_no_buffer_mode_or_random_state():
     assert model.training
 
 
-def test_the_smallest_pass_is_the_one_of_the_batch_plan():
+def test_smallest_pass_equals_the_length_of_the_shortest_pass_in_the_batch_plan():
     for size in range(1, 20):
         for parts in range(1, 6):
             for accumulate in range(1, 5):

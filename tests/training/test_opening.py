@@ -192,7 +192,8 @@ def test_settings_with_an_effect_are_not_noted():
     flags = "--dataset mine:data --data-dir x --classes 5 --workers 8 --transport native --drop-last --accumulate 32"
     assert notes(*flags.split(), "--weights", "x", "--sync-batchnorm", "--channels-last", cores=8) == []
     assert notes("--dataset", "mine:data", cores=1) == []
-    assert notes("--pretrained", "--weights", "x", "--model", "googlenet") == []  # --pretrained changes its inputs
+    # With --pretrained, this model converts its inputs.
+    assert notes("--pretrained", "--weights", "x", "--model", "googlenet") == []
 
 
 def test_a_run_on_the_users_data_notes_settings_without_effect(tmp_path, monkeypatch, capsys):

@@ -198,7 +198,7 @@ def changes_folder(folder):
     return data(folder)
 
 
-def test_data_that_change_the_current_folder_do_not_change_the_runs_paths(tmp_path, monkeypatch, capsys):
+def test_a_data_function_that_changes_the_current_folder_does_not_change_the_runs_paths(tmp_path, monkeypatch, capsys):
     own = ["--dataset", f"{__name__}:changes_folder", "--model", f"{__name__}:layer", "--workers", "0", "--threads", "1"]
     (tmp_path / "elsewhere").mkdir()
     torch.save(layer((4,), 3).state_dict(), tmp_path / "weights.pt")

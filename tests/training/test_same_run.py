@@ -365,7 +365,7 @@ def test_a_slow_rank_compares_fewer_samples(monkeypatch):
     assert alike(run_threads(2, slow_rank)) == ""
 
 
-def test_samples_are_spread_from_first_to_last_and_no_random_number_is_drawn():
+def test_compared_samples_are_spread_from_first_to_last_and_generator_states_are_kept():
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     for size, numbers in ((1, [0]), (3, [0, 1, 2]), (16, [*range(16)]), (31, [*range(0, 31, 2)])):
         names = same_run._checksums("training", numbered(size))

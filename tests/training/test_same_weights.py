@@ -161,7 +161,7 @@ def test_weights_that_a_rank_changes_are_refused_before_results_are_used(use):
     refused(2, body, "checksum of 'bias'")
 
 
-def test_weights_outside_the_optimizer_and_of_closed_trainers_may_differ():
+def test_weights_may_differ_outside_the_optimizer_and_after_close():
     def body(backend) -> None:
         model = seeded(nn.Linear(4, 2))
         trainer = Trainer(model, torch.optim.SGD([model.weight], 0.1), mse_loss, backend=backend)

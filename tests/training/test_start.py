@@ -246,7 +246,10 @@ def test_resume_takes_a_path_that_ends_in_auto_as_a_path(tmp_path, monkeypatch):
 
 
 def test_of_two_checkpoints_of_a_step_the_one_of_the_newer_generation_is_used(monkeypatch):
-    """Generation 1 wrote rank 0's checkpoint. Generation 2, a later process on rank 1's host, wrote rank 1's."""
+    """Each rank has a run folder of its own. Each process that uses such a folder gets a higher number, its generation.
+
+    Generation 1 wrote the checkpoint in rank 0's folder. Generation 2, a later process, wrote the one in rank 1's folder.
+    """
     owners: list[int] = []
 
     def send(folder: Path, name: str, owner: int, backend: Any) -> tuple[dict[str, Any], str]:

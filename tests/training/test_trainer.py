@@ -370,7 +370,7 @@ def test_a_loss_of_torch_that_returns_a_sum_is_refused(loss, accepted):
 
 
 def test_outputs_with_other_axes_than_the_targets_are_refused():
-    """As with an RNN without ``batch_first``. The numbers of rows and targets are equal, but not their order."""
+    """An RNN without ``batch_first`` returns such outputs: as many rows as targets, but in a different order."""
     model = nn.Linear(4, 3)
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -460,7 +460,7 @@ def test_a_trainer_is_freed_without_the_garbage_collector():
             gc.enable()
 
 
-def test_the_norm_that_is_clipped_is_that_of_gradients_without_the_scale_of_fp16():
+def test_clip_norm_applies_to_the_unscaled_gradients_with_fp16():
     weights = []
     for clip_norm in (None, 100.0):  # above the norm of the gradients, and below that of the scaled gradients
         model = net()
@@ -492,10 +492,10 @@ def test_an_empty_batch_changes_no_weights(loss):
 
 
 def steps_with_an_empty_first_batch(backend, together: list[torch.Tensor]):
-    """Rank 1's first batch is empty, but the loss still needs the number of targets that a sample has."""
+    """Rank 1's first batch is empty, so it must get the number of targets per sample from rank 0."""
     model = net()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.CrossEntropyLoss(), backend=backend)
-    for _ in range(2):  # in the first of these steps, no rank has a target
+    for _ in range(2):  # in these two steps, no rank has a target
         trainer.step([data(0)], 1.0)
     trainer.step([data(0) if backend.rank else data(8)], 8.0)
     torch.testing.assert_close(list(model.parameters()), together)
@@ -543,7 +543,7 @@ def test_batches_may_lie_in_memory_that_the_loader_fills_again(typical):
 
 
 def adversaries(backend, virtual_ranks: int | None) -> list[torch.Tensor]:
-    """Train two models with a trainer each; the second one's loss also gives gradients to the first."""
+    """Train two models, each with its own trainer. The second trainer's loss also gives gradients to the first model."""
     critic, maker = seeded(nn.Linear(6, 4)), seeded(nn.Linear(6, 6), 1)
     options = {"backend": backend, "virtual_ranks": virtual_ranks}
     first = Trainer(critic, torch.optim.SGD(critic.parameters(), 0.5), **options)
@@ -991,7 +991,7 @@ class WithoutTruth:
         return self.function(*given)
 
 
-def test_forward_and_measure_need_no_truth_value():
+def test_forward_and_measure_may_be_objects_without_a_truth_value():
     losses = []
     for make in (
         lambda model: {},

@@ -319,7 +319,7 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
 
 
 def scripted(backend, virtual_ranks, folder):
-    """Train a module of TorchScript, resume a second one, and train on; return the weights and an evaluation's loss."""
+    """Train a module of TorchScript, resume a second one, and train on; return the validation loss."""
     losses, weights = [], []
     for begin in (0, 1):
         model = torch.jit.script(nn.Sequential(net(), nn.BatchNorm1d(3)))

@@ -114,7 +114,7 @@ def test_evaluation_counts_every_sample_once(real):
 
 
 @worlds(("torch", 3))
-def test_a_batch_smaller_than_the_world_trains(real, tmp_path):
+def test_training_works_if_a_batch_has_fewer_samples_than_there_are_ranks(real, tmp_path):
     flags = ("--max-steps", "4", "--global-batch-size", "1")
     alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
     many = real(train, *flags, "--run-dir", str(tmp_path / "many"))[0]

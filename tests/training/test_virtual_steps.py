@@ -92,7 +92,7 @@ def test_numbers_drawn_after_a_failed_step_do_not_depend_on_the_shard():
     with connect("local") as backend:
         torch.manual_seed(1)
         first = drawn_after_failures(backend, 0)
-        assert len(set(first)) == 3  # a caller who draws a batch anew gets a different one
+        assert len(set(first)) == 3  # so a caller that draws a new batch after a failure gets a different one
         torch.manual_seed(2)
         assert drawn_after_failures(backend, 3) == first
 
@@ -330,7 +330,7 @@ def test_a_saved_state_resumes_on_any_number_of_ranks(tmp_path):
 
 
 def with_constant_gradients(backend, shards=8):
-    """Train with hooks that return a view of a tensor of the program, and that keep the gradients of each shard."""
+    """Train with two hooks: one returns a view of the program's own tensor, the other keeps the gradient of each shard."""
     model = seeded(nn.Linear(4, 3))
     constant, kept = torch.full((12,), 0.01), []
     model.weight.register_hook(lambda _: constant.view(3, 4))
