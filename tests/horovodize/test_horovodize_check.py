@@ -760,6 +760,7 @@ CASES = [
         "saved_by_all_ranks",
         "import numpy as np\ndef main():\n    hvd.init()\n    np.save('x.npy', x)  # HERE\nmain()",
         "import numpy as np\nnp.save('before.npy', x)\nhvd.init()\nnp.save(buffer, x)\nframe.to_csv(path)\n"
+        "frame.to_csv('log.csv', mode='a')\n"
         "stamp = time.time()\nnp.save(f'x-{stamp}.npy', x)",
     ),
     (

@@ -60,7 +60,9 @@ def _written(source: Source, call: ast.Call) -> ast.expr | None:
         writes = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value
         return call.args[0] if writes and call.args else None
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to_csv" and not name:
-        return call.args[0] if call.args and _has_text(call.args[0]) else None
+        mode = keyword(call, "mode")
+        appends = isinstance(mode, ast.Constant) and "a" in str(mode.value)
+        return call.args[0] if call.args and _has_text(call.args[0]) and not appends else None
     if name not in _WRITERS:
         return None
     position, argument = _WRITERS[name]
@@ -223,7 +225,7 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 
 def _is_switched(source: Source, node: ast.AST) -> bool:
-    """Return whether the write depends on a variable of another file, which may be true on one rank only."""
+    """Return whether the write depends on a variable that ``source`` does not assign. It may be true on one rank only."""
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [
