@@ -232,7 +232,7 @@ class Backend(Reductions, ObjectCalls):
         return group
 
     def adapt_group(self, group: Backend) -> Backend:
-        """Return the result of :meth:`group`: the new ``group``, which a subclass may wrap."""
+        """Return what callers of :meth:`group` and :meth:`channel` get: ``group``, or a subclass's wrapper of it."""
         return group
 
     def close_with(self, group: Backend) -> None:

@@ -45,8 +45,9 @@ class Watch:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
-        waiting: for each rank, the operations for which it has reported a long or failed wait. Rank 0 sends each
-            report back to its sender too, so a rank other than 0 finds its own wait here, unless rank 0's process hangs.
+        waiting: for each rank, the operations for which it has reported a long or failed wait that has not ended. Rank 0
+            sends each report back to its sender too, so a rank other than 0 finds its own wait here, unless rank 0's
+            process hangs.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:

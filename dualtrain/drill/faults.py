@@ -84,7 +84,7 @@ def _damaged(job: Job, choice: random.Random) -> str:
 
 
 def _full(job: Job, choice: random.Random) -> str:
-    """Fill the file system, wait until a write has failed, kill a rank, and free the space."""
+    """Fill the file system, wait for a failed write, but not long, kill a rank, and free the space."""
     ranks = job.ranks()
     if not ranks or not job.folder.exists():
         return ""

@@ -129,8 +129,8 @@ class Forms:
             now = p.dtype, p.device, p.shape
             if now != was and p.requires_grad:  # the gradients of frozen parameters count as zeros
                 return (
-                    f"parameter {name!r} was {_form(*was)} when its gradient was laid out, and is {_form(*now)} now: "
-                    "change it back, or make a new optimizer after the change"
+                    f"parameter {name!r} was {_form(*was)} when the memory of its gradient was made, and is "
+                    f"{_form(*now)} now: change it back, or make a new optimizer after the change"
                 )
         return None
 

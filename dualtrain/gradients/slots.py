@@ -26,7 +26,7 @@ class SlotBucket(Protocol):
     fronts: dict[Slot | None, torch.Tensor]
 
     def covers(self, address: int) -> bool:
-        """Return whether ``address`` is in the memory of a bucket of the same layout."""
+        """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class Slot:
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    #: The last round of the schedule in which the gradient was marked ready.
+    #: The last round (see ``Schedule``) in which the gradient was marked ready.
     ready_in_round: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0

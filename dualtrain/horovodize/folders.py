@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 
 def find_sources(names: Sequence[str]) -> Found:
-    """Parse the named files as one program, and each file of the named folders that imports horovod as its own program.
+    """Parse the named files as one program, and each Horovod script (see ``_IMPORTS``) of the named folders on its own.
 
     Raises:
         UserError: a named file cannot be read, or is not valid Python; no Python file can be found in a named folder.

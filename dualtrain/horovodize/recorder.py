@@ -2,8 +2,8 @@
 
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
-Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, or one has taken more. Then
-ends the script on all ranks.
+Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, one has taken more, or all
+together have taken 4 * STEPS. Then ends the script on all ranks.
 Rank R writes FOLDER/rank-R.jsonl: names, numbers, and the norm, hash and a few values of each weight tensor. The record has
 lines of code only in the traceback of an error. To compare, run where dualtrain is installed: dualtrain horovodize --prove
 --against FOLDER SCRIPT ...

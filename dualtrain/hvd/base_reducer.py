@@ -381,7 +381,7 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: Place, name: str) -> None:
-        """Refuse exchanges until the parameters that replaced parameter ``name`` or its module, in ``place``, are added."""
+        """Refuse exchanges while what replaced parameter ``name`` or its module is trained without a reducer."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -194,8 +194,9 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks opened for the optimizer of ``key``, with another number of gradients.
+        """Return the channel that the other ranks opened in place of ``key``: with another number of gradients.
 
+        A channel's name contains the optimizer's name and the number of gradients.
         Return ``None`` if there is none, or if ``rank`` has not joined. A joined rank requests a channel only after the
         other ranks have opened theirs.
         """
@@ -269,7 +270,8 @@ class Coordinator:
 
     def _after_join(self, rank: int) -> None:
         for message in self._zeros_sent.values():
-            # The rank may have joined in the middle of this exchange, for which the ranks that joined earlier wait.
+            # The rank may have joined in the middle of the exchange of ``message``. Ranks that joined earlier have got the
+            # request already, and wait for this rank's zeros.
             if rank in self.sets.get(message["set"], ()):
                 self._send(rank, message)
         if len(self._joined) == self.size:
@@ -287,9 +289,9 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The joined ranks get the request only after all other ranks have requested zeros. The exchange cannot end without
-        the joined ranks. So when it ends, all other ranks know that a rank has joined. They then read the extra scalar of
-        the exchange, which is the number of joined ranks that the averages leave out.
+        The joined ranks get the request only after all other ranks have requested zeros, so all of them know then that a
+        rank has joined. The exchange cannot end before, since it needs the joined ranks' zeros. When it ends, the other
+        ranks read its extra scalar, which is the number of joined ranks that the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

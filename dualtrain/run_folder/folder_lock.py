@@ -101,7 +101,7 @@ class FolderLock:
 
     @property
     def restarted(self) -> bool:
-        """Return whether an earlier start of this job has made or resumed the run in the folder."""
+        """Return whether an earlier start of this job made the run in the folder, or was the last to resume it."""
         return bool(self.job) and self.job == self.run
 
     def sign(self) -> None:

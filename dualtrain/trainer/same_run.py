@@ -97,7 +97,7 @@ def compare_task(task: Task, backend: Backend) -> None:
 
 
 def changed_samples(task: Task, earlier: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
-    """Yield, for each split with a changed sample, the sample's name, and whether the split's source has ``stored`` set.
+    """Yield, for each split with a changed sample, the sample's name, and the split's ``source.stored``.
 
     Splits whose samples differ at each read are left out.
 

@@ -101,7 +101,7 @@ def write_results(
         folder: the run's folder.
         weights: the model's weights.
         summary: the run's summary.
-        unwritten: returns what could not be written with the last checkpoint, and why; called on rank 0.
+        unwritten: returns what the last write of a checkpoint could not write, and why; called on rank 0.
         lock: the folder's lock.
         output: the run's output section.
 

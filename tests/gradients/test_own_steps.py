@@ -16,7 +16,7 @@ from tests.models_for_tests import same_on_all
 
 
 class Own(torch.optim.SGD):
-    """An optimizer with a method ``go`` that steps. ``step`` calls ``SGD.step``; torch may run the step hooks in both."""
+    """An optimizer with a method ``go`` that steps. ``step`` calls ``SGD.step``; torch may run step hooks in both."""
 
     def step(self, closure=None):
         return super().step(closure)

@@ -1,4 +1,4 @@
-"""A step that only some ranks take is an error on all ranks, even if no check can detect that gradients were zeroed."""
+"""If only some ranks take a step, all ranks raise an error, even if no rank can detect that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Change nothing. Gradients that are zeroed in place on a GPU look unchanged to a check that does not read values."""
+    """Change nothing, to simulate gradients zeroed in place on a GPU, whose values are not read: they look unchanged."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    # The ranks exchange only whether their number of steps is odd. Before the extra step, this number is 3 here,
+    # The ranks normally exchange only whether their number of steps is odd. Before the extra step, this number is 3 here,
     # and 0 in ``steps_alone``.
     for step in range(3):
         vector_loss(model, step + backend.rank).backward()

@@ -235,7 +235,7 @@ def constant(start, samples=8):
     return TensorSource(inputs, torch.arange(samples) % 3)
 
 
-#: By kind, a function that returns the data of a run, for its first start (0) or its second start (1).
+#: For each kind of data, a function that returns the data: of the run's first start for 0, of its second start for 1.
 KINDS = {
     "same": lambda start: Task(constant(0), constant(0), (4,), 3),  # the data do not change
     "stored": lambda start: Task(constant(start), constant(0), (4,), 3),  # a training sample changes

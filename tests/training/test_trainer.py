@@ -192,7 +192,7 @@ def test_sparse_gradients_are_sent_in_their_own_dtype():
 
 
 def test_fit_sends_the_average_over_tokens_in_fp16():
-    """An average over samples would multiply each gradient by the number of tokens of a sample."""
+    """An average over samples would multiply each gradient by the number of tokens of a sample: too much for fp16."""
 
     def body(backend) -> list[float]:
         model = net()
@@ -310,7 +310,7 @@ def test_a_loss_of_torch_has_the_same_value_as_in_torch(loss, shape):
 
 
 class Margin:
-    """An objective of a user's class. It leaves out samples with target 0; its sum ``top5`` counts all other samples."""
+    """An objective of the user's own. It leaves out samples with target 0, and counts all others as top-5 hits."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = targets != 0
@@ -370,7 +370,7 @@ def test_a_loss_of_torch_that_returns_a_sum_is_refused(loss, accepted):
 
 
 def test_outputs_with_other_axes_than_the_targets_are_refused():
-    """An RNN without ``batch_first`` returns such outputs: as many rows as targets, but in a different order."""
+    """An RNN without ``batch_first`` returns such outputs: logits for each target, but with time and batch exchanged."""
     model = nn.Linear(4, 3)
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -93,7 +93,7 @@ class SharedMemory:
         rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES + 1).slots]
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
-        self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and has received
+        self._posted_ready, self._seen_ready = 0, 0  # operations for which "ready" was posted, and received from all ranks
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
@@ -186,7 +186,7 @@ class SharedMemory:
         return work
 
     def _may_post(self, work: Reduction) -> bool:
-        """Return whether ``work``, which starts now, may post "ready" before the pending operations have ended."""
+        """Return whether ``work``, which starts now, may post "ready" now."""
         if work.short:
             # A rank ends all earlier operations before it posts a short one. So a peer that has posted short operation
             # n+1 has finished reading n, and the slots of n can be reused for n+2.
@@ -391,7 +391,7 @@ class SharedMemory:
         return False
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
-        """Wait for a post; advance operations that the other rank may wait for before it posts."""
+        """Wait for a post. Meanwhile advance other operations, for which the other rank may wait before it posts."""
         beside = [memory.progress() for memory in (*self._beside, *self._partners) if memory is not self]
         unfinished = any(beside)
         if kind == _VECTOR:

@@ -6,10 +6,11 @@ less than three times --steps (less than 150 if --steps is below 50).
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures the
 speed of both sides.
 
-The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. The result is the
-same if a run with dualtrain, or one in which dualtrain reproduces Horovod's defects, has the same bits as the run on
-Horovod. If two runs on Horovod differ from each other, twice their difference is the tolerance for the comparison with
-dualtrain. With --against, the difference of two runs with dualtrain is used instead.
+The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. If the script meets
+a defect of Horovod, there is also a run in which dualtrain reproduces the defect. The result is the same if this run, or
+a run without the defect, has the same bits as the run on Horovod. If two runs on Horovod differ from each other, twice
+their difference is the tolerance for the comparison with dualtrain. With --against, the difference of two runs with
+dualtrain is used instead.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
 copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on other hardware or
@@ -60,8 +61,8 @@ def print_recorder(arguments: Sequence[str]) -> int:
     try:
         if arguments:
             raise UserError(
-                f"--recorder only prints a program, and takes no argument {arguments[0]!r}: leave it out, save the output "
-                "as record.py, and run that program with the script"
+                f"--recorder only prints a program, and takes no argument {arguments[0]!r}: leave the argument out, save "
+                "the output as record.py, and run record.py with the script"
             )
         show(read_text(Path(recorder.__file__)).rstrip("\n"))
     except UserError as error:
@@ -90,7 +91,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("dualtrain.horovodize --prove", str(__doc__))
     parser.add_argument("--nproc", type=ranks_of_host, help="ranks on this host (default: 2, or as many as were recorded)")
     parser.add_argument(
-        "--steps", type=whole(1, 1_000_000), help="optimizer steps of each run (default: 50, or as many as were recorded)"
+        "--steps",
+        type=whole(1, 1_000_000),
+        help="optimizer steps of the longest runs (default: 50, or as many as recorded)",
     )
     parser.add_argument(
         "--rounds", type=whole(1, 1000), default=3, help="runs on each side (default: 3); later runs may take fewer steps"

@@ -18,7 +18,8 @@ class Evidence:
         horovod: the records of the runs on Horovod, or the record given by --against. The first one has all steps.
         dualtrain: the records of the runs with dualtrain, without Horovod's defects; the first one is the longest.
         compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if this run failed or
-            reproduced no defect, or if a full run without defects had the same weights as Horovod's.
+            reproduced no defect. Also ``None`` if dualtrain's full run without the defects had the same weights as the run
+            on Horovod.
         recorded: whether Horovod's record was given by --against.
         failure: the script's error, if it failed with dualtrain but not on Horovod; else empty.
     """
