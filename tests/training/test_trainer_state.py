@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -318,11 +320,15 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse fails with SystemError if two threads are in it
+
+
 def scripted(backend, virtual_ranks, folder):
     """Train a module of TorchScript, resume a second one, and train on; return the validation loss."""
     losses, weights = [], []
     for begin in (0, 1):
-        model = torch.jit.script(nn.Sequential(net(), nn.BatchNorm1d(3)))
+        with SCRIPTING:
+            model = torch.jit.script(nn.Sequential(net(), nn.BatchNorm1d(3)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         trainer = Trainer(model, optimizer, backend=backend, ema=0.5, virtual_ranks=virtual_ranks)
         if begin:
