@@ -269,6 +269,11 @@ def test_a_second_optimizer_of_the_same_parameters_replaces_the_first(real):
     assert torch.tensor(first).allclose(nn.Linear(2, 2).weight - 4 * 0.1 * 1.5)
 
 
+def backward(model, ranks, step):
+    """Run backward for the mean loss over the samples of ``ranks``: each rank has one sample in each step."""
+    model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+
+
 def trained_in_two_phases(wrap, ranks, change):
     """Train the last layer and unfreeze the first, or train both and replace the first. Then train with a new optimizer."""
     torch.manual_seed(0)
@@ -280,7 +285,7 @@ def trained_in_two_phases(wrap, ranks, change):
         kept.append(wrap(torch.optim.SGD([p for _, p in named], lr=0.1), named))
         for step in range(3):
             kept[-1].zero_grad(set_to_none=False)
-            model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+            backward(model, ranks, step)
             kept[-1].step()
         if change == "replace":
             model[0] = nn.Linear(2, 2)
@@ -319,21 +324,25 @@ def trained_then_unfrozen(wrap, ranks):
             kept.append(wrap(torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters())))
         for step in range(3):
             kept[-1].zero_grad()
-            model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+            backward(model, ranks, step)
             kept[-1].step()
     return [p.tolist() for p in model.parameters()]
 
 
-def wrapped_then_unfrozen(backend):
+def trained_on_ranks(backend, train):
     with library(backend) as hvd:
-        return trained_then_unfrozen(hvd.DistributedOptimizer, [hvd.rank()])
+        return train(hvd.DistributedOptimizer, [hvd.rank()])
+
+
+def check_against_one_process(real, train):
+    expected = [torch.tensor(values) for values in train(lambda sgd, _: sgd, range(real.size))]
+    for found in real(trained_on_ranks, train):
+        assert all(map(torch.allclose, map(torch.tensor, found), expected))
 
 
 @OURS_2
 def test_a_second_optimizer_may_step_parameters_of_the_first_once_they_are_unfrozen(real):
-    expected = [torch.tensor(values) for values in trained_then_unfrozen(lambda sgd, _: sgd, range(real.size))]
-    for found in real(wrapped_then_unfrozen):
-        assert all(map(torch.allclose, map(torch.tensor, found), expected))
+    check_against_one_process(real, trained_then_unfrozen)
 
 
 def trained_in_turns(wrap, ranks):
@@ -349,21 +358,14 @@ def trained_in_turns(wrap, ranks):
     for step in range(4):
         model.requires_grad_(False)[1 - step % 2].requires_grad_()
         optimizers[step % 2].zero_grad()
-        model(torch.tensor([[1.0 + rank, 0.1 * step] for rank in ranks])).square().sum(1).mean().backward()
+        backward(model, ranks, step)
         optimizers[step % 2].step()
     return [p.tolist() for p in model.parameters()]
 
 
-def wrapped_in_turns(backend):
-    with library(backend) as hvd:
-        return trained_in_turns(hvd.DistributedOptimizer, [hvd.rank()])
-
-
 @PAIR
 def test_optimizers_may_share_parameters_that_are_frozen_in_steps_of_the_newer_one(real):
-    expected = [torch.tensor(values) for values in trained_in_turns(lambda sgd, _: sgd, range(real.size))]
-    for found in real(wrapped_in_turns):
-        assert all(map(torch.allclose, map(torch.tensor, found), expected))
+    check_against_one_process(real, trained_in_turns)
 
 
 def scaled(backend, overflow):
