@@ -22,6 +22,15 @@ def start(name: str, *arguments: str, **variables: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
 
+def make_environment(folder: Path, name: str, program: str = 'echo "$*"') -> None:
+    """Make a virtual environment whose launcher ``name`` is the shell script ``program``, which prints its arguments."""
+    launcher = folder / "bin" / name
+    launcher.parent.mkdir()
+    launcher.write_text(f"#!/bin/sh\n{program}\n")
+    launcher.chmod(0o755)
+    (launcher.parent / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_is_the_head_comment(name):
     end = start(name, "--help")
@@ -61,11 +70,7 @@ def test_several_hosts_of_torchrun_need_a_port():
 
 
 def test_torchrun_reads_this_hosts_number_of_ranks_from_the_variable_hosts(tmp_path):
-    launcher = tmp_path / "bin" / "torchrun"
-    launcher.parent.mkdir()
-    launcher.write_text('#!/bin/sh\necho "$*"\n')
-    launcher.chmod(0o755)
-    (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+    make_environment(tmp_path, "torchrun")
     variables = {"DUALTRAIN_VENV": str(tmp_path), "PORT": "7", "NPROC": "2"}
     name = os.uname().nodename
     alias = f"{name.partition('.')[0]}.example"  # another host with the same short name
@@ -103,13 +108,8 @@ STARTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_variables_become_the_launchers_options(name, tmp_path):
-    launcher = tmp_path / "bin" / name
-    launcher.parent.mkdir()
-    launcher.write_text(
-        '#!/bin/sh\necho "${0##*/} $*"\necho "$OMP_NUM_THREADS ${GLOO_SOCKET_IFNAME-} ${HOROVOD_GLOO_IFACE-}"\n'
-    )
-    launcher.chmod(0o755)
-    (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+    variables_too = 'echo "${0##*/} $*"\necho "$OMP_NUM_THREADS ${GLOO_SOCKET_IFNAME-} ${HOROVOD_GLOO_IFACE-}"'
+    make_environment(tmp_path, name, variables_too)
     plain = {"DUALTRAIN_VENV": str(tmp_path), "OMP_NUM_THREADS": "", "NPROC": "3"}
     several = {"NPROC": "2", "HOSTS": "one:2,two", "IFACE": "lo", "PORT": "7"}
     for variables, started, expected in zip((plain, plain | several), STARTS[name], ("1  ", "1 lo lo"), strict=True):
@@ -122,11 +122,7 @@ def test_the_variables_become_the_launchers_options(name, tmp_path):
 
 
 def test_mpirun_sends_the_other_hosts_the_variables_that_change_results(tmp_path):
-    launcher = tmp_path / "bin" / "mpirun"
-    launcher.parent.mkdir()
-    launcher.write_text('#!/bin/sh\necho "$*"\n')
-    launcher.chmod(0o755)
-    (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+    make_environment(tmp_path, "mpirun")
     variables = {"PYTHONPATH": "/code", "MKL_CBWR": "COMPATIBLE", "DUALTRAIN_JOB": "one", "ONEDNN_MAX_CPU_ISA": ""}
     end = start("mpirun", DUALTRAIN_VENV=str(tmp_path), **variables)
     words = end.stdout.split()
