@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.sum_order import sum_order as sum_order_of
@@ -68,6 +69,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         carry: the former name of ``extra``; deprecated.
 
     Raises:
+        TypeError: ``optimizer`` is no optimizer, or ``backend`` is not what ``connect()`` returns.
         ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, or an option is out of its
             bounds.
     """
@@ -91,6 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make new parameter groups. Only step hooks are kept here, not in the
         # wrapped optimizer. The names of their dictionaries are private in torch 2.5 to 2.15.
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        check_backend(backend)
         self.backend, self._alone = backend, backend.size == 1
         named = name_parameters(optimizer, named_parameters)
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.wire import as_bytes, dense, from_bytes, shares_elements
 
@@ -29,11 +30,13 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
         root: the rank whose values are copied.
 
     Raises:
+        TypeError: ``backend`` is not what ``connect()`` returns.
         ValueError: ``root`` is no rank; ``params`` has a container of tensors as an entry; ``params`` has entries, but no
             tensor; a tensor is sparse; or a tensor's elements share memory (``expand``), so that it cannot be written.
         BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, the call is invalid on some
             ranks only, a rank failed, or the call timed out.
     """
+    check_backend(backend)
     note = ", whose elements share memory"
     try:
         tensors = tensors_among(_named(params))
@@ -62,9 +65,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
     state, it runs a step with zero gradients. In this step, weight decay changes the weights, and Adam counts the step.
 
     Raises:
-        TypeError: on the root, if an option is neither a plain value nor a tensor; the other ranks raise BackendError.
+        TypeError: ``backend`` is not what ``connect()`` returns; or, on the root, an option is neither a plain value nor a
+            tensor, and the other ranks raise BackendError.
         BackendError: the root's ``state_dict()`` has raised, a rank failed, or the call timed out.
     """
+    check_backend(backend)
     try:
         state = optimizer.state_dict() if backend.rank == root else None
     except Exception as problem:  # of any type, since the optimizer may be the user's
@@ -109,10 +114,13 @@ def _with_dtypes(loaded: Any, given: Any) -> Any:
 
 @torch.no_grad()
 def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
-    """Average the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective.
+    """Average the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective; blocks.
 
     Each rank's BatchNorm layers have processed that rank's samples only. Call this before an evaluation or a checkpoint,
     so that all ranks have the same model.
+
+    Raises:
+        BackendError: the ranks' buffers differ in number or shape, a rank failed, or the call timed out.
     """
     _average_buffers(model, backend)
 

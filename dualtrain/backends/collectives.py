@@ -52,6 +52,8 @@ class Backend(Reductions, ObjectCalls):
     Backward passes may run at the same time as calls.
 
     Attributes:
+        device: where this rank's tensors are, as chosen by ``connect``.
+        timeout: the longest time in seconds that a call waits.
         is_group: whether this backend was made from another one, as by :meth:`group` and :meth:`channel`.
     """
 
@@ -238,3 +240,9 @@ class Backend(Reductions, ObjectCalls):
     def close_with(self, group: Backend) -> None:
         """Close ``group`` when this backend is closed."""
         self._groups_made = [one for one in self._groups_made if one._open] + [group]
+
+
+def check_backend(backend: object) -> None:
+    """Raise TypeError if ``backend`` is not what ``connect()`` returns, such as a name or a rank."""
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend is a {type(backend).__name__}: give what connect() returns")

@@ -46,6 +46,8 @@ def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: give an optimizer, such as torch.optim.SGD")
     theirs = number_parameters(optimizer.param_groups)
     if named is None:
         return theirs

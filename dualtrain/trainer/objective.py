@@ -151,7 +151,11 @@ class Adapted:
         """
         result: Any = self.loss(outputs, targets)
         if isinstance(result, tuple):
-            if len(result) != 2 or len(result[1]) != len(NAMES):
+            try:
+                fits = len(result) == 2 and len(result[1]) == len(NAMES)
+            except TypeError:  # the second value has no length: it may be an accuracy
+                fits = False
+            if not fits:
                 raise TypeError(
                     f"the loss returned {len(result)} values, but not the pair of the mean loss and the {len(NAMES)} sums "
                     f"{NAMES}: return the mean loss, or this pair"

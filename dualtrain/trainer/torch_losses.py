@@ -131,14 +131,23 @@ def count_of(objective: Objective) -> Count | None:
     return None if count is len else count
 
 
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise TypeError(f"the loss is the class {loss.__name__}: give an instance of it, such as {loss.__name__}()")
+    if not callable(loss):
+        raise TypeError(f"the loss is {loss!r}, which cannot be called: give a function of (outputs, targets)")
+
+
 def as_objective(loss: Loss | Objective | None) -> Objective:
     """Return ``loss`` as an objective; ``None`` is cross entropy.
 
     Raises:
+        TypeError: ``loss`` cannot be called, or is a class of losses.
         UserError: a loss of torch has ``reduction="sum"`` or ``"none"``.
     """
     if loss is None:
         return CrossEntropy()
+    _check_loss(loss)
     if isinstance(loss, CrossEntropy):
         return loss
     original = _uncompiled(loss)

@@ -61,7 +61,9 @@ class Trainer:
         optimizer: any torch optimizer of these parameters that needs no closure.
         loss: one of three kinds; cross entropy by default. A function ``loss(outputs, targets)`` returns the mean over
             ``len(targets)`` samples. A loss of torch returns the mean over its targets, of which a sample may have any
-            number. An ``Objective`` returns the pair of the mean loss and the four sums of ``objective.NAMES``.
+            number. An ``Objective`` returns the pair of the mean loss and four sums, as numbers or detached tensors: the
+            loss, its weight (the number of samples), the correct predictions, and the targets among the five likeliest
+            classes. Each of the last two is -1 if predictions are not counted.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
             after batches in which no target counts.
@@ -79,7 +81,7 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        TypeError: ``backend`` is not what ``connect()`` returns.
+        TypeError: ``backend`` is not what ``connect()`` returns, or ``loss`` cannot be called.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
             SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
             or buffer is on the meta device; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
@@ -181,9 +183,10 @@ class Trainer:
         The gradient is the gradient of the mean loss over all samples of all ranks, however unevenly they are split.
 
         Args:
-            batches: this rank's batches (possibly none), one for each backward pass, on the backend's device. With virtual
-                ranks, a list with one entry for each of :attr:`shards`: a batch, several batches (one backward pass each),
-                or ``None``. Gradients are sent during the last backward pass; with a generator of batches, only after it.
+            batches: this rank's batch (inputs, targets), or several batches (possibly none), one for each backward pass, on
+                the backend's device. With virtual ranks, a list with one entry for each of :attr:`shards`: a batch, several
+                batches, or ``None``. Gradients are sent during the last backward pass; with a generator of batches, only
+                after it.
             expected: an estimate of the total weight over all ranks, the same on every rank: the number of samples or, with
                 the default loss, the number of targets. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dualtrain import BackendError, DistributedOptimizer, connect, functional
+from dualtrain import (
+    BackendError,
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    connect,
+    functional,
+)
 from dualtrain.backends.local import LocalBackend
 from dualtrain.batchnorm import synchronize_norms
 from dualtrain.gradients import GradientReducer, Transfer
@@ -546,6 +553,21 @@ def without_names(backend):
 
 def test_names_of_parameters_are_optional(typical):
     typical(without_names)
+
+
+def test_arguments_of_a_wrong_type_are_refused():
+    model = perceptron()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in ("torch", None, 0):
+        for call in (
+            lambda wrong=wrong: DistributedOptimizer(inner, backend=wrong),
+            lambda wrong=wrong: broadcast_parameters(model, wrong),
+            lambda wrong=wrong: broadcast_optimizer_state(inner, wrong),
+        ):
+            with pytest.raises(TypeError, match=rf"backend is a {type(wrong).__name__}: give what connect\(\) returns"):
+                call()
+    with connect("local") as backend, pytest.raises(TypeError, match="optimizer is a generator: give an optimizer"):
+        DistributedOptimizer(model.parameters(), backend=backend)
 
 
 def names(backend):

@@ -342,7 +342,7 @@ def test_a_loss_of_any_class_that_returns_a_pair_is_used_as_an_objective(spmd):
 
 def test_a_loss_that_returns_neither_a_mean_nor_a_pair_is_refused():
     model = net()
-    for returned in ((torch.ones(()),), (torch.ones(()), [1.0, 2.0])):
+    for returned in ((torch.ones(()),), (torch.ones(()), [1.0, 2.0]), (torch.ones(()), 0.5)):
         with connect("local") as backend:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             trainer = Trainer(model, optimizer, lambda *_, given=returned: given, backend=backend)
@@ -425,6 +425,12 @@ def test_arguments_that_a_trainer_cannot_use_are_refused():
         Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=None)
     with connect("local") as backend, pytest.raises(ValueError, match="LBFGS needs a closure"):
         Trainer(model, torch.optim.LBFGS(model.parameters()), backend=backend)
+    for loss, words in (
+        (nn.MSELoss, r"the class MSELoss: give an instance of it, such as MSELoss\(\)"),
+        ("mse", "the loss is 'mse', which cannot be called"),
+    ):
+        with connect("local") as backend, pytest.raises(TypeError, match=words):
+            Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
 
 
 @pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf])
