@@ -1,7 +1,12 @@
 """One PyTorch training loop over two communication backends: torch.distributed and Horovod.
 
-The names in ``__all__`` are the public interface. Those in ``_MODULES`` are imported at their first use, so that the
-command line can reject a bad flag without importing torch.
+``connect`` joins the ranks, and returns a ``Backend``, which has the collective operations. ``DistributedOptimizer``
+averages gradients over the ranks, for a training loop of your own. ``Trainer`` takes whole steps. ``run`` calls a function
+on several ranks of this host.
+
+These modules are public too, and must be imported: ``dualtrain.hvd`` (Horovod's API), ``dualtrain.functional``
+(differentiable collectives), ``dualtrain.batchnorm`` (``synchronize_norms``), ``dualtrain.gradients``
+(``GradientReducer``), ``dualtrain.spark`` and ``dualtrain.ray``.
 """
 
 from importlib import import_module
@@ -39,6 +44,7 @@ __all__ = [
     "weights_sha256",
 ]
 
+#: Names that are imported at their first use, so that the command line can reject a bad flag without importing torch.
 _MODULES = {
     "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
     "dualtrain.functions": ("run",),

@@ -23,6 +23,7 @@ from dualtrain.backends.sum_order import SumOrder
 
 log = logging.getLogger("dualtrain")
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_ABSTRACT = "this layer has no backend: convert the model with dualtrain.batchnorm.synchronize_norms(model, backend)"
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,18 +87,19 @@ class SynchronizedNorm(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm layer that trains with the statistics of all ranks' samples. Subclasses define the exchange.
+    """Base class of BatchNorm layers that train with the statistics of all ranks' samples.
 
-    Arguments and state are torch's. In evaluation with running statistics, this layer does what torch's layer does.
+    To convert a model, call :func:`synchronize_norms`. Arguments and state are torch's. In evaluation with running
+    statistics, this layer does what torch's layer does.
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return every rank's ``row`` (n,), as (size, n)."""
-        raise NotImplementedError
+        raise NotImplementedError(_ABSTRACT)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``values``."""
-        raise NotImplementedError
+        raise NotImplementedError(_ABSTRACT)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -216,10 +218,11 @@ def _replace_layers(
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace torch's BatchNorm layers in ``model``, in place. Collective; blocks.
+    """Replace torch's BatchNorm layers in ``model`` by layers over the samples of all ranks, in place. Collective; blocks.
 
-    ``FrozenNorm`` layers are not changed. Layers of subclasses of torch's classes are not changed either; rank 0 logs
-    the names of those that are in training mode.
+    The new layers have the parameters and buffers of the old ones, so an optimizer of the model stays valid. In training,
+    their forward and backward are collective: every rank must run them. ``FrozenNorm`` layers are not changed. Layers of
+    subclasses of torch's classes are not changed either; rank 0 logs the names of those that are in training mode.
     """
     layers = [
         (title, layer)

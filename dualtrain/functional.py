@@ -19,6 +19,8 @@ from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.wire import dense
 
+__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
+
 T = TypeVar("T")
 Backward = Callable[[torch.Tensor], torch.Tensor]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dualtrain import functional
-from dualtrain.batchnorm import synchronize_norms
+from dualtrain.batchnorm import SyncBatchNorm, synchronize_norms
 from dualtrain.gradients import GradientReducer, Transfer
 
 
@@ -168,3 +168,9 @@ def differentiates_norms_twice(backend):
 
 def test_second_derivatives_of_synchronized_norms_are_refused(typical):
     typical(differentiates_norms_twice)
+
+
+def test_a_norm_without_a_backend_says_how_to_convert_a_model():
+    model = SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+    with pytest.raises(NotImplementedError, match=r"synchronize_norms\(model, backend\)"):
+        model(torch.ones(3, 2))
