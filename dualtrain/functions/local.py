@@ -6,7 +6,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dualtrain.cores import RANKS_PER_CORE, share_of, usable_cores
 from dualtrain.errors import UserError
@@ -17,15 +17,17 @@ from dualtrain.horovodize.names import RUN_UNSUPPORTED, is_this_host
 from dualtrain.launchers import detect_world, new_job, spawned, without_launchers
 from dualtrain.rendezvous.store import StoreServer, listen
 
+T = TypeVar("T")
+
 
 def run(
-    function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, nproc: int = 1
-) -> list[Any]:
+    function: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, nproc: int = 1
+) -> list[T]:
     """Call ``function(*args, **kwargs)`` on ``nproc`` ranks, each a new process of this host.
 
-    Blocks until all have ended, and returns the results in rank order. The function may be defined in a notebook's cell
-    if cloudpickle is installed. In the function, ``connect()`` and ``hvd.init()`` (of ``dualtrain.hvd`` or
-    ``horovod.torch``) join the world of these ranks.
+    Blocks until all have ended, and returns the results in rank order. The function may be defined in a script or a
+    notebook's cell if cloudpickle is installed; otherwise, it must be in a module that the ranks can import. In the
+    function, ``connect()`` and ``hvd.init()`` (of ``dualtrain.hvd`` or ``horovod.torch``) join the world of these ranks.
     Functions and results are sent only between this process and its children, over socket pairs that the children inherit.
 
     Raises:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dualtrain.errors import UserError
 from dualtrain.functions.local import refuse_other_backend
 from dualtrain.launchers import World, new_job, spawned
 from dualtrain.ray.actors import Actors, results
 from dualtrain.ray.settings import Placement, Settings, placement
+
+T = TypeVar("T")
 
 
 class RayExecutor:
@@ -119,11 +121,11 @@ class RayExecutor:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all calls have ended, or one rank has failed.
 
         If ``fn`` raises on a rank, or a rank's process ends, all actors are ended, their objects are lost, and Ray's

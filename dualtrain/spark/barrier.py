@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pyspark import BarrierTaskContext, InheritableThread, SparkContext, cloudpickle
 
@@ -29,13 +29,14 @@ from dualtrain.rendezvous.hosts import identity, listening_address
 from dualtrain.rendezvous.store import StoreServer, listen
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.2
 _CANCEL_SECONDS = 10.0  # longest wait until Spark has ended the tasks of a cancelled job
 
 
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -50,7 +51,7 @@ def run(
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks, each in a task of a Spark job; return the results by rank.
 
     The arguments are the same as for ``horovod.spark.run``. dualtrain must be installed on Spark's workers. In ``fn``,
