@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dualtrain.errors import UserError
-from dualtrain.launchers import World, detect_world
+from dualtrain.launchers import detect_world
 
 log = logging.getLogger("dualtrain.hvd")
 
@@ -117,12 +117,12 @@ def mention_others(env: Mapping[str, str]) -> None:
         log.debug("ignored, because they have no effect on torch.distributed: %s", ", ".join(others))
 
 
-def publish_place(world: World | None = None) -> None:
+def publish_place() -> None:
     """Set HOROVOD_RANK, HOROVOD_SIZE and so on, unless they are set: scripts for horovodrun read them before ``init``.
 
     Under MPI nothing is set: scripts read MPI's own variables there, and HOROVOD_RANK would make them expect Gloo.
     """
-    world = detect_world() if world is None else world
+    world = detect_world()
     if world.launcher.startswith("mpi"):
         return
     for name in _PLACE:

@@ -15,7 +15,6 @@ from dualtrain.torchvision_shim import torchvision
 # No auxiliary heads: with them, outputs in training mode are tuples. No init_weights: it takes minutes.
 _PLAIN = {"aux_logits": False, "init_weights": False}
 _OPTIONS: dict[str, dict[str, Any]] = {"googlenet": _PLAIN, "inception_v3": _PLAIN}
-IMAGENET_CLASSES = 1000
 
 
 def names() -> list[str]:
