@@ -19,7 +19,6 @@ import ctypes
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -50,7 +49,7 @@ from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, new_job
 from dualtrain.rendezvous.connection import open_control_channel
-from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
+from dualtrain.rendezvous.hosts import gloo_interface, listening_address, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
 from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
 from dualtrain.rendezvous.session import agree_on_session
@@ -226,7 +225,7 @@ class TorchBackend(Backend):
         self._native: dist.Store | None = None
         self._nccl: Any = None
         self._nccl_sums = 0
-        self._interface, self._address = _chosen_interface(placed), listening_address(placed)
+        self._interface, self._address = gloo_interface(placed), listening_address(placed)
         self._one_host = placed.single_host
         self._open_groups(store)
         try:
@@ -495,24 +494,6 @@ def _limit(timeout: float) -> timedelta:
     It is longer than the backend's timeout, so that the backend raises first: its error names the operation.
     """
     return timedelta(seconds=timeout + 10)
-
-
-def _chosen_interface(world: World) -> str | None:
-    """Return Gloo's interface: loopback if all ranks are on one host, else the interface that reaches the other hosts.
-
-    Return ``None`` if GLOO_SOCKET_IFNAME is set. By default, Gloo would use the interface that the host's name resolves to.
-    This may be loopback, through which other hosts cannot be reached.
-    """
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if not chosen:
-        return listening_interface(world)
-    known = [name for _, name in socket.if_nameindex()]
-    if not all(name.partition(":")[0] in known for name in chosen.split(",") if name):  # "eth0:1" is an alias of eth0
-        raise UserError(
-            f"GLOO_SOCKET_IFNAME={chosen!r} is no interface of {socket.gethostname()}: choose one of {', '.join(known)}, "
-            "or unset the variable"
-        )
-    return None
 
 
 # The next two functions use private API of torch, as torch's own tests do; it is the same in torch 2.5 to 2.15. There is no

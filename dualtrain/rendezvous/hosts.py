@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
 
@@ -74,6 +75,24 @@ def listening_address(world: World) -> str:
 def listening_interface(world: World) -> str | None:
     """Return the name of the interface that has :func:`listening_address`, or ``None``."""
     return loopback() if world.single_host else interface(listening_address(world))
+
+
+def gloo_interface(world: World) -> str | None:
+    """Return Gloo's interface: loopback if all ranks are on one host, else the interface that reaches the other hosts.
+
+    Return ``None`` if GLOO_SOCKET_IFNAME is set. By default, Gloo would use the interface that the host's name resolves to.
+    This may be loopback, through which other hosts cannot be reached.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not chosen:
+        return listening_interface(world)
+    known = [name for _, name in socket.if_nameindex()]
+    if not all(name.partition(":")[0] in known for name in chosen.split(",") if name):  # "eth0:1" is an alias of eth0
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={chosen!r} is no interface of {socket.gethostname()}: choose one of {', '.join(known)}, "
+            "or unset the variable"
+        )
+    return None
 
 
 def interface(own: str) -> str | None:

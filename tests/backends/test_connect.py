@@ -31,9 +31,9 @@ from dualtrain.backends.factory import (
 )
 from dualtrain.backends.horovod import installed
 from dualtrain.backends.host_cores import cores_of_host
-from dualtrain.backends.torch import TorchBackend, _chosen_interface, _TorchWork
+from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.launchers import World
-from dualtrain.rendezvous.hosts import variables
+from dualtrain.rendezvous.hosts import gloo_interface, variables
 from dualtrain.rendezvous.left_over import refuse_left_over
 from tests.conftest import require_horovod
 from tests.forked import run
@@ -585,9 +585,9 @@ def free_of_the_default_group(backend, port):
 def test_an_interface_that_the_host_lacks_is_refused(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME='nope0' is no interface of .*: choose one of .*lo"):
-        _chosen_interface(World())
+        gloo_interface(World())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert _chosen_interface(World()) is None
+    assert gloo_interface(World()) is None
 
 
 def test_a_program_may_make_its_default_process_group_before_or_after_connect(pool):
