@@ -77,8 +77,8 @@ LAYERS = {
         {"generation", "save_clock", "structure"},
         {"folder_lock"},
         {"checkpoint", "last_step"},
-        {"attempts", "run_dir"},
-        {"checkpoint_writer"},
+        {"attempt_events", "run_dir"},
+        {"attempts", "checkpoint_writer"},
         {"restarts"},
     ],
     "trainer": [

@@ -7,18 +7,15 @@ both files. A process of an earlier attempt still has the old files open, so it 
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dualtrain.backends import Backend
 from dualtrain.errors import (
@@ -30,178 +27,24 @@ from dualtrain.errors import (
     UserError,
     is_transient,
 )
-from dualtrain.files import parse_json, read_text, write_whole
+from dualtrain.files import write_whole
 from dualtrain.on_ranks import on_rank_zero
+from dualtrain.run_folder.attempt_events import (
+    NAME,
+    UNKNOWN,
+    Death,
+    Event,
+    Recovery,
+    as_event,
+    lines,
+    new_death,
+    read_events,
+    unrecovered,
+)
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
-from dualtrain.run_folder.last_step import LastStep, last_step_of
+from dualtrain.run_folder.last_step import LastStep
 
-NAME = "attempts.jsonl"
-UNKNOWN = "not known"
 _CAUSE_LENGTH = 300
-
-Event = dict[str, Any]
-_NUMBER = (int, float)
-_OPTIONAL_NUMBER = (int, type(None))
-#: The fields that are read from each kind of event, and their types.
-_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "start": {"attempt": str, "time": _NUMBER, "step": int},
-    "failure": {"attempt": str, "time": _NUMBER, "cause": str, "rank": _OPTIONAL_NUMBER, "requested": bool},
-    "death": {
-        "attempt": str,
-        "time": _NUMBER,
-        "cause": str,
-        "rank": _OPTIONAL_NUMBER,
-        "requested": bool,
-        "step": int,
-        "trained": bool,
-    },
-    "recovery": {
-        "attempt": str,
-        "cause": str,
-        "rank": _OPTIONAL_NUMBER,
-        "step": int,
-        "steps_repeated": int,
-        "seconds": _NUMBER,
-    },
-    "end": {"attempt": str},
-    "refusal": {"reason": str},
-}
-
-
-@dataclass(frozen=True)
-class Death:
-    """End of an attempt that left the run unfinished.
-
-    Attributes:
-        attempt: the attempt's name.
-        time: when a rank recorded the failure; else when ``.progress`` was last written; else when the attempt started.
-        cause: the recorded cause, else ``UNKNOWN``.
-        rank: the rank that failed first, if known.
-        requested: whether a signal stopped all ranks.
-        step: the last step that was completed.
-        trained: whether the attempt had begun to train.
-        transient: whether an error such as a full disk was the cause: a later attempt may succeed.
-    """
-
-    attempt: str
-    time: float
-    cause: str
-    rank: int | None
-    requested: bool
-    step: int
-    trained: bool
-    transient: bool = False
-
-    def describe(self) -> str:
-        """Format the death: ``rank 1 died: its process ended without a report, after step 57``."""
-        what = "a failure of unknown cause" if self.cause == UNKNOWN else self.cause
-        who = "" if self.rank is None else f"rank {self.rank} "
-        return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while the run started'}"
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Recovery from a death. ``summary.json`` lists all recoveries as ``recoveries``.
-
-    Attributes:
-        cause: the cause of the death.
-        rank: the rank that failed first, if known.
-        step: the last step that was completed before the death.
-        steps_repeated: how many steps had to be computed again.
-        seconds: from the death to the end of the first step after it.
-    """
-
-    cause: str
-    rank: int | None
-    step: int
-    steps_repeated: int
-    seconds: float
-
-
-def read_events(folder: Path) -> list[Event]:
-    """Read the events of a run's folder, in order; skip lines that are not events. Raises OSError."""
-    try:
-        text = read_text(folder / NAME, errors="replace")
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.split("\n"):
-        with suppress(ValueError):
-            value = parse_json(line)
-            if _is_event(value):
-                found.append(value)
-    return found
-
-
-def _is_event(value: Any) -> bool:
-    fields = _FIELDS.get(str(value.get("event"))) if isinstance(value, dict) else None
-    if fields is None or not all(isinstance(value.get(name, ...), kind) for name, kind in fields.items()):
-        return False
-    # Older versions wrote failures without a step, and failures and deaths without ``transient``.
-    if not isinstance(value.get("step", 0), int) or not isinstance(value.get("transient", False), bool):
-        return False
-    return all(math.isfinite(value[name]) for name in ("time", "seconds") if name in fields)
-
-
-def append_events(folder: Path, lock: FolderLock, *events: Event) -> None:
-    """Append events to a folder's file. Raises OSError, SupersededError."""
-    # Replace the file: if a killed process left an incomplete last line, an appended event would be joined to it.
-    write_whole(folder / NAME, _lines([*read_events(folder), *events]), lock.check)
-
-
-def _lines(events: Sequence[Event]) -> bytes:
-    return "".join(json.dumps(event) + "\n" for event in events).encode()
-
-
-def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
-    """Return the death of the newest attempt; ``None`` if the run has ended, or ``events`` include this death already."""
-    start = next((event for event in reversed(events) if event["event"] == "start"), None)
-    if start is None:
-        return None
-    name = start["attempt"]
-    own = [event for event in events if event.get("attempt") == name]
-    if any(event["event"] in ("death", "end") for event in own):
-        return None
-    progress = last_step_of(folder, name)
-    step, moment = progress or (start["step"], start["time"])
-    # The first recorded failure is the cause of the others.
-    failures = [event for event in own if event["event"] == "failure"]
-    failure = next(iter(failures), None)
-    if failure is None:
-        return Death(name, moment, UNKNOWN, None, False, step, progress is not None)
-    known = failure["cause"], failure["rank"], failure["requested"]
-    # Rank 0 may have been killed before it wrote the last step. The rank that recorded the failure knows that step.
-    step = max(step, failure.get("step", 0))
-    # Other ranks record the same failure without this value, and may be first.
-    transient = any(event.get("transient", False) for event in failures)
-    return Death(name, failure["time"], *known, step, progress is not None, transient)
-
-
-def as_event(death: Death) -> Event:
-    """Convert a death to an event."""
-    return {"event": "death", **asdict(death)}
-
-
-def deaths_of(events: Sequence[Event]) -> list[Death]:
-    """Return the deaths among ``events``."""
-    return [_without_kind(Death, event) for event in events if event["event"] == "death"]
-
-
-def _without_kind(kind: Any, event: Event) -> Any:
-    return kind(**{name: event[name] for name in kind.__dataclass_fields__ if name in event})
-
-
-def recoveries_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the recoveries of the run in ``folder`` as plain values; an empty list if they cannot be read."""
-    with suppress(OSError):
-        return [asdict(_without_kind(Recovery, event)) for event in read_events(folder) if event["event"] == "recovery"]
-    return []
-
-
-def _unrecovered(events: Sequence[Event]) -> list[Death]:
-    """Return the deaths after which no step has been completed yet."""
-    recovered = {event["attempt"] for event in events if event["event"] == "recovery"}
-    return [death for death in deaths_of(events) if death.attempt not in recovered]
 
 
 class Attempt:
@@ -244,9 +87,9 @@ class Attempt:
         death = new_death(folder, events)
         if death is not None:
             events.append(as_event(death))
-        self._waiting = _unrecovered(events)
+        self._waiting = unrecovered(events)
         events.append({"event": "start", "attempt": name, "time": time.time(), "step": self._step})
-        write_whole(folder / NAME, _lines(events), self.lock.check)
+        write_whole(folder / NAME, lines(events), self.lock.check)
         return name
 
     @property
@@ -308,7 +151,7 @@ class Attempt:
     def _append(self, event: Event) -> None:
         with self._writing, suppress(OSError):
             if self._file is not None and self.lock.is_mine():
-                os.write(self._file, _lines([event]))
+                os.write(self._file, lines([event]))
 
     def close(self) -> None:
         """Close the files; later records are discarded."""

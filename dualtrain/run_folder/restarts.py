@@ -20,7 +20,8 @@ from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import DivergedError, UserError, is_final
 from dualtrain.files import or_nothing, read_json, write_json
 from dualtrain.run_folder import checkpoint
-from dualtrain.run_folder.attempts import Attempt, Death, Event, append_events, as_event, deaths_of, new_death, read_events
+from dualtrain.run_folder.attempt_events import Death, Event, append_events, as_event, deaths_of, new_death, read_events
+from dualtrain.run_folder.attempts import Attempt
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"

@@ -30,7 +30,8 @@ from dualtrain.errors import BackendError, DivergedError, StoppedError, UserErro
 from dualtrain.files import absolute, cure_of
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
-from dualtrain.run_folder.attempts import Attempt, recoveries_in
+from dualtrain.run_folder.attempt_events import recoveries_in
+from dualtrain.run_folder.attempts import Attempt
 from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.restarts import allow_restart, recorded

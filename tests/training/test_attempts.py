@@ -24,8 +24,9 @@ from dualtrain.errors import (
     StoppedError,
     UserError,
 )
-from dualtrain.run_folder import attempts, last_step, restarts
-from dualtrain.run_folder.attempts import Attempt, Death
+from dualtrain.run_folder import attempt_events, last_step, restarts
+from dualtrain.run_folder.attempt_events import Death
+from dualtrain.run_folder.attempts import Attempt
 from dualtrain.run_folder.folder_lock import FolderLock
 
 #: Flags of a run with four steps and an evaluation after every two steps.
@@ -109,7 +110,7 @@ def test_a_process_of_an_earlier_attempt_changes_nothing(tmp_path):
         old.train()
         new.begin(tmp_path, 0, backend)
         new.train()
-        files = [tmp_path / attempts.NAME, tmp_path / last_step.PROGRESS]
+        files = [tmp_path / attempt_events.NAME, tmp_path / last_step.PROGRESS]
         before = [path.read_bytes() for path in files]
         assert not old.is_newest
         assert new.is_newest
@@ -128,7 +129,7 @@ def test_the_number_of_each_step_is_recorded_before_the_next_step(tmp_path):
         attempt = Attempt(FolderLock())
         attempt.begin(tmp_path, 0, backend)
         attempt.train()
-        name = attempts.read_events(tmp_path)[-1]["attempt"]
+        name = attempt_events.read_events(tmp_path)[-1]["attempt"]
         for step in range(1, 5):
             attempt.step(step)
             assert last_step.last_step_of(tmp_path, name)[0] == step
@@ -170,7 +171,7 @@ def test_nothing_is_recorded_once_another_process_owns_the_folder(tmp_path, call
 
 def test_only_the_process_that_owns_the_folder_adds_events(tmp_path):
     with pytest.raises(UserError, match="took over"):
-        attempts.append_events(tmp_path, Superseded(), {"event": "refusal", "reason": "bad data"})
+        attempt_events.append_events(tmp_path, Superseded(), {"event": "refusal", "reason": "bad data"})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,10 +193,10 @@ def diverge(attempt: Attempt, backend: Backend) -> None:
 def test_the_step_of_a_death_is_the_later_of_the_steps_in_the_event_and_in_the_progress_file(tmp_path, more):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **more}
-    (tmp_path / attempts.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")
+    (tmp_path / attempt_events.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")
     (tmp_path / last_step.PROGRESS).write_text("a 7 1.5\n")
-    events = attempts.read_events(tmp_path)
-    death = attempts.new_death(tmp_path, events)
+    events = attempt_events.read_events(tmp_path)
+    death = attempt_events.new_death(tmp_path, events)
     assert death is not None
     assert len(events) == 1 + (more != {"step": "8"})
     assert death.step == (8 if more == {"step": 8} else 7)
@@ -222,7 +223,7 @@ def test_the_failure_of_another_rank_is_recorded_as_the_cause(tmp_path, monkeypa
             body()
         assert [failure.rank for failure in reports] == [3]
         monkeypatch.undo()
-        death = attempts.new_death(tmp_path, attempts.read_events(tmp_path))
+        death = attempt_events.new_death(tmp_path, attempt_events.read_events(tmp_path))
         assert death is not None
         assert (death.cause, death.rank, death.trained, death.step) == ("died: without a report", 3, False, 5)
         assert death.describe() == "rank 3 died: without a report, while the run started"
@@ -242,10 +243,10 @@ def test_invalid_lines_of_the_event_file_are_ignored(tmp_path):
     good = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     bad = [[], {"event": []}, {"event": "start"}, {**good, "step": "2"}, {**good, "time": float("nan")}, {"event": "x"}]
     text = "\n".join(json.dumps(value) for value in [*bad, good])
-    (tmp_path / attempts.NAME).write_bytes(b"\xff\n" + text.encode() + b'\n{"event"')
-    assert attempts.read_events(tmp_path) == [good]
+    (tmp_path / attempt_events.NAME).write_bytes(b"\xff\n" + text.encode() + b'\n{"event"')
+    assert attempt_events.read_events(tmp_path) == [good]
     (tmp_path / last_step.PROGRESS).write_text("a x y")
-    death = attempts.new_death(tmp_path, [good])
+    death = attempt_events.new_death(tmp_path, [good])
     assert death == Death("a", 1.0, "not known", None, False, 2, False)
 
 
@@ -306,12 +307,12 @@ def test_one_transient_record_of_a_failure_makes_the_death_transient(tmp_path):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "stopped", "rank": 1, "requested": False}
     lines = [start, failure, {**failure, "transient": True}, {**failure, "transient": 7}]
-    (tmp_path / attempts.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = attempts.read_events(tmp_path)
-    death = attempts.new_death(tmp_path, events)
+    (tmp_path / attempt_events.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = attempt_events.read_events(tmp_path)
+    death = attempt_events.new_death(tmp_path, events)
     assert (len(events), death.transient) == (3, True)
-    attempts.append_events(tmp_path, FolderLock(), attempts.as_event(death))
-    assert attempts.deaths_of(attempts.read_events(tmp_path)) == [death]
+    attempt_events.append_events(tmp_path, FolderLock(), attempt_events.as_event(death))
+    assert attempt_events.deaths_of(attempt_events.read_events(tmp_path)) == [death]
 
 
 DIVERGING = ("--lr", "1e30")
@@ -376,7 +377,7 @@ def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypa
             attempt.step(1)
             attempt.fail("stopped", 0)
             attempt.close()
-    death = attempts.new_death(tmp_path, attempts.read_events(tmp_path))
+    death = attempt_events.new_death(tmp_path, attempt_events.read_events(tmp_path))
     assert death is not None
     assert (death.cause, death.step) == ("not known", 0)
     assert abs(death.time - time.time()) < 600
@@ -385,7 +386,7 @@ def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypa
 def test_a_death_has_the_last_step_of_its_own_attempt_and_is_recorded_once(tmp_path):
     last_step.LastStep(tmp_path, "earlier", 7, FolderLock()).close()
     start = {"event": "start", "attempt": "newest", "time": 1.0, "step": 3}
-    death = attempts.new_death(tmp_path, [start])
+    death = attempt_events.new_death(tmp_path, [start])
     assert death is not None
     assert (death.step, death.trained) == (3, False)
-    assert attempts.new_death(tmp_path, [start, attempts.as_event(death)]) is None
+    assert attempt_events.new_death(tmp_path, [start, attempt_events.as_event(death)]) is None

@@ -26,7 +26,7 @@ from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
 from dualtrain.models import build, classifiers
 from dualtrain.run_folder import checkpoint, checkpoint_writer
-from dualtrain.run_folder.attempts import append_events, read_events
+from dualtrain.run_folder.attempt_events import append_events, read_events
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile, step_of
 from dualtrain.trainer.optimizer_state import check_state
