@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 
 from dualtrain.errors import UserError
@@ -55,12 +56,30 @@ class World:
     served: bool = False
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.rank, Integral) and isinstance(self.size, Integral)):
+            raise UserError(
+                f"rank {self.rank!r} in a world of {self.size!r} is no place: give World both as whole numbers, such as "
+                "int(os.environ['RANK'])"
+            )
         if not 0 <= self.rank < self.size <= _LARGEST_SIZE:
             valid = "ranks go from 0 to the size minus 1" if self.size <= _LARGEST_SIZE else "no job has so many ranks"
+            given = f"rank {self.rank} in a world of {self.size}"
+            if self.launcher == "none":
+                raise UserError(f"{given} does not exist: {valid}; give World the rank and the size of this process")
             raise UserError(
-                f"{self.launcher} gave rank {self.rank} in a world of {self.size} ({self.because()}): "
+                f"{self.launcher} gave {given} ({self.because()}): "
                 f"{valid}; start all processes with one launcher, from a clean environment"
             )
+        match self.rendezvous:
+            case None:
+                pass
+            case (str(), Integral() as port) if 0 < port < 65536:
+                pass
+            case _:
+                raise UserError(
+                    f"rendezvous={self.rendezvous!r} is no address: give World the host of rank 0 as text, and a port from "
+                    '1 to 65535 as a number, such as ("127.0.0.1", 29500)'
+                )
 
     def because(self) -> str:
         """Return the variables that the attributes come from, as text for messages."""

@@ -254,6 +254,23 @@ def test_a_size_that_does_not_fit_into_a_signed_32_bit_integer_is_refused():
         detect_world({"RANK": "0", "WORLD_SIZE": "2147483648", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
 
+@pytest.mark.parametrize("place", [("0", "2"), (None, 2), (0, 2.0)])
+def test_a_world_made_by_the_program_needs_whole_numbers(place):
+    with pytest.raises(UserError, match="is no place: give World both as whole numbers"):
+        World(*place)
+
+
+def test_a_rank_that_is_not_in_the_world_of_the_program_is_refused():
+    with pytest.raises(UserError, match=r"^rank 2 in a world of 2 does not exist: ranks go from 0 .* give World the rank"):
+        World(2, 2)
+
+
+@pytest.mark.parametrize("rendezvous", [("a", "29500"), ("a", 0), ("a", 65536), "a:29500", (None, 29500), ("a", 1, 2)])
+def test_a_rendezvous_that_is_no_address_is_refused(rendezvous):
+    with pytest.raises(UserError, match="is no address: give World the host of rank 0 as text, and a port from 1 to 65535"):
+        World(0, 2, rendezvous=rendezvous)
+
+
 def test_a_slurm_step_id_that_is_no_number_is_no_step():
     assert detect_world({**SRUN, "SLURM_STEP_ID": "²"}).launcher == "none"
 
