@@ -20,7 +20,6 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from dualtrain.rendezvous.connection import Connection
 
 HEADER = 8  # size of a frame's header in bytes; the header is the number of bytes that follow it
-_SLICE_SECONDS = 0.25  # a send or receive that takes longer is interrupted, to check for failed ranks
 
 
 class CallChannel:
@@ -35,7 +34,7 @@ class CallChannel:
         size: the number of ranks.
         connections: on rank 0, one to every other rank; on other ranks, one to rank 0.
         await_all: function that runs an exchange: it calls ``next`` on the given iterator until the iterator ends. Each
-            call of ``next`` blocks for about a quarter of a second at most, and may raise OSError or ValueError.
+            call of ``next`` blocks for about as long as :meth:`limit` has set, and may raise OSError or ValueError.
     """
 
     def __init__(
@@ -44,12 +43,20 @@ class CallChannel:
         self._rank, self._size, self._await = rank, size, await_all
         self._sockets = [one.socket for one in sorted(connections, key=lambda one: one.rank)]
         self._unfinished: deque[Generator[None, None, None]] = deque()
+        self._seconds = 0.0
+        self.limit(0.25)
         for one in self._sockets:
-            one.settimeout(_SLICE_SECONDS)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 # If a message is longer than the system's buffers, its sender waits until the other rank makes its call.
                 # The system must not take this wait for a broken connection; ``watch.py`` detects a host that is cut off.
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+    def limit(self, seconds: float) -> None:
+        """Set how long a send or receive may block: a longer one is interrupted, to do other work, and then continues."""
+        if seconds != self._seconds:
+            self._seconds = seconds
+            for one in self._sockets:
+                one.settimeout(seconds)
 
     def exchange(
         self,

@@ -308,7 +308,12 @@ class TorchBackend(Backend):
 
     def _await_exchange(self, steps: Iterator[None]) -> None:
         ended = object()
-        self.await_bounded(_COMPARING, lambda _: next(steps, ended) is ended)
+
+        def finished(seconds: float) -> bool:
+            self._channel.limit(seconds)
+            return next(steps, ended) is ended
+
+        self.await_bounded(_COMPARING, finished)
 
     @property
     def gradient_path(self) -> GradientPath:

@@ -14,6 +14,9 @@ from dualtrain.launchers import World
 T = TypeVar("T")
 
 _ONE_THREAD = "their calls have no common order on all ranks, so make a channel() for the second thread"
+_POLL_SECONDS = 0.25  # how often a wait checks for failed ranks
+#: Longest step of a wait while other operations are unfinished.
+SLICE_SECONDS = 5e-4
 _REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
 _LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
@@ -27,12 +30,15 @@ class Waits:
         timeout: the longest time in seconds that any wait lasts.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
+        meanwhile: called during waits for the library. Advances other operations, which another rank may wait for before it
+            makes the library's call. Does not block. Returns how many of these operations are unfinished.
         on_wait: called about four times a second during a wait, with this backend, the operation and the seconds waited.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
             See :meth:`whole_call`. It is also set if a comparison of calls or a sum has failed on this rank alone.
     """
 
     watch: Watch | None = None
+    meanwhile: Callable[[], int] | None = None
     on_wait: Callable[[Any, str, float], None] | None = None
     interrupted: type[BaseException] | None = None
 
@@ -52,8 +58,10 @@ class Waits:
         """Number of processes in the backend."""
         return self.world.size
 
-    def await_bounded(self, what: str, finished: Callable[[float], bool]) -> None:
+    def await_bounded(self, what: str, finished: Callable[[float], bool], *, alone: bool = False) -> None:
         """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.
+
+        With ``alone``, do not call ``meanwhile``: ``finished`` itself advances other operations.
 
         Raises:
             PeerFailedError: a rank failed during the wait.
@@ -61,9 +69,10 @@ class Waits:
         """
         start = time.monotonic()
         reported = False
+        meanwhile = None if alone else self.meanwhile
         left_at: float | None = None  # seconds after ``start`` at which a rank was found to have left normally
         try:
-            while not finished(0.25):
+            while not finished(SLICE_SECONDS if meanwhile is not None and meanwhile() else _POLL_SECONDS):
                 seconds = time.monotonic() - start
                 failure = self._peer_failure()
                 if failure is not None and failure.quiet:

@@ -53,13 +53,11 @@ def after_the_wait_for_a_post(backend, count):
         if backend.rank == 0:
             semaphores = memory._semaphores
             # try_wait() never succeeds, so this rank must wait for the post.
-            with (
-                mock.patch.object(semaphores, "try_wait", return_value=False),
-                after(memory, "_wait_and_progress", bool),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                backend.start_sum(tensor, f"sum {number}").wait()
-            memory.finish()
+            with mock.patch.object(semaphores, "try_wait", return_value=False):
+                work = backend.start_sum(tensor, f"sum {number}")
+                with after(memory, "_wait_and_progress", bool), pytest.raises(KeyboardInterrupt):
+                    work.wait()
+            work.wait()
         else:
             backend.start_sum(tensor, f"sum {number}").wait()
         assert tensor.unique().tolist() == [3.0]

@@ -354,6 +354,38 @@ def group_between(backend):
     assert tensor.tolist() == [backend.size] * 5
 
 
+def sum_beside_a_call(backend):
+    """Rank 0 starts a sum before a call, the other ranks after it. The call is a group's, or the library makes it."""
+    group = backend.group(range(backend.size))
+    tensor = torch.ones(5000)
+    for call in (group.barrier, partial(backend.exchange_short, [1] * 1000)):
+        if backend.rank:
+            call()
+        work = backend.start_sum(tensor, "t")
+        if not backend.rank:
+            call()
+        work.wait()
+    assert tensor.unique().tolist() == [backend.size**2]
+
+
+def test_ranks_may_order_a_sum_and_the_librarys_calls_differently(shared):
+    shared(sum_beside_a_call)
+
+
+def asynchronous_group_call(backend):
+    """On rank 0, wait for the group's call before the next call; on the other ranks, wait for it after this call."""
+    group, tensor = backend.group(range(backend.size)), torch.ones(3)
+    for _ in range(10):
+        work = group.allreduce_async(tensor, "sum")
+        if backend.rank == 0:
+            work.wait()
+        assert backend.allreduce(tensor, "sum").tolist() == work.wait().tolist() == [backend.size] * 3
+
+
+def test_an_asynchronous_call_of_a_group_runs_during_other_calls(shared):
+    shared(asynchronous_group_call)
+
+
 def test_a_groups_call_does_not_block_a_sum(shared):
     shared(group_between)
 

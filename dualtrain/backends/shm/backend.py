@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends.agreement import Call, agree
-from dualtrain.backends.base import GradientPath, ReduceOp, Short, Work
+from dualtrain.backends.base import GradientPath, ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm.reductions import SharedMemory
 from dualtrain.backends.shm.segment import UnsharedError
@@ -31,7 +31,7 @@ class DelegatingBackend(Backend):
         self.name, self.transport, self.versions, self.narrow = inner.name, inner.transport, inner.versions, inner.narrow
         self.hosts, self.members, self.is_group = inner.hosts, inner.members, inner.is_group
 
-    # Keep the next three attributes in the inner backend, whose waits use them.
+    # Keep the next four attributes in the inner backend, whose waits use them.
 
     @property
     def timeout(self) -> float:
@@ -50,6 +50,15 @@ class DelegatingBackend(Backend):
     @watch.setter
     def watch(self, watch: Watch | None) -> None:
         self.inner.watch = watch
+
+    @property
+    def meanwhile(self) -> Callable[[], int] | None:
+        """See :class:`~dualtrain.backends.waits.Waits`."""
+        return self.inner.meanwhile
+
+    @meanwhile.setter
+    def meanwhile(self, function: Callable[[], int] | None) -> None:
+        self.inner.meanwhile = function
 
     @property
     def on_wait(self) -> Callable[[Any, str, float], None] | None:
@@ -131,8 +140,11 @@ class SharedMemoryBackend(DelegatingBackend):
         self.calls = SharedMemory(inner, across, beside)
         self.memory.add_partner(self.calls)
         self.calls.add_partner(self.memory)
+        self._beside = beside
         if reserved:
             self.memory.reserve(reserved)
+        # Another rank may wait for this rank's operations in the memory before it makes the library's call.
+        self.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -188,32 +200,12 @@ class SharedMemoryBackend(DelegatingBackend):
         return shared
 
     def adapt_group(self, group: Backend) -> Backend:
-        return LibraryGroup(group, (self.memory, self.calls))
+        group.meanwhile = self._progress
+        return DelegatingBackend(group)
+
+    def _progress(self) -> int:
+        return sum(memory.progress() for memory in (self.memory, self.calls, *self._beside))
 
     def release(self) -> None:
         self.memory.close()
         self.calls.close()
-
-
-class LibraryGroup(DelegatingBackend):
-    """Group of a :class:`SharedMemoryBackend`; all its operations use the library.
-
-    Before the group compares calls, it finishes the operations in ``memories``. Otherwise this rank could wait in the
-    comparison for a rank that waits for this one in such an operation.
-    """
-
-    def __init__(self, inner: Backend, memories: Sequence[SharedMemory]) -> None:
-        super().__init__(inner)
-        self._memories = memories
-
-    def _finish(self) -> None:
-        for memory in self._memories:
-            memory.finish()
-
-    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        self._finish()
-        return self.inner.exchange(vector)
-
-    def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
-        self._finish()
-        return self.inner.exchange_call(numbers, data)

@@ -37,9 +37,9 @@ from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
 from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into, reduced
 from dualtrain.backends.sum_order import SumOrder
+from dualtrain.backends.waits import SLICE_SECONDS
 from dualtrain.errors import BackendError, PeerFailedError
 
-_SLICE_SECONDS = 5e-4  # longest sleep of a blocking wait while other operations are unfinished
 _VECTOR_BYTES = 1 << 10  # smallest size of a slot for exchanged vectors; a rank's two slots are enlarged to whole pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operation of this rank was interrupted
@@ -253,12 +253,6 @@ class SharedMemory:
             if until is not None and not until.ended:
                 self._raise_failure(until.what)
 
-    def finish(self) -> None:
-        """Block until all operations have ended. Call this before a wait for the library, which does not advance them."""
-        with self._lock:
-            if self._pending:
-                self.advance(self._pending[-1])
-
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers``, through memory if all ranks are on this host and there are few numbers. Blocks.
 
@@ -267,8 +261,6 @@ class SharedMemory:
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
-            for memory in (self, *self._partners):
-                memory.finish()
             gathered = self._library.exchange_short(numbers)
         return gathered
 
@@ -385,7 +377,7 @@ class SharedMemory:
             what = _COMPARING if kind == _VECTOR else self._pending[0].what
             what = f"{what} (waiting for rank {self._ranks_here()[other]})"
             self._sleeping = True
-            self._library.await_bounded(what, partial(self._wait_and_progress, kind, other))
+            self._library.await_bounded(what, partial(self._wait_and_progress, kind, other), alone=True)
             self._sleeping = False
             return self._semaphores.try_wait(kind, other, spin=False)  # ``timed_wait`` has not consumed the post
         return False
@@ -397,7 +389,7 @@ class SharedMemory:
         if kind == _VECTOR:
             self.advance()
             unfinished = unfinished or bool(self._pending)
-        if self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds):
+        if self._semaphores.timed_wait(kind, other, SLICE_SECONDS if unfinished else seconds):
             return True
         # Read the interrupted byte before the semaphore: the other rank sets this byte after its last post.
         interrupted = self._tags[other][_INTERRUPTED_AT]
