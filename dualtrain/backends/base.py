@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -29,6 +29,9 @@ from dualtrain.errors import BackendError
 from dualtrain.launchers import World
 
 T_co = TypeVar("T_co", covariant=True)
+
+#: Error of a call after ``close()``.
+CLOSED = "this backend is closed: make its last call before close()"
 
 
 class ReduceOp(enum.Enum):
@@ -314,6 +317,16 @@ def refuse_other_devices(tensor: torch.Tensor) -> None:
             f"a tensor on the device {str(tensor.device)!r} cannot be sent to other ranks: move it to the CPU or to a GPU "
             "(cuda)"
         )
+
+
+class Closed:
+    """Replacement for the library objects of a closed backend: each use raises BackendError.
+
+    Not all calls check whether the backend is open: a sum of gradients, which starts in backward, does not.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise BackendError(CLOSED)
 
 
 class Done(Work[None]):

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from dualtrain.backends.agreement import Call, refuse
-from dualtrain.backends.base import Primitives, Work
+from dualtrain.backends.base import CLOSED, Primitives, Work
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.errors import BackendError
@@ -111,7 +111,7 @@ class Calls(Primitives):
 
     def _check_open(self) -> None:
         if not self._open:
-            raise BackendError("this backend is closed: make its last call before close()")
+            raise BackendError(CLOSED)
 
     def _checked_root(self, root: int) -> int:
         root = index(root)  # convert any integer type to int: the ranks compare the text of the call

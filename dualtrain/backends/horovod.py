@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from dualtrain.backends.agreement import fingerprint
-from dualtrain.backends.base import ReduceOp, Work, refuse_other_devices
+from dualtrain.backends.base import Closed, ReduceOp, Work, refuse_other_devices
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.inference import ordinary
 from dualtrain.differences import refuse_unlike
@@ -316,7 +316,7 @@ class HorovodBackend(Backend):
         # Process sets stay until the world ends: removing one needs every rank of the world.
         if self._owns_world:
             self.library.shutdown()
-            self._store = None
+            self.library, self._store = Closed(), None
 
 
 def _initialise(

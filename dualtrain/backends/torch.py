@@ -39,7 +39,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from dualtrain.backends.agreement import Call, agree, exchange_text
-from dualtrain.backends.base import Done, GradientPath, ReduceOp, Reduction, Short, Work, refuse_other_devices
+from dualtrain.backends.base import Closed, Done, GradientPath, ReduceOp, Reduction, Short, Work, refuse_other_devices
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.host_cores import cores_of_host
@@ -254,7 +254,7 @@ class TorchBackend(Backend):
             connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
         except dist.DistStoreError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
-        self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
+        self._channel: Any = CallChannel(self.rank, self.size, connections, self._await_exchange)
 
     def _cores(self) -> int:
         """Return how many cores the ranks may use together, if all of them are on one host. Collective; blocks."""
@@ -422,6 +422,7 @@ class TorchBackend(Backend):
         if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
             return  # a forked child must not end its parent's groups
         self._channel.close()
+        self._channel = Closed()
         # The program may have destroyed this backend's default group, and made another one.
         if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
@@ -437,7 +438,7 @@ class TorchBackend(Backend):
     def forget_groups(self) -> None:
         """Drop this backend's references to its groups."""
         self._groups.clear()
-        self._sums = self._calls = self._nccl = None
+        self._sums = self._calls = self._nccl = Closed()
 
 
 class _RanksOfStore:

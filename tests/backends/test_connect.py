@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
+import dualtrain
 from dualtrain import BackendError, UserError, connect
 from dualtrain.backends import torch as torch_backend
 from dualtrain.backends.factory import (
@@ -461,6 +462,19 @@ def test_a_call_after_close_is_refused():
         backend.allreduce(torch.ones(2))
     with pytest.raises(BackendError, match="closed"):
         backend.allreduce_async(torch.ones(2))
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("transport", ["native", "shm"])
+def test_a_backward_pass_after_close_is_refused(transport, started):
+    with connect("torch", world=ALONE, transport=transport) as backend:
+        model = torch.nn.Linear(2, 1)
+        optimizer = dualtrain.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        if started:
+            model(torch.ones(2)).sum().backward()
+    with pytest.raises(BackendError, match=r"(^| cannot be done: )this backend is closed: make its last call"):
+        model(torch.ones(2)).sum().backward()
+    optimizer.close()
 
 
 def test_a_with_statement_closes_the_backend_and_propagates_exceptions():

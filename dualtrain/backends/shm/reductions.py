@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dualtrain.backends.base import GradientPath, Primitives, ReduceOp, Work
+from dualtrain.backends.base import CLOSED, GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
 from dualtrain.backends.shm.segment import UnsharedError, map_on_host
@@ -300,7 +300,7 @@ class SharedMemory:
             if self._failure is None:
                 with suppress(BackendError):
                     self.advance()
-                self._failure = BackendError("this backend is closed: make its last call before close()")
+                self._failure = BackendError(CLOSED)
             self._pending.clear()
             self._regions.clear()
             if self._reserved is not None:
@@ -435,7 +435,8 @@ class SharedMemory:
             self._fail(stopped, BackendError(f"{stopped} was interrupted by {kind.__name__} and cannot continue"))
         if self._failure is None:
             return
-        message = f"{what} cannot be done after an earlier failure: {self._failure}"
+        closed = str(self._failure) == CLOSED
+        message = f"{what} cannot be done{'' if closed else ' after an earlier failure'}: {self._failure}"
         if isinstance(self._failure, PeerFailedError):
             raise PeerFailedError(message, self._failure.failure) from self._failure
         raise BackendError(message) from self._failure
