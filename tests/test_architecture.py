@@ -83,7 +83,7 @@ LAYERS = {
     ],
     "trainer": [
         {"common_buffers", "description", "machine", "modes", "objective", "optimizer_state", "precision", "rank_state"},
-        {"arguments", "data_parallel", "same_run", "same_weights", "step", "torch_losses"},
+        {"arguments", "averaged_weights", "data_parallel", "same_run", "same_weights", "step", "torch_losses"},
         {"fixed_state", "passes"},
         {"parts"},
         {"virtual_ranks"},

@@ -9,15 +9,17 @@ from torch import nn
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode for the block, and restore each module's own mode after it."""
-    before = [(module, module.training) for module in model.modules()]
-    training = model.training
-    model.eval()
+def evaluation_mode(*parts: object) -> Iterator[None]:
+    """Set evaluation mode of the modules among ``parts`` for the block, and restore each module's own mode after it."""
+    roots = {id(part): (part, part.training) for part in parts if isinstance(part, nn.Module)}.values()
+    before = [(module, module.training) for root, _ in roots for module in root.modules()]
+    for root, _ in roots:
+        root.eval()
     try:
         yield
     finally:
-        model.train(training)  # the user's own train() may do more than set the mode
+        for root, training in roots:
+            root.train(training)  # the user's own train() may do more than set the mode
         for module, mode in before:
             if module.training != mode:
                 module.training = mode

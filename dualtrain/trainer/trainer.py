@@ -6,7 +6,6 @@ for each batch; your own program can do the same, or pass a loader to ``fit``.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,9 +29,11 @@ from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
 from dualtrain.trainer.arguments import check_arguments, check_options, check_schedule, stateful
+from dualtrain.trainer.averaged_weights import add_buffers, copy_extra_state, parameters_of, wraps
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.objective import (
     NAMES,
+    Adapted,
     CrossEntropy,
     Loss,
     Objective,
@@ -45,7 +46,7 @@ from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.trainer.parts import Batches, Evaluation, Parts, RankParts, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.precision import DTYPES, Precision, check_range, ignore_order_warning
-from dualtrain.trainer.rank_state import buffers_of, restore_buffers, trained_ranks, with_extra_state
+from dualtrain.trainer.rank_state import buffers_of, restore_buffers, trained_ranks
 from dualtrain.trainer.same_run import compare_arguments, compare_trainer
 from dualtrain.trainer.same_weights import compare_weights
 from dualtrain.trainer.step import CONTROL_FLAGS, Step, StepScalars
@@ -71,8 +72,10 @@ class Trainer:
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
-        forward: computes the outputs in place of ``model``: the compiled model, or an ``nn.DataParallel`` of it.
-        measure: in training, replaces ``forward`` and ``loss``: an ``Objective`` that is called with (inputs, targets).
+        forward: computes the outputs in place of ``model``: the compiled model, an ``nn.DataParallel`` of it, or a function
+            that calls ``model``.
+        measure: in training, replaces ``forward`` and ``loss``: is called with (inputs, targets), and returns what a
+            function or an ``Objective`` may return as ``loss``.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, if the kind of processor and torch's number of threads are the same. With
             several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
@@ -105,14 +108,14 @@ class Trainer:
         ema: float | None = None,
         compress: str = "none",
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        measure: Objective | None = None,
+        measure: Loss | Objective | None = None,
         virtual_ranks: int | None = None,
         seed: int = 0,
     ) -> None:
         check_arguments(model, optimizer, backend)
         check_schedule(schedule, optimizer)
         check_options(clip_norm, compress, virtual_ranks)
-        self._loss = stateful(loss, model, optimizer)
+        self._given_loss, self._loss = loss, stateful(loss, model, optimizer)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
@@ -144,7 +147,7 @@ class Trainer:
             sum_order=self._parts.order,
         )
         run, objective = self._forward, self.objective  # not self, which would be in a reference cycle
-        measured = (lambda inputs, targets: objective(run(inputs), targets)) if measure is None else measure
+        measured = (lambda inputs, targets: objective(run(inputs), targets)) if measure is None else Adapted(measure)
         count = count_of(objective) if measure is None else None
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback, count=count)
         self._epochs = 0  # epochs that fit() has completed
@@ -249,10 +252,10 @@ class Trainer:
             if not self._ema_updated:
                 # The first forward may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of
                 # the two models by position.
-                _add_buffers(self.ema.module, self.model)
+                add_buffers(self.ema.module, self.model)
                 self._ema_updated = True
             self.ema.update_parameters(self.model)
-            _copy_extra_state(self.ema.module, self.model)
+            copy_extra_state(self.ema.module, self.model)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all groups of the optimizer."""
@@ -391,8 +394,13 @@ class Trainer:
             prefix: the beginning of the names in the result.
         """
         self._compare_weights()
-        model = self.evaluated
-        forward = self._forward if self.ema is None else model
+        model, forward = self.evaluated, self._forward
+        averaged: AbstractContextManager[None] = nullcontext()
+        if self.ema is not None and wraps(forward, self.model):
+            forward = model
+        elif self.ema is not None:  # a function of the user computes with the trained model, so put the average there
+            model, averaged = self.model, parameters_of(self.model, model)
+        loss = self._given_loss if objective is None else objective
         objective = self.objective if objective is None else as_objective(objective)
 
         def sums(batches: Evaluation) -> list[float]:
@@ -404,8 +412,7 @@ class Trainer:
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
             return total
 
-        mode = nullcontext() if self._loss is None else evaluation_mode(self._loss)
-        with self.common_buffers(), evaluation_mode(model), mode:
+        with averaged, self._parts.common_buffers(model), evaluation_mode(model, self._forward, loss):
             total = self._parts.evaluate(batches, sums, model)
         return metrics(total, prefix)
 
@@ -482,8 +489,8 @@ class Trainer:
             else:
                 self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not the buffers of the rank that wrote the file.
-            _add_buffers(self.ema.module, self.model)
-            _copy_extra_state(self.ema.module, self.model)
+            add_buffers(self.ema.module, self.model)
+            copy_extra_state(self.ema.module, self.model)
             own = dict(self.model.named_buffers())
             for name, average in self.ema.module.named_buffers():
                 if name in own:  # an evaluation may have made buffers that only the averaged model has
@@ -524,23 +531,6 @@ def _length(loader: Iterable[Any]) -> float:
         return len(loader)  # type: ignore[arg-type]
     except Exception:  # a loader's own __len__ may raise any error
         return math.inf
-
-
-def _add_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Copy to ``average``, an older copy of ``model``, the buffers that are missing or ``None`` there."""
-    for copied, module in zip(average.modules(), model.modules(), strict=True):
-        for name, buffer in module.named_buffers(recurse=False):
-            if not hasattr(copied, name):
-                copied.register_buffer(name, buffer.detach().clone())
-            elif getattr(copied, name) is None:
-                setattr(copied, name, buffer.detach().clone())
-
-
-def _copy_extra_state(average: nn.Module, model: nn.Module) -> None:
-    found = with_extra_state(model)
-    modules = dict(average.named_modules()) if found else {}  # not get_submodule(), which modules of TorchScript refuse
-    for name, module in found.items():
-        modules[name].set_extra_state(copy.deepcopy(module.get_extra_state()))
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:

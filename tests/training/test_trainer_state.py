@@ -483,6 +483,14 @@ class Counted(nn.Module):
         return nn.functional.cross_entropy(outputs, targets)
 
 
+class Noisy(nn.Module):
+    """A loss without buffers, or a function's part of the forward pass. It has another value in training."""
+
+    def forward(self, outputs, targets=None):
+        factor = 100.0 if self.training else 1.0
+        return outputs * factor if targets is None else nn.functional.cross_entropy(outputs, targets) * factor
+
+
 def test_a_loss_is_evaluated_in_evaluation_mode():
     model, loss = net(), Counted()
     with connect("local") as backend:
@@ -491,6 +499,51 @@ def test_a_loss_is_evaluated_in_evaluation_mode():
         assert (loss.seen.item(), loss.training) == (0, True)
         trainer.step([batch()], 6)
         assert loss.seen.item() == 6
+
+
+@pytest.mark.parametrize("given", ["loss", "objective", "forward"])
+def test_all_modules_of_an_evaluation_are_in_evaluation_mode(given):
+    model, noisy = net(), Noisy()
+    around = nn.Sequential(noisy, model) if given == "forward" else None
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, noisy if given == "loss" else None, forward=around, backend=backend)
+        found = trainer.evaluate([batch()], noisy if given == "objective" else None)["val_loss"]
+    model.eval()
+    assert found == pytest.approx(nn.functional.cross_entropy(model(batch()[0]), batch()[1]).item())
+    assert noisy.training
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+def test_a_function_as_forward_is_evaluated_with_the_averaged_weights(virtual_ranks):
+    model = net()
+    with connect("local") as backend:
+        trainer = Trainer(
+            *(model, torch.optim.SGD(model.parameters(), 0.5)),
+            forward=lambda inputs: model(inputs) * 3,
+            ema=0.9,
+            backend=backend,
+            virtual_ranks=virtual_ranks,
+        )
+        for _ in range(3):
+            trainer.step([batch()] if virtual_ranks is None else trainer.split(batch()), 6)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        found = trainer.evaluate([batch()] if virtual_ranks is None else trainer.split(batch()))["val_loss"]
+        average = trainer.evaluated.eval()
+    assert found == pytest.approx(nn.functional.cross_entropy(average(batch()[0]) * 3, batch()[1]).item())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(next(average.parameters()), next(model.parameters()))
+
+
+def test_measure_may_return_a_mean():
+    model = net()
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        mean = nn.functional.cross_entropy(model(batch()[0]), batch()[1]).item()
+        trainer = Trainer(
+            *(model, optimizer), measure=lambda x, y: nn.functional.cross_entropy(model(x), y), backend=backend
+        )
+        assert trainer.step([batch()], 6).loss == pytest.approx(mean)
 
 
 def test_a_loss_that_changes_its_buffers_is_refused_with_virtual_ranks():
