@@ -168,7 +168,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     else:
         show(reason, sys.stderr)
         print_error(line, backend.rank, backend.size)
-    backend.abort(reason)
+    backend.abort(f"{line}\n{error.trace}" if isinstance(error, UserError) else reason)
     return status
 
 

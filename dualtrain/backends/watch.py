@@ -28,6 +28,8 @@ from dualtrain.rendezvous.connection import Connection, Ranks, cut_off, open_con
 #: A report of a peer failure, or of an operation that a rank waits for. It is sent as JSON.
 Message = dict[str, Any]
 
+#: Beginnings of a formatted traceback, without indentation.
+_TRACES = ("Traceback (", "Exception Group Traceback (")
 _HEADLINE = 400  # largest number of characters in the first line of a reason; the complete reason follows this line
 
 
@@ -102,8 +104,8 @@ class Watch:
         if self._may_leave():
             self._leaving = True
             headline = _headline(reason)
-            details = "" if headline == reason.strip() or not reason.strip() else f"\n{reason.strip()}"
-            self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}{details}")))
+            details = reason.strip().removeprefix(headline).strip("\n")
+            self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}\n{details}".rstrip())))
 
     def leave(self) -> None:
         """Report to the other ranks that this rank leaves the job normally."""
@@ -223,9 +225,15 @@ class Watch:
 
 
 def _headline(reason: str) -> str:
-    """Return ``reason`` in one line; for a formatted traceback, only the type and the message of the exception."""
+    """Return ``reason`` in one line.
+
+    If it begins with a formatted traceback, return the type and the message of the exception. Leave out a later traceback.
+    """
     lines = reason.strip().splitlines()
-    if lines and lines[0].startswith("Traceback ("):
+    traces = [number for number, line in enumerate(lines) if line.lstrip(" +").startswith(_TRACES)]
+    if traces and traces[0]:  # a message before a traceback
+        lines = lines[: traces[0]]
+    elif lines and lines[0].startswith("Traceback ("):
         # The exception follows the indented lines of the last frame. The exception's message may have several lines.
         last = max(number for number, line in enumerate(lines) if line.startswith(("  File ", "Traceback (")))
         after = range(last + 1, len(lines))

@@ -203,6 +203,8 @@ def aborts_with(backend, reason):
         (" \n", "no reason was given"),
         ("the disk is full", "the disk is full"),
         ("two\nlines", "two lines\ntwo\nlines"),
+        ("sample 5 failed\nTraceback (most …):\nKeyError: 5", "sample 5 failed\nTraceback (most …):\nKeyError: 5"),
+        ("a\nb\n  + Exception Group Traceback (…):", "a b\na\nb\n  + Exception Group Traceback (…):"),
     ],
 )
 def test_any_text_may_be_the_reason_of_an_abort(reason, said):
