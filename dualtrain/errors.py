@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,12 @@ from typing import Any
 
 #: Messages of torch's exceptions (of several types) for too little memory, or for a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
+
+#: Errors of a disk or a network. They may have gone when the same command starts again.
+_TEMPORARY = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EMFILE, errno.ENFILE),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
+)
 
 
 class UserError(ValueError):
@@ -134,6 +141,18 @@ def is_final(error: BaseException) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Return whether the same command may succeed later, because ``error`` has a cause such as a full disk."""
     return isinstance(error, NotSavedError) or (isinstance(error, UserError) and error.transient)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Return whether ``error``, or an error that led to it, is one of a disk or a network, such as a reset connection."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if isinstance(each, ConnectionError | TimeoutError) or (isinstance(each, OSError) and each.errno in _TEMPORARY):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False
 
 
 class NotSavedError(RuntimeError):

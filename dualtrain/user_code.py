@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from dualtrain.errors import BackendError, UserError, first_line, is_too_large, one_line
+from dualtrain.errors import BackendError, UserError, first_line, is_temporary, is_too_large, one_line
 from dualtrain.torchvision_shim import with_torchvision_shim
 
 
@@ -81,7 +81,7 @@ def user_code(what: str) -> Iterator[None]:
         reason = f"{what} failed: {in_one_line(error)}"
         if is_too_large(error) and not isinstance(error, OverflowError):
             reason = f"{what} is too large for this machine ({first_line(error)}): make it smaller"
-        raise UserError(reason, trace=user_traceback(error)) from error
+        raise UserError(reason, trace=user_traceback(error), transient=is_temporary(error)) from error
 
 
 @contextmanager
@@ -104,11 +104,11 @@ def enough_memory(cure: str) -> Iterator[None]:
 
 def in_one_line(error: BaseException) -> str:
     """Format an error: class, message, the model's layer that raised it, and the traceback's last line of user code."""
-    layer, line = _layer(error), ""
+    text, layer, line = one_line(error), _layer(error), ""
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_users(frame.filename):
             line = f", in {os.path.basename(frame.filename)}:{frame.lineno}"
-    return f"{type(error).__name__}: {one_line(error)}{f', in layer {layer}' if layer else ''}{line}"
+    return f"{type(error).__name__}{f': {text}' if text else ''}{f', in layer {layer}' if layer else ''}{line}"
 
 
 def user_traceback(error: BaseException) -> str:

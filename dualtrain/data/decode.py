@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, is_temporary
 from dualtrain.files import open_regular
 
 #: PIL detects a file's format from its content, not from its name. The list leaves out formats for which PIL starts an
@@ -25,15 +25,16 @@ def read_image(path: str | Path) -> Any:
         with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
             image.load()
     except UnidentifiedImageError as error:
-        raise _unreadable(path, f"it is none of {', '.join(FORMATS)}") from error
+        raise _unreadable(path, error, f"it is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # a damaged file or a decompression bomb can make PIL raise almost any exception
-        raise _unreadable(path, getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+        raise _unreadable(path, error, getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
     if image.mode.startswith(("I", "F")):
         # PIL would clip 16-bit values to 255: all but the darkest pixels would become white.
         raise UserError(f"the image {str(path)!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
     return image
 
 
-def _unreadable(path: str | Path, reason: str) -> UserError:
-    first = reason.partition("\n")[0]
-    return UserError(f"the image {str(path)!r} cannot be read ({first}): fix or delete it, or convert it to PNG")
+def _unreadable(path: str | Path, error: Exception, reason: str) -> UserError:
+    first, temporary = reason.partition("\n")[0], is_temporary(error)
+    cure = "repair the disk or the network" if temporary else "fix or delete it, or convert it to PNG"
+    return UserError(f"the image {str(path)!r} cannot be read ({first}): {cure}", transient=temporary)

@@ -208,13 +208,13 @@ class _Waits:
             kill_forkserver()
 
     def _ended_worker(self, seconds: float) -> str:
-        """Describe a worker that has failed, or fails within ``seconds``; return "" if none does."""
+        """Describe a worker that has ended, or ends within ``seconds``; return "" if none does."""
         workers = self._workers()
         if seconds:
             # The connection breaks before the worker's exit status is available: wait for the exit.
             multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
         for number, worker in enumerate(workers):
-            if worker.exitcode:
+            if worker.exitcode is not None:  # 0 too: the dataset's code may call sys.exit()
                 by, cause = _end_in_words(worker.exitcode)
                 return f"data worker {number} (process {worker.pid}) has ended with {by}: {cause}"
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import traceback
@@ -212,6 +213,26 @@ def test_an_exception_without_text_is_named_by_its_class():
 
     with pytest.raises(UserError, match=r"^--model failed: SilentError: its __str__ raised KeyError"), user_code("--model"):
         raise SilentError
+    with pytest.raises(UserError, match=r"^--model failed: StopIteration, in test_user_code\.py"), user_code("--model"):
+        raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (TimeoutError("timed out"), True),
+        (OSError(errno.ESTALE, "stale file handle", "x.npy"), True),
+        (FileNotFoundError(errno.ENOENT, "no such file", "x.npy"), False),
+        (OSError("image file is truncated"), False),
+        (ValueError("bad sample"), False),
+    ],
+)
+def test_an_error_of_a_disk_or_a_network_forbids_no_restart(error, transient):
+    for cause in (None, error):
+        with pytest.raises(UserError) as caught, user_code("sample 5 of the dataset"):
+            raise error if cause is None else RuntimeError("the bucket cannot be read") from cause
+        assert caught.value.transient is transient
 
 
 def fail_on(backend, ranks: tuple[int, ...]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dualtrain import processes
-from dualtrain.data import Batch, Source, Task, load_data, loader
+from dualtrain.data import Batch, Source, Task, decode, load_data, loader
 from dualtrain.data import draws as hashed
 from dualtrain.data.loader import LoaderSource, _Waits
 from dualtrain.data.text import CLS, IGNORED, MASK, PAD
@@ -265,7 +266,15 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
     with pytest.raises(UserError, match=r"train/cat/broken\.jpg' cannot be read") as refusal:
         epoch(task.train, 0, 1)
     assert "\n" not in str(refusal.value)
+    assert not refusal.value.transient
     task.close()
+
+
+def test_an_image_on_a_failing_disk_forbids_no_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "open_regular", lambda path: _raise(OSError(errno.EIO, "Input/output error", str(path))))
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair the disk") as refusal:
+        decode.read_image(tmp_path / "cat.jpg")
+    assert refusal.value.transient
 
 
 # ------------------------------------------------------------------------------------------------ text, synthetic, wrapped
@@ -420,6 +429,7 @@ def test_a_worker_that_was_killed_is_named(monkeypatch):
     ("status", "said"),
     [
         (5, "exit status 5: the dataset's code, or a library, ended it; .*--workers 0"),
+        (0, "exit status 0: the dataset's code, or a library, ended it"),
         (-signal.SIGSEGV, "SIGSEGV: the dataset's code, or a library, ended it"),
         (-signal.SIGBUS, "SIGBUS: too little shared memory, in most cases; enlarge /dev/shm"),
     ],
