@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from dualtrain.console import given_path, parser_of, print_error, refuse_removed_folder, show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
-from dualtrain.user_code import enough_memory
 
 if TYPE_CHECKING:
     import torch
@@ -198,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = parser.parse_args(arguments)
         refuse_removed_folder()
+        from dualtrain.user_code import enough_memory  # imports torch
+
         with enough_memory("check the run's task.json and config.json"):
             files = _expanded(given.images)
             answers = predict(given.run, files, best=given.best)

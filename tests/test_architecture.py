@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from dualtrain.__main__ import COMMANDS
 from tests.pool import ROOT
 
 PACKAGE = ROOT / "dualtrain"
@@ -237,9 +238,12 @@ def test_no_file_of_the_rendezvous_imports_torch():
         assert not [name for name in names if name.partition(".")[0] == "torch"], path.name
 
 
-def test_importing_the_rendezvous_does_not_load_torch():
+def test_importing_the_rendezvous_and_the_commands_does_not_load_torch():
+    # A command refuses wrong arguments before the slow import of torch, and a removed current folder before MKL ends it.
+    commands = [PACKAGE / f"{name}.py" for name, _ in COMMANDS.values()]
+    commands = [path if path.exists() else path.with_suffix("") / "__main__.py" for path in commands]
     program = "import sys\n"
-    program += "\n".join(f"import {module(path)}" for path in files_of("rendezvous"))
+    program += "\n".join(f"import {module(path)}" for path in (*files_of("rendezvous"), *commands))
     program += "\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
