@@ -420,7 +420,7 @@ def test_an_image_that_would_fill_the_memory_is_refused(tmp_path):
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
     (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
-    with pytest.raises(UserError, match=r"bomb\.png.*decompression bomb"):
+    with pytest.raises(UserError, match=r"bomb\.png.*decompression bomb.*: delete it, or make it smaller$"):
         decode(tmp_path / "bomb.png")
 
 
@@ -432,6 +432,9 @@ def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path
     assert "1 × 20000 pixels, which become 1310720000 pixels if the shorter side is scaled to 256" in str(refusal)
     assert not isinstance(ImageFiles(sample, Geometry(224, 256, "imagenet")).__getitems__(([0], 0)), UserError)
     assert not isinstance(ImageFiles(sample, Geometry(8, 8)).__getitems__(([0], 0)), UserError)
+    refusal = ImageFiles(sample, Geometry(8, 20000)).__getitems__(([0], 0))  # no image could be scaled to this size
+    assert "images cannot be scaled to 20000 pixels" in str(refusal)
+    assert "give a smaller --resize or --image-size" in str(refusal)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])

@@ -26,7 +26,9 @@ def read_image(path: str | Path) -> Any:
             image.load()
     except UnidentifiedImageError as error:
         raise _unreadable(path, error, f"it is none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # a damaged file or a decompression bomb can make PIL raise almost any exception
+    except Image.DecompressionBombError as error:
+        raise UserError(f"the image {str(path)!r} cannot be read ({error}): delete it, or make it smaller") from error
+    except Exception as error:  # a damaged file can make PIL raise almost any exception
         raise _unreadable(path, error, getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
     if image.mode.startswith(("I", "F")):
         # PIL would clip 16-bit values to 255: all but the darkest pixels would become white.

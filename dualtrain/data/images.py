@@ -40,17 +40,28 @@ class Geometry:
     interpolation: str = "bilinear"
 
     def check(self, image: Any) -> None:
-        """Raise ValueError if ``image`` is so long and thin that scaling its shorter side would fill the memory."""
+        """Raise an error if scaling the shorter side of ``image`` would fill the memory.
+
+        Raises:
+            UserError: ``resize`` is too large for any image.
+            ValueError: the image is too long and thin.
+        """
         from PIL import Image
 
         short, long = sorted(image.size)
         pixels = self.resize * self.resize * long // max(short, 1)
         limit = 2 * (Image.MAX_IMAGE_PIXELS or pixels)  # PIL refuses to open images with more pixels than this
-        if self.augment != "imagenet" and pixels > limit:
-            raise ValueError(
-                f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} pixels if the shorter side is scaled to "
-                f"{self.resize}"
+        if self.augment == "imagenet" or pixels <= limit:
+            return
+        if self.resize * self.resize > limit:
+            raise UserError(
+                f"images cannot be scaled to {self.resize} pixels (an image may have up to {limit} pixels in all): give a "
+                "smaller --resize or --image-size"
             )
+        raise ValueError(
+            f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} pixels if the shorter side is scaled to "
+            f"{self.resize}"
+        )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
         """Build a function that converts a PIL image to uint8 (3, size, size) and draws from torch's global generator."""
