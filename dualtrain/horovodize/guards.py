@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, cast
 
-from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.source import Source, last_name
 
 RANKS = ("rank", "local_rank", "cross_rank")
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
@@ -66,6 +66,9 @@ class Guards:
             return self.source.hvd(value.func)
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
             return self._returned.get(value.func.id, "")
+        if isinstance(value, ast.IfExp):  # hvd.rank() if args.horovod else 0
+            kinds = {self.rank(part) for part in (value.body, value.orelse) if not isinstance(part, ast.Constant)}
+            return kinds.pop() if len(kinds) == 1 else ""
         return self._ranks.get(ast.unparse(value), "") if isinstance(value, ast.Name | ast.Attribute) else ""
 
     @cached_property
@@ -74,8 +77,9 @@ class Guards:
         found = {}
         for name, function in self.source.functions.items():
             ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-            kinds = {self.source.hvd(end.func) for end in ends if isinstance(end, ast.Call)}
-            others = [end for end in ends if not isinstance(end, ast.Call | ast.Constant)]
+            arms = [arm for end in ends for arm in ([end.body, end.orelse] if isinstance(end, ast.IfExp) else [end])]
+            kinds = {self.source.hvd(arm.func) for arm in arms if isinstance(arm, ast.Call)}
+            others = [arm for arm in arms if not isinstance(arm, ast.Call | ast.Constant)]
             if len(kinds) == 1 and kinds <= set(RANKS) and not others:
                 found[name] = kinds.pop()
         return found
@@ -98,25 +102,52 @@ class Guards:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.signature(test.operand, depth)
             return inner and (not inner[0], inner[1])
-        if isinstance(test, ast.IfExp) and depth < 4:  # True if rank == 0 else False
+        if depth > 4:
+            return None
+        if isinstance(test, ast.IfExp):
+            if self.is_with_horovod(test.test):  # rank == 0 if args.horovod else True
+                return self.signature(test.orelse if self._is_off(test.test, True) else test.body, depth + 1)
+            # True if rank == 0 else False
             arms = [part.value if isinstance(part, ast.Constant) else None for part in (test.body, test.orelse)]
             inner = self.signature(test.test, depth + 1) if arms in ([True, False], [False, True]) else None
             return inner and (inner[0] is arms[0], inner[1])
         if isinstance(test, ast.BoolOp):
-            found = [part for value in test.values if (part := self.signature(value, depth))]
-            if not isinstance(test.op, ast.And) or not found:
-                return None
-            others = sorted(ast.unparse(value) for value in test.values if self.signature(value, depth) is None)
-            return found[0][0], " and ".join([found[0][1], *others])
+            return self._signature_of_operands(test, depth)
         if isinstance(test, ast.Name | ast.Attribute):
             text = ast.unparse(test)
             values = self.source.values.get(text, [])
             test = self._comparisons.get(text, test)
-            if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name | ast.BoolOp) and depth < 4:
+            if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name | ast.BoolOp | ast.Call):
                 return self.signature(values[0], depth + 1)
         if isinstance(test, ast.Compare) and (rank := self._rank_constant(test)):
             return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
-        return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
+        if self.rank(test):
+            return False, f"{self.rank(test)} == 0"
+        returned = self._returned_test(test)
+        return self.signature(returned, depth + 1) if returned is not None else None
+
+    def _signature_of_operands(self, test: ast.BoolOp, depth: int) -> tuple[bool, str] | None:
+        if isinstance(test.op, ast.Or):  # not args.horovod or rank == 0
+            parts = [value for value in test.values if not self._is_off(value, True)]
+            return self.signature(parts[0], depth) if len(parts) == 1 else None
+        found = [part for value in test.values if (part := self.signature(value, depth))]
+        others = sorted(ast.unparse(value) for value in test.values if self.signature(value, depth) is None)
+        return (found[0][0], " and ".join([found[0][1], *others])) if found else None
+
+    def _returned_test(self, value: ast.expr) -> ast.expr | None:
+        """Return what ``value`` returns with Horovod, if it is ``is_main()``, ``self.is_main()`` or a property."""
+        called = value.func if isinstance(value, ast.Call) else value
+        if isinstance(value, ast.Call) and (value.args or value.keywords):
+            return None
+        function = self.source.functions.get(last_name(called))
+        if function is None or not self.source.is_only(function.name) or not isinstance(called, ast.Name | ast.Attribute):
+            return None
+        is_property = any(last_name(each) in ("property", "cached_property") for each in function.decorator_list)
+        method = isinstance(self.source.parents[function], ast.ClassDef)
+        if is_property is isinstance(value, ast.Call) or method is not isinstance(called, ast.Attribute):
+            return None
+        ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and not self.is_without_horovod(node)]
+        return ends[0].value if len(ends) == 1 else None
 
     def _rank_constant(self, test: ast.expr) -> str:
         """Return the one constant, besides -1, with which ``test`` compares a rank; "" if there is none, or several.
@@ -334,14 +365,14 @@ class Guards:
     @cached_property
     def _around_wraps(self) -> set[str]:
         """Conditions under which the script calls ``init`` or wraps an optimizer; if one is false, Horovod is not used."""
-        found = set()
+        found = self.__dict__["_around_wraps"] = set[str]()  # depends_on_rank() may read the set while it is computed
         for call in self.source.hvd_calls("init", "DistributedOptimizer"):
             below: ast.AST = call
             for above in self.source.above(call):
-                if isinstance(above, ast.If | ast.IfExp) and not self.depends_on_rank(above.test):
+                if isinstance(above, ast.If | ast.IfExp) and isinstance(above.test, ast.Name | ast.Attribute):
                     body = above.body if isinstance(above.body, list) else [above.body]
-                    simple = isinstance(above.test, ast.Name | ast.Attribute)
-                    found |= {ast.unparse(above.test)} if simple and below in body else set()
+                    if below in body and not self.depends_on_rank(above.test):
+                        found.add(ast.unparse(above.test))
                 below = above
         return found
 

@@ -198,6 +198,25 @@ CASES = [
         "first = hvd.rank() == 0\nif first:\n    hvd.barrier()",
         "first = first and args.log\nif first:\n    hvd.barrier()",
     ),
+    (
+        "collective_on_some_ranks",  # a property that is true on rank 0, and without Horovod
+        "class T:\n    @property\n    def first(self):\n        return not args.horovod or hvd.rank() == 0\n"
+        "    def f(self):\n        if self.first:\n            hvd.barrier()",
+        "class T:\n    @property\n    def first(self):\n        return args.debug or hvd.rank() == 0\n"
+        "    def f(self):\n        if self.first:\n            hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # a function that is true on rank 0, and without Horovod
+        "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
+        "def first():\n    if not parallel:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
+        "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
+        "def first():\n    if args.debug:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # a flag from a conditional expression
+        "first = hvd.rank() == 0 if args.horovod else True\nif first:\n    hvd.barrier()",
+        "first = hvd.rank() == 0 if args.log else True\nif first:\n    hvd.barrier()",
+    ),
     ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
     (
         "schedule_on_some_ranks",  # rank 0 sends its rate
