@@ -37,10 +37,11 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
     """Load the script that ``python path arguments…`` would run, and set ``sys.argv`` and ``sys.path`` for it.
 
     Raises:
-        UserError: the file does not exist or cannot be read.
+        UserError: the file does not exist, cannot be read, or is a notebook.
     """
     if os.path.isdir(path):
         raise UserError(f"{path!r} is a folder: name the script in it, or run a package with -m")
+    refuse_notebook(path)
     try:
         check_regular(path)
         with io.open_code(os.path.abspath(path)) as file:
@@ -60,6 +61,12 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
     except (SyntaxError, ValueError):
         _hide_frames_above(None)
         raise
+
+
+def refuse_notebook(path: str) -> None:
+    """Raise UserError if ``path`` is a notebook. Its JSON is often valid Python too, which does nothing."""
+    if path.endswith(".ipynb"):
+        raise UserError(f"{path!r} is a notebook: convert it with `jupyter nbconvert --to script`, and name the new file")
 
 
 def load_module(name: str, arguments: Sequence[str]) -> Program:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
+from dualtrain.horovodize.run_script import refuse_notebook
 from dualtrain.horovodize.source import Source, wrapped_names
 
 
@@ -25,8 +26,9 @@ def read_script(name: str) -> ScriptFile:
     """Read a script.
 
     Raises:
-        UserError: the script cannot be read, or is not text.
+        UserError: the script cannot be read, is a notebook, or is not text.
     """
+    refuse_notebook(name)
     try:
         with open_regular(name) as file:
             data = file.read()

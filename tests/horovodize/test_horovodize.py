@@ -180,6 +180,7 @@ def unprepared(monkeypatch):
         ([], "no script was given"),
         (["{tmp}/nothing.py"], "cannot read the script"),
         (["{tmp}"], "is a folder"),
+        (["{tmp}/train.ipynb"], "is a notebook: convert it"),
         (["--fast", "x.py"], "unknown option '--fast'"),
         (["-m"], "-m was given without a module"),
         (["-m", "dualtrain_nothing"], "no module named 'dualtrain_nothing'"),
@@ -189,6 +190,7 @@ def unprepared(monkeypatch):
         (["--check"], "--check was given no script"),
         (["--check", "--fast"], "unknown option '--fast'"),
         (["--check", "{tmp}/nothing.py"], "cannot read the script"),
+        (["--check", "{tmp}/train.ipynb"], "is a notebook: convert it"),
         (["--recorder", "x.py"], "--recorder only prints a program, and takes no argument 'x.py'"),
     ],
 )
