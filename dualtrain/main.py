@@ -88,31 +88,44 @@ def _run(config: Config, world: World) -> int:
     if __name__ == "__main__" and torchrun_is_parent():
         signal_at_parents_end(signal.SIGTERM, parent)  # if the agent is killed: save, and end
     from dualtrain.heap import keep_freed_memory, use_huge_pages
-    from dualtrain.training.progress import Waiting
 
     use_huge_pages()  # before connect() creates tensors; in GPU runs too, since the device is not known yet
+    try:
+        backend = _connect(config, world)
+    except (UserError, BackendError) as error:
+        record_for_torchrun(str(error))
+        print_error(error, world.rank, world.size)
+        return 2 if isinstance(error, UserError) else 1
+    if backend.device.type == "cpu":
+        keep_freed_memory()
+    return _train(config, backend)
+
+
+def _connect(config: Config, world: World) -> Backend:
+    """Import torch and the training loop, and join the ranks; meanwhile, print what this process waits for."""
+    from dualtrain.training.progress import Waiting
+
     with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
         # Change GC settings only if this module is the program.
         with loading() if __name__ == "__main__" else nullcontext():
+            import dualtrain.training.loop  # noqa: F401 (this import takes seconds)
             from dualtrain.backends import connect
-            from dualtrain.training.loop import train
 
         wait.phase("connecting the ranks")
-        try:
-            backend = connect(
-                config.run.backend,
-                world=world,
-                device=config.run.device,
-                timeout=config.run.timeout,
-                groups=False,
-                transport=config.run.transport,
-            )
-        except (UserError, BackendError) as error:
-            record_for_torchrun(str(error))
-            print_error(error, world.rank, world.size)
-            return 2 if isinstance(error, UserError) else 1
-    if backend.device.type == "cpu":
-        keep_freed_memory()
+        return connect(
+            config.run.backend,
+            world=world,
+            device=config.run.device,
+            timeout=config.run.timeout,
+            groups=False,
+            transport=config.run.transport,
+        )
+
+
+def _train(config: Config, backend: Backend) -> int:
+    """Train with handlers for signals and for failures of other ranks, and return the exit status."""
+    from dualtrain.training.loop import train
+
     reported = threading.Event()
     interrupted.clear()
     if backend.watch is not None:
