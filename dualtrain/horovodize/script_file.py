@@ -10,7 +10,8 @@ from typing import NamedTuple
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
 from dualtrain.horovodize.run_script import refuse_notebook
-from dualtrain.horovodize.source import Source, wrapped_names
+from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.wrapped_names import wrapped_names
 
 
 class ScriptFile(NamedTuple):

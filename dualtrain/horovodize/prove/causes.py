@@ -11,7 +11,8 @@ from pathlib import Path
 from dualtrain.files import read_text
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, weights, wrapping
-from dualtrain.horovodize.source import Source, wrapped_names
+from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.wrapped_names import wrapped_names
 
 #: Rules whose findings can change numbers, the likeliest cause first.
 CAUSES: tuple[Rule, ...] = (

@@ -1,0 +1,40 @@
+"""Names of the wrapped optimizers in all files of a program: one file may wrap an optimizer that another file uses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from dualtrain.horovodize.source import Source, last_name
+
+
+def wrapped_names(sources: Sequence[Source]) -> set[str]:
+    """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
+
+    These are the variables to which an hvd.DistributedOptimizer is assigned. Parameters to which such a variable is
+    passed, and copies of it, count too, unless the program assigns an unwrapped optimizer to the same name.
+    """
+    names = set().union(*(source.own_wrapped for source in sources))
+    plain = {name for source in sources for name in source.plain_optimizers}
+    defined: dict[str, list[list[str]]] = {}
+    for source in sources:
+        for name, parameters in source.definitions:
+            defined.setdefault(name, []).append(parameters)
+    only = {name: found[0] for name, found in defined.items() if len(found) == 1}
+    while True:
+        found = {name for source in sources for name in _receiving(source, names, only)} - plain
+        if found <= names:
+            return names
+        names |= found
+
+
+def _receiving(source: Source, names: set[str], defined: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield the parameters to which a call passes one of the variables ``names``, and copies of these variables."""
+    for call in source.calls:
+        parameters = defined.get(last_name(call.func), [])
+        yield from (p for p, value in zip(parameters, call.args, strict=False) if last_name(value) in names)
+        given = ((word.arg, word.value) for word in call.keywords if word.arg in parameters)
+        yield from (name for name, value in given if name and last_name(value) in names)
+    for target, value, _ in source.assignments:
+        if isinstance(value, ast.Name) and value.id in names:
+            yield target.rpartition(".")[2]
