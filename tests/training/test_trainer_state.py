@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -177,6 +178,30 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
         for rank in old["ranks"]:
             rank["buffers"] = {"mean": rank["buffers"]["mean"]}  # as version 0.2.0 writes it
         trainer.load_state_dict(old)
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+def test_a_state_that_the_program_keeps_can_be_restored_several_times(virtual_ranks):
+    """A program may return to its best state each time that training gets worse."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(3))
+    with connect("local") as backend:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        schedule = lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 1, 0.9)])
+        options = {"schedule": schedule, "ema": 0.5, "virtual_ranks": virtual_ranks}
+        trainer = Trainer(model, optimizer, backend=backend, **options)
+
+        def train(steps: int) -> list[float]:
+            for _ in range(steps):
+                trainer.step([batch()] if virtual_ranks is None else trainer.split(batch()), 6.0)
+            mine = [batch()] * (virtual_ranks or 1)
+            return [*trainer.evaluate(mine).values(), *(p.sum().item() for p in model.parameters())]
+
+        train(2)
+        kept = copy.deepcopy(trainer.state_dict())
+        expected = train(3)
+        for _ in range(3):
+            trainer.load_state_dict(kept)
+            assert train(3) == expected
 
 
 @pytest.mark.parametrize(
