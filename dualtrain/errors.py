@@ -14,6 +14,7 @@ _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overf
 #: Errors of a disk or a network. They may have gone when the same command starts again.
 _TEMPORARY = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EMFILE, errno.ENFILE),
+    *(errno.EAGAIN, errno.EBUSY),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
 )
 

@@ -63,7 +63,7 @@ def _check_regular(path: str | Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")  # such as an eventfd
         raise OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))
 
 

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 from dualtrain.backends.wire import as_bytes
-from dualtrain.errors import BackendError, UserError, one_line
+from dualtrain.errors import BackendError, UserError, is_temporary, one_line
 from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
@@ -34,11 +34,8 @@ class DamagedError(UserError):
 
 FORMAT = 3  # the format of new checkpoints
 READABLE = (2, 3)  # format 2 has no virtual ranks
-#: If a read fails with one of these error numbers, the file may be intact.
-_TRANSIENT = {
-    *(errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),
-}
+#: If a read fails with one of these error numbers, or with a temporary error, the file may be intact.
+_NOT_READABLE = (errno.ENOMEM, errno.EACCES, errno.EPERM)
 BEST = "best.safetensors"
 _NAME = re.compile(r"step-[0-9]{8,18}\.safetensors")
 
@@ -130,7 +127,7 @@ def load(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
-        if error.errno in _TRANSIENT:
+        if is_temporary(error) or error.errno in _NOT_READABLE:
             raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
     except MemoryError:
