@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+
 from dualtrain.errors import BackendError, UserError, first_line, is_temporary, is_too_large, one_line
 from dualtrain.torchvision_shim import with_torchvision_shim
 
@@ -33,12 +35,16 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
             module = with_torchvision_shim(lambda: importlib.import_module(module_name))
         except ModuleNotFoundError as error:
             where = "run from its folder or set PYTHONPATH"
+            if error.name == module_name and module_name.endswith(".py"):
+                where = f"give a module's name instead of its file: {module_name.removesuffix('.py')}:{name}"
             raise UserError(f"{flag} {path!r} needs the module {error.name!r}, which is not found: {where}") from error
     build = getattr(module, name, None)
     if not callable(build):
         raise UserError(
             f"{flag} {path!r} does not exist, since {module_name} has no callable {name!r}: give pkg.mod:function"
         )
+    if isinstance(build, torch.nn.Module):  # a call would be a forward pass
+        raise UserError(f"{flag} {path!r} is a module ({type(build).__name__}): give a function that builds it")
     for given in (arguments, ()):
         if _takes(build, given):
             with user_code(f"{flag} {path!r}"):
@@ -155,10 +161,8 @@ def _is_users(file: str) -> bool:
 
 def _layer(error: BaseException) -> str:
     """Return the name and the class of the innermost submodule whose forward raised ``error``; empty if there is none."""
-    from torch import nn
-
     frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [found for found in frames if isinstance(found, nn.Module)]
+    modules = [found for found in frames if isinstance(found, torch.nn.Module)]
     if not modules or modules[0] is modules[-1]:
         return ""
     name = next((name for name, part in modules[0].named_modules() if part is modules[-1]), "")

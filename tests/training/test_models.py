@@ -39,6 +39,9 @@ def build_constant():
     return nn.Flatten()
 
 
+BUILT = nn.Flatten()
+
+
 def build_nothing():
     return 3
 
@@ -278,6 +281,9 @@ def test_a_model_with_unusual_tensors_is_refused_in_one_line(monkeypatch):
         ),
         ("tests.training.test_models:missing", (1, 8, 8), {}, "no callable"),
         ("missing.module:build", (1, 8, 8), {}, "not found"),
+        ("tests/__init__.py:build", (1, 8, 8), {}, "does not name a callable"),
+        ("tests.versions.py:build", (1, 8, 8), {}, "instead of its file: tests.versions:build"),
+        ("tests.training.test_models:BUILT", (1, 8, 8), {}, "is a module (Flatten): give a function that builds it"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_in_one_line(name, shape, options, part):
