@@ -22,6 +22,7 @@ BASE = "class Base:\n    def save(self):\n        torch.save(self.model, 'x')\n 
 INIT = "hvd.init()\n"
 LOADER = "torch.utils.data.DataLoader(data, shuffle=True)"
 CLIP = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(q, 1)\n"
+STEP = "    loss.backward()\n    optimizer.step()\n"
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
 
@@ -218,6 +219,26 @@ CASES = [
         "first = hvd.rank() == 0 if args.log else True\nif first:\n    hvd.barrier()",
     ),
     ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
+    (
+        "step_skipped_by_own_loss",  # no finding if the program ends
+        f"{WRAP}def train(x):\n    loss = model(x)\n    value = loss.item()\n    if not math.isfinite(value):\n"
+        f"        return None\n{STEP}",
+        f"{WRAP}def train(x):\n    loss = model(x)\n    value = loss.item()\n    if not math.isfinite(value):\n"
+        f"        sys.exit(1)\n{STEP}",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if all ranks have the same norm
+        f"{WRAP}for x in data:\n    loss = model(x)\n    if loss.item() < 9:\n        loss.backward()\n"
+        "        optimizer.step()",
+        f"{WRAP}for x in data:\n    loss = model(x)\n    loss.backward()\n    optimizer.synchronize()\n    norm = clip()\n"
+        "    if norm < 9:\n        with optimizer.skip_synchronize():\n            optimizer.step()",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if the value is not a loss of the same loop
+        f"{WRAP}for x in data:\n    loss = model(x)\n    if loss != loss:\n        continue\n{STEP}",
+        f"{WRAP}for epoch in range(3):\n    for x in data:\n        loss = model(x)\n        loss.backward()\n"
+        "        optimizer.step()\n    loss = test()\n    if loss < best:\n        hvd.barrier()",
+    ),
     (
         "schedule_on_some_ranks",  # rank 0 sends its rate
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\nif hvd.rank() == 0:\n    s.step()",

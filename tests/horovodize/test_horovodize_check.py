@@ -1238,6 +1238,13 @@ CASES = [
         "    for x in data:\n        if phase == 'train':\n            hvd.barrier()",
     ),
     (
+        "step_skipped_by_own_loss",  # the loss may be NaN on one rank only
+        f"{WRAP}for x in data:\n    loss = model(x)\n    if torch.isnan(loss):  # HERE\n        continue\n"
+        "    loss.backward()\n    optimizer.step()",
+        f"{WRAP}for x in data:\n    loss = model(x)\n    bad = hvd.allreduce(torch.isnan(loss).float(), op=hvd.Max)\n"
+        "    if bad > 0:\n        continue\n    loss.backward()\n    optimizer.step()",
+    ),
+    (
         "rate_times_size",  # no finding if the rate is only shown
         "o = torch.optim.SGD([{'params': p, 'lr': 0.1 * hvd.size()}])  # HERE",
         "x = 0.1 * hvd.size()\nbar.set_postfix({'lr': x})",

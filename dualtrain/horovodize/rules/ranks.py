@@ -175,6 +175,22 @@ class Collectives:
             return ""  # the other ranks perhaps leave the loop too
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
+    def in_one_arm(self, branch: ast.If) -> str:
+        """Return a collective that only one arm of ``branch``, or the code after it, calls in this function; "" if none."""
+        ends = [
+            node for arm in (branch.body, branch.orelse) for last in arm[-1:] for node in ast.walk(last) if leaves(node)
+        ]
+        if any(not isinstance(node, ast.Return) for node in ends):
+            return ""  # the loop or the program ends
+        later = self._following(branch)
+        for above in self.source.above(branch):
+            if isinstance(above, ast.For | ast.While | Function):
+                break
+            later += self._following(above) if isinstance(above, ast.If) else []
+        paths = [[*arm, *([] if arm and self.guards.leaves(arm) else later)] for arm in (branch.body, branch.orelse)]
+        here, there = ([name for name, _ in self._inside(path)] for path in paths)
+        return next((name for name in (*here, *there) if (name in here) is not (name in there)), "")
+
     def _is_conditional(self, call: ast.Call, branch: ast.If) -> bool:
         """Return whether an ``if`` that does not contain ``branch`` decides whether ``call`` runs."""
         around = set(self.source.above(branch))
