@@ -20,9 +20,9 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
     """A step that a rank skips because its own loss is NaN, zero or too large."""
     if any(True for _ in source.hvd_calls("join")):
         return
-    look = Collectives(source)
-    for branch in source.nodes:
-        if isinstance(branch, ast.If) and _tests_own_loss(source, branch) and (name := look.in_one_arm(branch)):
+    look, backwards = Collectives(source), [call for call in source.calls if last_name(call.func) == "backward"]
+    for branch in source.nodes if backwards else ():
+        if isinstance(branch, ast.If) and _tests_own_loss(source, branch, backwards) and (name := look.in_one_arm(branch)):
             message = (
                 f"a rank whose own loss meets this condition takes another path than the other ranks, whose {name}() then "
                 "hangs, or gets the gradients of another step; decide on all ranks at once, as by "
@@ -31,10 +31,10 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
             yield Finding(branch.lineno, "trap", message)
 
 
-def _tests_own_loss(source: Source, branch: ast.If) -> bool:
+def _tests_own_loss(source: Source, branch: ast.If, backwards: list[ast.Call]) -> bool:
     """Return whether the condition of ``branch`` compares the loss of this rank, or asks whether it is finite."""
-    losses = _losses(source, branch)
-    for node in ast.walk(branch.test):
+    losses = _losses(source, branch, backwards)
+    for node in ast.walk(branch.test) if losses else ():
         tested: list[ast.expr] = []
         if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
             tested = [node.left, *node.comparators]
@@ -45,15 +45,15 @@ def _tests_own_loss(source: Source, branch: ast.If) -> bool:
     return False
 
 
-def _losses(source: Source, branch: ast.If) -> set[str]:
+def _losses(source: Source, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
     """Return the variables that hold the loss of a backward pass of this rank, in the loop around ``branch``."""
-    scope = source.scope(branch)
-    calls = [
-        call for call in source.calls if last_name(call.func) == "backward" and _loop(source, call) is _loop(source, branch)
-    ]
+    calls = [call for call in backwards if _loop(source, call) is _loop(source, branch)]
     owners = [call.func.value for call in calls if isinstance(call.func, ast.Attribute)]
     scaled = [owner.args[0] if isinstance(owner, ast.Call) and owner.args else owner for owner in owners]
     found = {ast.unparse(value) for value in scaled if isinstance(value, ast.Name | ast.Attribute | ast.Subscript)}
+    if not found:
+        return set()
+    scope = source.scope(branch)
     own = [(target, value) for target, value, at in source.assignments if source.scope(at) is scope]
     found |= {target for target, value in own if ast.unparse(_converted(value)) in found}
     common = any(target in found and _COMMON.search(ast.unparse(value)) for target, value in own)
