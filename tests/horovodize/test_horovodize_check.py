@@ -427,6 +427,13 @@ CASES = [
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())",
     ),
     (
+        "sampler_by_local_rank",  # a constant; no finding for a sampler of test data
+        f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0)  # HERE",
+        f"{WRAP}s = torch.utils.data.DistributedSampler(d, 2, rank=hvd.rank())\n"
+        "if hvd.rank() == 0:\n    s = torch.utils.data.DistributedSampler(d, 1, 0)\n"
+        "test_sampler = torch.utils.data.DistributedSampler(d, num_replicas=1, rank=0)",
+    ),
+    (
         "sampler_without_ranks",
         "s = torch.utils.data.DistributedSampler(d)  # HERE",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), hvd.rank())",

@@ -92,7 +92,7 @@ REPAIRS = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): go()\n",
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): s.set_epoch(e); go()\n",
     ),
-    ("s = torch.utils.data.DistributedSampler(d, 2, 0)\nfor e in range(3): go()\ns = None\n", None),
+    ("s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(3): go()\ns = None\n", None),
     (
         "a, b = torch.utils.data.random_split(data, [9, 1])\n",
         "a, b = torch.utils.data.random_split(data, [9, 1], generator=torch.Generator().manual_seed(0))\n",

@@ -87,7 +87,7 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
 
 
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
-    """A DistributedSampler that gets the local rank or size."""
+    """A DistributedSampler that gets the local rank or size, or a constant."""
     guards = Guards.of(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
         return  # the script may give each host its own samples
@@ -98,10 +98,28 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
                 continue
             name = source.hvd(value.func) if isinstance(value, ast.Call) else guards.rank(value)
             if name == f"local_{right}":
-                spelled = source.spell(right, value)
-                edits = (source.layout.replace(value, f"{spelled}()"),) if spelled else ()
-                message = f"{argument} is local_{right}(), so all hosts train on the same samples; use hvd.{right}()"
-                yield Finding(value.lineno, "trap", message, edits)
+                wrong = f"local_{right}(), so all hosts"
+            elif (
+                isinstance(value, ast.Constant) and (right == "rank" or value.value == 1) and _is_of_one_rank(source, call)
+            ):
+                wrong = f"{ast.unparse(value)} on all ranks, so they"
+            else:
+                continue
+            message = f"{argument} is {wrong} train on the same samples; use hvd.{right}()"
+            spelled = source.spell(right, value)
+            edits = (source.layout.replace(value, f"{spelled}()"),) if spelled else ()
+            yield Finding(value.lineno, "trap", message, edits)
+
+
+def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
+    """Return whether the sampler that ``call`` makes has a constant rank, and all ranks of a run train on its samples."""
+    rank, data = keyword(call, "rank") or (call.args[2] if len(call.args) > 2 else None), first_argument(call, "dataset")
+    if not isinstance(rank, ast.Constant) or data is None or not source.wraps or runs_on_driver(source, call):
+        return False
+    if is_for_evaluation(source, call) or is_for_other_launcher(source, call) or not is_read(source, call):
+        return False
+    made_by_rank = is_sharded(source, data) or _is_made_by_rank(source, data)
+    return not made_by_rank and not Guards.of(source).looks_like_one_rank(call)
 
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
