@@ -292,9 +292,13 @@ class GradientReducer:
         """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""
         exchange = self._exchange
         exchange.reduced, self.has_local = False, True
+        running = self._ending is not None and self._ending() is not None
         if self._paused:
+            # An exchange of a failed pass still has that pass's gradients, which would overwrite those of this pass.
+            if exchange.schedule.next and not running and exchange.is_unfinished:
+                self._forget_failed_pass()
             return
-        if self._ending is None or self._ending() is None:
+        if not running:
             self._begin_pass()
         if self._seen < self.passes or not exchange.laid_out:
             return  # a pass that is only summed locally, or the first reduction, which must compare the layouts first
