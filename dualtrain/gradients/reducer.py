@@ -271,6 +271,8 @@ class GradientReducer:
         """
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._exchange.refusals.steps += stepped
+        if not self._exchange.schedule.next:
+            self._seen = 0  # the program may have dropped the gradients of some of the ``passes``
         if not self.closed:
             self.hooks.restore()
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
