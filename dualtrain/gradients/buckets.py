@@ -168,8 +168,8 @@ class Bucket:
         self._packed.record(grads if slots is self.slots else None)
 
     def changed(self) -> list[Slot]:
-        """Return the slots whose gradients the program has changed since ``pack``. Call it before ``unpack``."""
-        return self._packed.changed(self.outside)
+        """Return the slots whose gradients may have changed since ``pack``. Call it before ``unpack``."""
+        return self._packed.changed()
 
     def forget_gradients(self) -> None:
         """Drop the references to the gradients that were packed."""

@@ -18,6 +18,7 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket, make_buckets
 from dualtrain.gradients.hooks import ParameterHooks, reducers_of
 from dualtrain.gradients.layout import AVERAGE, Transfer
+from dualtrain.gradients.packed import with_shared_counters
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.schedule import Schedule
 from dualtrain.gradients.slots import Slot, separate_gradients, write_back
@@ -227,7 +228,12 @@ class Exchange:
         Ignore a parameter that several reducers share: each of them replaces ``param.grad``.
         """
         changed = [slot for bucket in self.schedule.buckets for slot in bucket.changed()]
-        return next((slot for slot in changed if len(reducers_of(slot.param)) == 1), None)
+        if not changed:
+            return None
+        outside = [grad for bucket in self.schedule.buckets for _, grad in bucket.outside]
+        # The counter of such a gradient may have counted changes of other gradients. So ignore it.
+        shared = with_shared_counters(outside)
+        return next((s for s in changed if id(s.param.grad) not in shared and len(reducers_of(s.param)) == 1), None)
 
     def check_assigned(self) -> None:
         """Raise BackendError, on this rank, if a parameter got a gradient after the last round, in which it had none."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter, is_
 
 import torch
+from torch.autograd.graph import increment_version
 
 from dualtrain.gradients.slots import Slot
 
@@ -30,25 +31,16 @@ class PackedGradients:
         """Drop the references to the gradients."""
         self._grads, self._versions = [], []
 
-    def changed(self, outside: Sequence[tuple[Slot, torch.Tensor]]) -> list[Slot]:
-        """Return the slots whose gradients the program has changed since ``record``.
+    def changed(self) -> list[Slot]:
+        """Return the slots whose gradients, or tensors that share their counters of in-place changes, have changed.
 
-        Most gradients that lie in the bucket share one counter of in-place changes: a change of one marks all of these.
-        Gradients of ``outside`` do not lie in the bucket.
+        Most gradients that lie in the bucket share one counter: a change of one marks all of these.
         """
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []
-        # A gradient outside the bucket may be a view. All views of a tensor share its counter, which also changes when a
-        # different bucket writes its result into another view. So ignore this counter. ``_base``, the tensor of a view,
-        # is private in torch 2.5 to 2.15, and no public attribute replaces it.
-        shared = {id(grad) for _, grad in outside if grad._base is not None}
         pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)
-        return [
-            slot
-            for slot, grad, was, version, before in pairs
-            if grad is not was or (version != before and id(grad) not in shared)
-        ]
+        return [slot for slot, grad, was, version, before in pairs if grad is not was or version != before]
 
     def _present(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
         """Return all gradients, and their counters of in-place changes."""
@@ -58,3 +50,16 @@ class PackedGradients:
             return grads, list(map(_VERSION, grads))
         except (AttributeError, RuntimeError):  # a gradient is missing, or was made in inference mode
             return grads, [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
+
+
+def with_shared_counters(grads: Sequence[torch.Tensor]) -> set[int]:
+    """Return the ids of the gradients whose counters of in-place changes also count changes of other tensors.
+
+    These are views, and tensors that ``detach()`` has made from the same tensor. Backward changes such a counter when it
+    adds to the gradient of a different parameter. This function changes the counters, too.
+    """
+    before = list(map(_VERSION, grads))
+    for grad in grads:
+        increment_version(grad)
+    # ``_base``, the tensor of a view, is private in torch 2.5 to 2.15, and no public attribute replaces it.
+    return {id(g) for g, was in zip(grads, before, strict=True) if g._base is not None or g._version > was + 1}

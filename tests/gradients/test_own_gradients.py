@@ -27,6 +27,14 @@ def flat_gradients(params):
     return [flat]
 
 
+def detached_parts(params):
+    """Make all gradients parts of one tensor that autograd does not know to be views of it."""
+    memory = flat_gradients(params)
+    for p in params:
+        p.grad = p.grad.detach()
+    return memory
+
+
 def flat_views(params):
     """Keep a view of each gradient."""
     for p in params:
@@ -77,7 +85,7 @@ def clips_own_memory(backend, make, inputs, accumulate):
 # The filter is set here, not by each rank, because ranks that are threads share the warning filters.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
 def test_gradients_stay_in_the_programs_own_memory(typical):
-    makes = flat_gradients, flat_views, interleaved_gradients, separate_gradients
+    makes = flat_gradients, detached_parts, flat_views, interleaved_gradients, separate_gradients
     typical.each(
         clips_own_memory,
         itertools.product(makes, INPUTS, [False, True]),

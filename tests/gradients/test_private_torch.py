@@ -192,7 +192,7 @@ def test_torch_counts_the_tensors_that_share_a_storage():
     assert count(tensor.untyped_storage()._cdata) == before + 1, (
         f"{VERSION} does not count views in _storage_Use_Count: change may_be_kept in gradients/slots.py"
     )
-    assert getattr(view, "_base", None) is tensor, f"{VERSION} has no Tensor._base: change changed in gradients/packed.py"
+    assert getattr(view, "_base", None) is tensor, f"{VERSION} has no Tensor._base: change gradients/packed.py"
     assert tensor._base is None
 
 
