@@ -77,7 +77,7 @@ class SparseGradients:
             else:
                 # Divide as Horovod does: a multiplication by 1/size would give other bits. Horovod also ignores the factor
                 # before the sum here.
-                p.grad = _sparse(indices.t(), values if transfer.after == 1 else values.div_(backend.size), p)
+                p.grad = _sparse(indices.t(), values if transfer.sums else values.div_(backend.size), p)
 
 
 def sparse_dims(slots: Sequence[Slot]) -> dict[int, int]:

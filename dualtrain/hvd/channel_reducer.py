@@ -304,8 +304,8 @@ class ChannelReducer(HorovodReducer):
         if not left_out:
             return
         self._exchange.extra.zero_()
-        if self._exchange.transfer.after == 1:
-            return  # gradients are summed, not averaged
+        if self._exchange.transfer.sums:
+            return
         for slot in self.hooks.slots:
             if slot.param.grad is not None:
                 slot.param.grad.mul_(size / (size - left_out))

@@ -115,9 +115,10 @@ def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
         q = torch.nn.Parameter(torch.zeros(2))
-        op = getattr(hvd, op_name)
+        # With a factor of ``size``, the factor after the sum is 1, as for sums.
+        options = {"op": getattr(hvd, op_name), "gradient_predivide_factor": size if op_name == "Average" else 1.0}
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([p, q], 1.0), [("p", p), ("q", q)], op=op, backward_passes_per_step=passes
+            torch.optim.SGD([p, q], 1.0), [("p", p), ("q", q)], backward_passes_per_step=passes, **options
         )
         expected = torch.zeros(3)
         for step in range(size + 1):

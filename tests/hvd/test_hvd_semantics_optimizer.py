@@ -75,6 +75,7 @@ CASES = {
     "compressor": ({"compression": "own"}, 0),
     "sparse as dense": ({"sparse": True, "sparse_as_dense": True}, 0),
     "sparse": ({"sparse": True}, 0),
+    "sparse, predivided by the size": ({"sparse": True, "gradient_predivide_factor": 2.0}, 0),
     "sparse, two passes": ({"sparse": True, "backward_passes_per_step": 2}, 0),
 }
 
