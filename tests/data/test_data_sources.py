@@ -19,11 +19,12 @@ from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dualtrain import processes
-from dualtrain.data import Batch, Source, Task, decode, load_data, loader
+from dualtrain.data import Batch, Source, Task, decode, load_data, worker_waits
 from dualtrain.data import draws as hashed
-from dualtrain.data.loader import LoaderSource, _Waits
+from dualtrain.data.loader import LoaderSource
 from dualtrain.data.text import CLS, IGNORED, MASK, PAD
 from dualtrain.data.transforms import crop_and_flip
+from dualtrain.data.worker_waits import Waits
 from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
 from tests.data.test_data import write_idx
@@ -396,8 +397,8 @@ def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
     if stopped:
         os.kill(server.pid, signal.SIGSTOP)
         assert holds(lambda: processes.is_stopped(server.pid))
-    monkeypatch.setattr(loader, "START_SECONDS", 0.3)
-    waits = _Waits(list, 0.2)
+    monkeypatch.setattr(worker_waits, "START_SECONDS", 0.3)
+    waits = Waits(list, 0.2)
     try:
         with pytest.raises(UserError, match=rf"waited 0.3 s for the start .*fork server \(process {server.pid}\).*{said}"):
             waits.bound(lambda: forkserver.read_signed(status))
@@ -437,7 +438,7 @@ def test_a_worker_that_was_killed_is_named(monkeypatch):
 def test_the_cause_of_a_workers_end_depends_on_its_exit_status(status, said):
     workers = [SimpleNamespace(exitcode=code, pid=pid) for code, pid in ((None, 7), (status, 8))]
     with pytest.raises(UserError, match=rf"data worker 1 \(process 8\) has ended with {said}"):
-        _Waits(lambda: workers, 0.0).bound(partial(_raise, RuntimeError("DataLoader worker exited unexpectedly")))
+        Waits(lambda: workers, 0.0).bound(partial(_raise, RuntimeError("DataLoader worker exited unexpectedly")))
 
 
 def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
@@ -452,9 +453,9 @@ def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
     ):
         next(source.stream(batch, torch.device("cpu")))
     with pytest.raises(UserError, match=r"cannot send their batches \(too many open files\): raise the limits"):
-        _Waits(list, 0.0).bound(partial(_raise, RuntimeError("Too many open files. Communication with the workers …")))
+        Waits(list, 0.0).bound(partial(_raise, RuntimeError("Too many open files. Communication with the workers …")))
     with pytest.raises(RuntimeError, match="else"):
-        _Waits(list, 0.0).bound(partial(_raise, RuntimeError("something else")))
+        Waits(list, 0.0).bound(partial(_raise, RuntimeError("something else")))
 
 
 def _raise(error):

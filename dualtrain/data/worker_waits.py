@@ -1,0 +1,127 @@
+"""Bounded waits for the data workers, and messages that say why a worker has ended or a wait was too long."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from dualtrain.errors import UserError
+from dualtrain.processes import forkserver_pid, is_stopped, kill_forkserver
+
+T = TypeVar("T")
+#: The limit on the start of the workers is at least this: the fork server first imports torch, which a busy host delays.
+START_SECONDS = 60.0
+#: The cure for too many open files or processes, for messages.
+LESS = (
+    "raise the limits of open files and processes (ulimit -n, -u), or give fewer --workers (0: the rank reads the samples)"
+)
+#: Messages of torch's and multiprocessing's exceptions when a batch cannot be sent for lack of file descriptors.
+_TOO_MANY_FILES = re.compile("too many open files|items of ancdata", re.I)
+
+
+class Waits:
+    """Limit on each wait for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
+
+    If no worker has started yet, the thread kills the fork server, which has to start them.
+
+    DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
+    killed. There is no thread if ``limit`` is 0.
+    """
+
+    def __init__(self, workers: Callable[[], Sequence[BaseProcess]], limit: float) -> None:
+        self._workers, self._limit = workers, limit
+        self._since: float | None = None  # when the current wait began
+        self._late = ""
+        self._ended = threading.Event()
+        if limit:
+            threading.Thread(target=self._watch, name="dualtrain-data", daemon=True).start()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def bound(self, wait: Callable[[], T]) -> T:
+        """Return ``wait()``. Raises UserError if a worker failed, the wait was too long, or too many files are open."""
+        self._since = time.monotonic()
+        try:
+            return wait()
+        except Exception as error:  # its type varies: torch detects that a worker has ended, or the connection breaks
+            problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
+            if not problem and _TOO_MANY_FILES.search(str(error)):
+                problem = f"the data workers cannot send their batches (too many open files): {LESS}"
+            if problem:
+                raise UserError(problem, transient=True) from error
+            raise
+        finally:
+            self._since = None
+
+    def each(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches, and limit the wait for each."""
+        none: Any = object()
+        while (batch := self.bound(lambda: next(batches, none))) is not none:
+            yield batch
+
+    def _watch(self) -> None:
+        tick, waited, before = min(1.0, self._limit), 0.0, None
+        while not self._ended.wait(tick):
+            # Add up ticks, not clock time: time in which this process is stopped (Ctrl-Z, a suspended job) must not count.
+            since = self._since
+            began = since is not None and since != before
+            waited = 0.0 if since is None else min(tick, time.monotonic() - since) if began else waited + tick
+            before = since
+            workers = self._workers()
+            limit = self._limit if workers else max(self._limit, START_SECONDS)
+            if since is None or waited < limit:
+                continue
+            self._late = self._describe(limit)
+            for worker in workers:
+                worker.kill()
+            if workers:
+                return
+            kill_forkserver()
+
+    def _ended_worker(self, seconds: float) -> str:
+        """Describe a worker that has ended, or ends within ``seconds``; return "" if none does."""
+        workers = self._workers()
+        if seconds:
+            # The connection breaks before the worker's exit status is available: wait for the exit.
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
+        for number, worker in enumerate(workers):
+            if worker.exitcode is not None:  # 0 too: the dataset's code may call sys.exit()
+                by, cause = _end_in_words(worker.exitcode)
+                return f"data worker {number} (process {worker.pid}) has ended with {by}: {cause}"
+        return ""
+
+    def _describe(self, seconds: float) -> str:
+        """Describe a wait that was too long."""
+        if not self._workers():
+            server = forkserver_pid() or 0
+            what = f"waited {seconds:g} s for the start of the data workers by the fork server (process {server})"
+            if is_stopped(server):
+                return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
+            return (
+                f"{what}: its imports hang or are slow; repair the storage of the Python packages, give a longer "
+                "--timeout, or --workers 0"
+            )
+        named = {worker: f"data worker {number} (process {worker.pid})" for number, worker in enumerate(self._workers())}
+        stopped = [name for worker, name in named.items() if is_stopped(worker.pid or 0)]
+        what = f"waited {seconds:g} s for a batch from {', '.join(stopped or named.values())}"
+        if stopped:
+            return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
+        return f"{what}: the storage hangs or is slow; repair it, or give a longer --timeout"
+
+
+def _end_in_words(status: int) -> tuple[str, str]:
+    """Return the signal or exit status that ended a worker, and its usual cause with the cure."""
+    by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    if -status == signal.SIGKILL:
+        return by, "too little memory, in most cases; give fewer --workers, or --workers 0"
+    if -status == signal.SIGBUS:
+        return by, "too little shared memory, in most cases; enlarge /dev/shm, or give --workers 0"
+    return by, "the dataset's code, or a library, ended it; to find the cause, read the samples in the rank (--workers 0)"
