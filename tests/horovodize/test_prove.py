@@ -33,8 +33,10 @@ from dualtrain.horovodize.prove.comparison import different_end, distance, first
 from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
-from dualtrain.horovodize.prove.records import RunRecord, read_record
-from dualtrain.horovodize.prove.verdict import facts, table, verdict_of
+from dualtrain.horovodize.prove.reader import read_record
+from dualtrain.horovodize.prove.records import RunRecord
+from dualtrain.horovodize.prove.results import facts, table
+from dualtrain.horovodize.prove.verdict import verdict_of
 from dualtrain.horovodize.prove.workspace import workspace
 from tests.forked import run_ranks
 from tests.pool import ROOT

@@ -46,13 +46,10 @@ from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.collect import collect
 from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError, require_horovod
-from dualtrain.horovodize.prove.records import RunRecord, read_record
-from dualtrain.horovodize.prove.verdict import (
-    Verdict,
-    facts,
-    table,
-    verdict_of,
-)
+from dualtrain.horovodize.prove.reader import read_record
+from dualtrain.horovodize.prove.records import RunRecord
+from dualtrain.horovodize.prove.results import facts, table
+from dualtrain.horovodize.prove.verdict import Verdict, verdict_of
 from dualtrain.horovodize.prove.workspace import workspace
 
 

@@ -21,7 +21,8 @@ from dualtrain.differences import ranks_in_words
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.cleaner import END_SECONDS, MARK, POLL_SECONDS, end_marked
-from dualtrain.horovodize.prove.records import RankRecord, RunRecord, failure_at_end, read_record
+from dualtrain.horovodize.prove.reader import failure_at_end, read_record
+from dualtrain.horovodize.prove.records import RankRecord, RunRecord
 from dualtrain.horovodize.prove.workspace import Workspace
 from dualtrain.processes import signal_at_parents_end
 

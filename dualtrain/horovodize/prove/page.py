@@ -8,8 +8,8 @@ import time
 from dualtrain.cores import usable_cores
 from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.records import RunRecord
+from dualtrain.horovodize.prove.results import table as rows_of
 from dualtrain.horovodize.prove.verdict import Verdict
-from dualtrain.horovodize.prove.verdict import table as rows_of
 from dualtrain.report.document import document, facts, table, text
 
 
