@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -30,6 +31,7 @@ Message = dict[str, Any]
 
 #: Beginnings of a formatted traceback, without indentation.
 _TRACES = ("Traceback (", "Exception Group Traceback (")
+_WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 _HEADLINE = 400  # largest number of characters in the first line of a reason; the complete reason follows this line
 
 
@@ -68,6 +70,7 @@ class Watch:
         self._leaving = False
         self._process = os.getpid()
         self._unhook: Callable[[], None] = _do_nothing
+        _WATCHES.add(self)
         if connections:
             threading.Thread(target=self._receive_all, name="dualtrain-watch", daemon=True).start()
 
@@ -118,6 +121,15 @@ class Watch:
                 # The peer reads to the end of the stream and closes the connection, which ends the receiving thread here.
                 with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
+
+    def close_connections(self) -> None:
+        """Close this process's copies of the connections. Called in a forked child.
+
+        A connection ends when no process has it open any more. If a child that outlives its rank kept it open, the other
+        ranks would not notice that the rank was killed.
+        """
+        for connection in self._connections:
+            connection.socket.close()
 
     def _may_leave(self) -> bool:
         """Return whether this process may report that the rank leaves: once, and not in a forked child of the rank."""
@@ -251,6 +263,14 @@ def _headline(reason: str) -> str:
 
 def _do_nothing() -> None:
     pass
+
+
+def _close_in_child() -> None:
+    for watch in list(_WATCHES):
+        watch.close_connections()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _warn(old: str, new: str) -> None:

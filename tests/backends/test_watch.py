@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -596,8 +597,14 @@ def test_leaving_without_a_failure_calls_no_callback():
     assert run_threads(3, leave_without_failure) == [quiet, None, quiet]
 
 
+def keeps_no_connection(watch):
+    assert [connection.socket.fileno() for connection in watch._connections] == [-1]
+
+
 def forks_a_child(backend):
-    """Fork two children on rank 1: one leaves, one reports an error. Then report an error of rank 1 itself.
+    """Fork three children on rank 1: one leaves, one reports an error, one outlives the rank, whose connection must end.
+
+    Then report an error of rank 1 itself.
 
     Rank 0 returns the failure that it has received.
     """
@@ -605,6 +612,7 @@ def forks_a_child(backend):
     if backend.rank == 1:
         assert in_child(watch.leave) == 0
         assert in_child(lambda: watch.announce("of the child")) == 0
+        assert in_child(partial(keeps_no_connection, watch)) == 0
         watch.announce("of the rank")
         backend.barrier()
         return None
@@ -614,7 +622,7 @@ def forks_a_child(backend):
     return watch.failure
 
 
-def test_the_end_of_a_forked_child_is_not_reported():
+def test_the_end_of_a_forked_child_is_not_reported_and_the_child_keeps_no_connection():
     assert run_threads(2, forks_a_child)[0] == PeerFailure(1, "stopped: of the rank")
 
 
