@@ -6,7 +6,8 @@ Sums of any batches on any ranks can be added; means cannot.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from operator import eq
 from typing import Any, Protocol
 
@@ -146,6 +147,8 @@ class Adapted:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. If the callable returns only a mean, correct predictions are not counted.
 
+        A pair of weight 0 has no effect, even if its loss is 0/0.
+
         Raises:
             TypeError: the callable returns something else.
         """
@@ -160,7 +163,8 @@ class Adapted:
                     f"the loss returned {len(result)} values, but not the pair of the mean loss and the {len(NAMES)} sums "
                     f"{NAMES}: return the mean loss, or this pair"
                 )
-            return result
+            loss, sums = result[0], list(map(float, result[1]))
+            return (loss, sums) if sums[1] or math.isfinite(loss.item()) else _without_weight(outputs, loss)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = (
                 f"a tensor of shape {tuple(result.shape)}"
@@ -170,6 +174,27 @@ class Adapted:
             raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
         weight = float(self.count(targets))
         return result, [result.item() * weight, weight, NOT_COUNTED, NOT_COUNTED]
+
+
+def _without_weight(outputs: Any, loss: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """Return a loss of 0 with a gradient of zeros, and sums of 0.
+
+    The gradient of the given ``loss``, which is not a number, would not be a number either, even if multiplied by 0. If
+    ``outputs`` have no gradient, return ``loss`` as it is, with sums that are not a number.
+    """
+    if not torch.is_grad_enabled():
+        return loss, [0.0] * len(NAMES)
+    parts = [part.sum() * 0.0 for part in _tensors(outputs) if part.requires_grad]
+    return (sum(parts[1:], parts[0]), [0.0] * len(NAMES)) if parts else (loss, [math.nan, 0.0, 0.0, 0.0])
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors among a model's outputs: a tensor, or a dict, list, tuple or dataclass of them."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    held = vars(outputs) if is_dataclass(outputs) else outputs
+    items = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else ()
+    return [part for item in items for part in _tensors(item)]
 
 
 def added(one: Iterable[float], other: Iterable[float]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import Trainer, connect
+from dualtrain.errors import DivergedError
 from dualtrain.trainer.objective import NOT_COUNTED
 from dualtrain.trainer.torch_losses import as_objective
 from tests.threads import run_threads
@@ -338,3 +340,54 @@ class WithoutInit(nn.Module):
 def test_a_module_that_has_not_called_its_base_class_init_may_be_a_loss():
     outputs, targets = torch.ones(2, 3), torch.zeros(2)
     assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, NOT_COUNTED, NOT_COUNTED]
+
+
+@dataclass
+class Output:
+    """What a model returns: logits, and other values."""
+
+    logits: torch.Tensor
+    name: str = "model"
+
+
+def masked_mean(outputs, targets):
+    """An objective: the mean loss of the targets above 2, which is 0/0 if there are none."""
+    logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    kept = targets > 2
+    losses = functional.cross_entropy(logits, targets, reduction="none") * kept
+    mean = losses.sum() / kept.sum()
+    return mean, torch.stack([mean.detach() * kept.sum(), kept.sum(), *(torch.tensor(-1.0),) * 2])
+
+
+@pytest.mark.parametrize("form", [lambda logits: logits, Output])
+def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
+    def body(backend, parts):
+        model = nn.Linear(7, 6)
+        nn.init.eye_(model.weight)
+        nn.init.zeros_(model.bias)
+        trainer = Trainer(
+            *(model, torch.optim.SGD(model.parameters(), 0.5), masked_mean),
+            forward=lambda inputs: form(model(inputs)),
+            backend=backend,
+        )
+        mine = parts[backend.rank :: backend.size]
+        found = [trainer.step(mine, 24.0).loss, *trainer.evaluate(mine).values()]
+        trainer.close()
+        return found, model.weight.detach()
+
+    inputs, targets = batch()
+    order = targets.argsort()
+    parts = [(inputs[rows], targets[rows]) for rows in (order[:4], order[4:])]  # the first one has no target above 2
+    with connect("local") as backend:
+        whole = body(backend, [(inputs, targets)])
+    for found in run_threads(2, body, parts):
+        torch.testing.assert_close(found, whole)
+    model = nn.Linear(7, 6)
+    with connect("local") as backend:
+        trainer = Trainer(
+            *(model, torch.optim.SGD(model.parameters(), 0.5)),
+            measure=lambda x, y: masked_mean(model(x), y),  # its outputs are not known
+            backend=backend,
+        )
+        with pytest.raises(DivergedError):
+            trainer.step(parts[:1], 4.0)
