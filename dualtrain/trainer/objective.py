@@ -134,6 +134,13 @@ class CrossEntropy:
         return loss, [mean * counted, float(counted), float(correct), 0.0]
 
 
+def samples_of(targets: Any) -> int:
+    """Return ``len(targets)``; for a dict, that of its first tensor, since the length of a dict is its number of keys."""
+    if isinstance(targets, torch.Tensor) or not isinstance(targets, Mapping):
+        return len(targets)
+    return len(next((value for value in targets.values() if isinstance(value, torch.Tensor) and value.dim()), targets))
+
+
 class Adapted:
     """The caller's ``loss(outputs, targets)`` as an objective.
 
@@ -141,7 +148,7 @@ class Adapted:
     terms in the mean, by default the number of samples.
     """
 
-    def __init__(self, loss: Loss | Objective, count: Count = len) -> None:
+    def __init__(self, loss: Loss | Objective, count: Count = samples_of) -> None:
         self.loss, self.count = loss, count
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:

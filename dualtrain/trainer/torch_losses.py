@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dualtrain.data.sources import IGNORED
 from dualtrain.errors import UserError
-from dualtrain.trainer.objective import NAMES, NOT_COUNTED, Adapted, Count, CrossEntropy, Loss, Objective, Sums
+from dualtrain.trainer.objective import NAMES, NOT_COUNTED, Adapted, Count, CrossEntropy, Loss, Objective, Sums, samples_of
 
 
 class TorchCrossEntropy:
@@ -127,8 +127,8 @@ def _is_mean_over_elements(loss: Loss | Objective) -> bool:
 
 def count_of(objective: Objective) -> Count | None:
     """Return the function that counts the targets over which ``objective`` averages; ``None`` if those are the samples."""
-    count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else len
-    return None if count is len else count
+    count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else samples_of
+    return None if count is samples_of else count
 
 
 def _check_loss(loss: object) -> None:
@@ -161,4 +161,4 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
     # A user's subclass may compute a different loss (a focal loss, for example).
     if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss) and type(known).forward.__module__ == nn.NLLLoss.__module__:
         return TorchCrossEntropy(known, compiled)
-    return Adapted(loss, torch.numel if _is_mean_over_elements(known) else len)
+    return Adapted(loss, torch.numel if _is_mean_over_elements(known) else samples_of)

@@ -62,10 +62,10 @@ class Trainer:
         model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure.
         loss: one of three kinds; cross entropy by default. A function ``loss(outputs, targets)`` returns the mean over
-            ``len(targets)`` samples. A loss of torch returns the mean over its targets, of which a sample may have any
-            number. An ``Objective`` returns the pair of the mean loss and four sums, as numbers or detached tensors: the
-            loss, its weight (the number of samples), the correct predictions, and the targets among the five likeliest
-            classes. Each of the last two is -1 if predictions are not counted.
+            ``len(targets)`` samples (of its first tensor, if ``targets`` is a dict). A loss of torch returns the mean over
+            its targets, of which a sample may have any number. An ``Objective`` returns the pair of the mean loss and four
+            sums, as numbers or detached tensors: the loss, its weight (the number of samples), the correct predictions, and
+            the targets among the five likeliest classes. Each of the last two is -1 if predictions are not counted.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
             after batches in which no target counts.

@@ -391,3 +391,22 @@ def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
         )
         with pytest.raises(DivergedError):
             trainer.step(parts[:1], 4.0)
+
+
+def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
+    def body(backend, parts):
+        model = nn.Linear(7, 6)
+        nn.init.eye_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        trainer = Trainer(model, optimizer, lambda y, t: functional.cross_entropy(y, t["class"]), backend=backend)
+        mine = parts[backend.rank :: backend.size]
+        found = trainer.step([(x, {"scale": 2.0, "class": y, "other": y}) for x, y in mine], 24.0)
+        trainer.close()
+        return found.loss, model.weight.detach()
+
+    inputs, targets = batch()
+    with connect("local") as backend:
+        whole = body(backend, [(inputs, targets)])
+    for found in run_threads(2, body, [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]):
+        torch.testing.assert_close(found, whole)
