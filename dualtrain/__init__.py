@@ -53,12 +53,16 @@ _MODULES = {
     "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),
     "dualtrain.trainer.trainer": ("Trainer",),
 }
+#: Not imported at their first use: importing ``hvd`` sets environment variables.
+_PUBLIC_MODULES = ("batchnorm", "functional", "gradients", "hvd", "ray", "spark")
 
 
 def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
+    if name in _PUBLIC_MODULES:
+        raise AttributeError(f"dualtrain.{name} is a module that is not imported yet: add `import dualtrain.{name}`")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import dualtrain
 from dualtrain import functional
 from dualtrain.batchnorm import SyncBatchNorm, synchronize_norms
 from dualtrain.gradients import GradientReducer, Transfer
@@ -174,3 +175,11 @@ def test_a_norm_without_a_backend_says_how_to_convert_a_model():
     model = SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
     with pytest.raises(NotImplementedError, match=r"synchronize_norms\(model, backend\)"):
         model(torch.ones(3, 2))
+
+
+def test_a_public_module_that_is_not_imported_yet_is_named(monkeypatch):
+    monkeypatch.delattr(dualtrain, "functional", raising=False)
+    with pytest.raises(AttributeError, match=r"add `import dualtrain\.functional`"):
+        dualtrain.functional  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'conect'"):
+        dualtrain.conect  # noqa: B018
