@@ -403,6 +403,8 @@ def test_formats_are_detected_by_content_and_no_format_starts_a_program(tmp_path
         patch.setattr("os.system", refuse)
         with pytest.raises(UserError, match="none of JPEG, PNG"):
             decode(path)
+        with pytest.raises(UserError, match=r"\(No such file or directory\): check its path and permissions$"):
+            decode(tmp_path / "missing.jpg")  # "fix or delete it" would be no cure
     for kind in ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP"):
         Image.new("RGB", (4, 3)).save(path, format=kind)
         assert decode(path).size == (4, 3)

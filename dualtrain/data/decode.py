@@ -38,5 +38,10 @@ def read_image(path: str | Path) -> Any:
 
 def _unreadable(path: str | Path, error: Exception, reason: str) -> UserError:
     first, temporary = reason.partition("\n")[0], is_temporary(error)
-    cure = "repair the disk or the network" if temporary else "fix or delete it, or convert it to PNG"
+    if temporary:
+        cure = "repair the disk or the network"
+    elif isinstance(error, OSError) and error.errno is not None:  # an error of the system, and not of a decoder
+        cure = "check its path and permissions"
+    else:
+        cure = "fix or delete it, or convert it to PNG"
     return UserError(f"the image {str(path)!r} cannot be read ({first}): {cure}", transient=temporary)
