@@ -1433,6 +1433,12 @@ def test_an_undefined_name_is_found_beside_other_findings(all_rules):
     assert [(finding.line, "'scale' is not defined" in finding.message) for finding in found] == [(4, True), (5, False)]
 
 
+@pytest.mark.parametrize("call", ["os.environ['OMPI_COMM_WORLD_SIZE']", "mpi4py.MPI.COMM_WORLD.allgather(1)"])
+def test_code_that_needs_mpirun_must_be_changed(call):
+    (found,) = findings(source(f"import os\nimport mpi4py.MPI\nhvd.init()\nx = {call}"))
+    assert (found.line, found.level) == (6, "unsupported")
+
+
 def test_every_rule_has_a_case():
     assert {case[0] for case in CASES} == set(BY_NAME)
 

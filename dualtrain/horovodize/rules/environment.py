@@ -166,7 +166,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
                 f"torchrun does not set {node.value}, so that the script fails or trains each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
             )
-            yield Finding(node.lineno, "differs", message)
+            yield Finding(node.lineno, "unsupported", message)
             return
 
 
@@ -194,7 +194,7 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
                 "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
                 f"that {call.func.attr}() reaches no other rank; use calls of hvd instead"
             )
-            yield Finding(call.lineno, "differs", message)
+            yield Finding(call.lineno, "unsupported", message)
             return
 
 
