@@ -249,7 +249,8 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
     if not run.steps:
         raise RunError(
             f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank, and only the "
-            "weights of such optimizers are compared: give the script arguments that make it train"
+            "weights of such optimizers are compared: give the script arguments that make it train, and remove checkpoints "
+            "of earlier runs from which it resumes"
         )
 
 
