@@ -161,17 +161,15 @@ class Guards:
         if isinstance(test.ops[0], ast.In | ast.NotIn):
             one = len(ranks) == 1
         else:
-            alone = isinstance(test.ops[0], ast.Eq | ast.NotEq) or (
-                isinstance(test.ops[0], ast.Gt) and ast.unparse(test.comparators[0]) == "0"
-            )
-            one = alone and ranks == [test.comparators[0]]
+            zero = isinstance(test.ops[0], ast.Gt) and [ast.unparse(node) for node in ranks] == ["0"]
+            one = zero or (isinstance(test.ops[0], ast.Eq | ast.NotEq) and len(ranks) == 1)
         return ast.unparse(ranks[0]) if one else ""
 
-    @staticmethod
-    def _constants(value: ast.expr) -> list[ast.expr]:
-        """Return the integer constants in ``value``, which may be a list, a tuple, a set or one constant."""
+    def _constants(self, value: ast.expr) -> list[ast.expr]:
+        """Return the integer constants in ``value``: a list, a tuple, a set, one constant, or a variable with one value."""
         parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
-        return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
+        known = [self.source.constant(part) or part if isinstance(part, ast.Name) else part for part in parts]
+        return [part for part in known if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def is_on_some_ranks(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs on one rank only, or on all except one, because of a condition in its function."""

@@ -214,6 +214,17 @@ CASES = [
         "def first():\n    if args.debug:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
     ),
     (
+        "collective_on_some_ranks",  # a constant with a name
+        "ROOT = 0\nif hvd.rank() == ROOT:\n    hvd.barrier()",
+        "ROOT = args.root\nif hvd.rank() in ROOT:\n    hvd.barrier()",
+    ),
+    (
+        "inner_step",  # the optimizer is wrapped in all runs with Horovod
+        "if args.mpi:\n    hvd.init()\n    wrapper = hvd.DistributedOptimizer(optimizer)\noptimizer.step()",
+        "if args.mpi:\n    hvd.init()\n    wrapper = hvd.DistributedOptimizer(optimizer)\n    wrapper.step()\n"
+        "else:\n    optimizer.step()",
+    ),
+    (
         "collective_on_some_ranks",  # a flag from a conditional expression
         "first = hvd.rank() == 0 if args.horovod else True\nif first:\n    hvd.barrier()",
         "first = hvd.rank() == 0 if args.log else True\nif first:\n    hvd.barrier()",

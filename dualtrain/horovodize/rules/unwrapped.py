@@ -105,11 +105,17 @@ def _given(source: Source, function: Function, call: ast.Call, parameter: str) -
     return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute) else None
 
 
-def _unused_wrappers(source: Source, guards: Guards) -> Iterator[tuple[str, str, ast.Call]]:
+def _is_certain(source: Source, wrap: ast.Call) -> bool:
+    """Return whether all runs with Horovod that reach the function around ``wrap`` wrap the optimizer once."""
+    repeated = any(isinstance(above, ast.For | ast.While | ast.Try | ast.TryStar) for above in source.above(wrap))
+    return not repeated and Guards.of(source).runs_whenever(wrap, source.scope(wrap))
+
+
+def _unused_wrappers(source: Source) -> Iterator[tuple[str, str, ast.Call]]:
     """Yield each wrapper that nothing uses: its name, the original optimizer as text, and the call that wraps it."""
     for name, wrap in source.wraps:
         inner = first_argument(wrap, "optimizer")
-        if not isinstance(inner, ast.Name | ast.Attribute) or last_name(inner) == name or guards.is_conditional(wrap):
+        if not isinstance(inner, ast.Name | ast.Attribute) or last_name(inner) == name or not _is_certain(source, wrap):
             continue
         text = ast.unparse(inner)
         if _is_used(source, name) or text in source.parameters(wrap) or _holds_wrapper(source, text, wrap):
@@ -120,7 +126,7 @@ def _unused_wrappers(source: Source, guards: Guards) -> Iterator[tuple[str, str,
 def inner_step(source: Source) -> Iterator[Finding]:
     """A step of the original optimizer instead of its wrapper."""
     guards = Guards.of(source)
-    for name, text, wrap in _unused_wrappers(source, guards):
+    for name, text, wrap in _unused_wrappers(source):
         for call in source.calls:
             func = call.func
             if not isinstance(func, ast.Attribute) or func.attr != "step" or ast.unparse(func.value) != text:
@@ -134,7 +140,7 @@ def inner_step(source: Source) -> Iterator[Finding]:
 
 def inner_given(source: Source) -> Iterator[Finding]:
     """The original optimizer as an argument, as in ``scaler.step(base)``, if nothing uses its wrapper."""
-    for name, text, wrap in _unused_wrappers(source, Guards.of(source)):
+    for name, text, wrap in _unused_wrappers(source):
         for call in source.calls:
             given = [ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords))]
             same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
