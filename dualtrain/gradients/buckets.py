@@ -171,6 +171,10 @@ class Bucket:
         """Return the slots whose gradients may have changed since ``pack``. Call it before ``unpack``."""
         return self._packed.changed()
 
+    def packed_outside(self) -> list[torch.Tensor]:
+        """Return the packed gradients that do not lie in the bucket. Call it before ``unpack``."""
+        return self._packed.outside()
+
     def forget_gradients(self) -> None:
         """Drop the references to the gradients that were packed."""
         self._packed.forget()

@@ -230,7 +230,7 @@ class Exchange:
         changed = [slot for bucket in self.schedule.buckets for slot in bucket.changed()]
         if not changed:
             return None
-        outside = [grad for bucket in self.schedule.buckets for _, grad in bucket.outside]
+        outside = [grad for bucket in self.schedule.buckets for grad in bucket.packed_outside()]
         # The counter of such a gradient may have counted changes of other gradients. So ignore it.
         shared = with_shared_counters(outside)
         return next((s for s in changed if id(s.param.grad) not in shared and len(reducers_of(s.param)) == 1), None)

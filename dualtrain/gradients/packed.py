@@ -42,6 +42,15 @@ class PackedGradients:
         pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)
         return [slot for slot, grad, was, version, before in pairs if grad is not was or version != before]
 
+    def outside(self) -> list[torch.Tensor]:
+        """Return the recorded gradients that do not lie in the bucket and have a counter of in-place changes."""
+        dense = [
+            (slot, grad)
+            for slot, grad in zip(self._slots, self._grads, strict=True)
+            if grad is not None and grad.layout is torch.strided and not grad.is_inference()
+        ]
+        return [grad for slot, grad in dense if grad.data_ptr() != slot.address]
+
     def _present(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
         """Return all gradients, and their counters of in-place changes."""
         # This runs twice in every step, so it uses map(), whose loop runs in C.

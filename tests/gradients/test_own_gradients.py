@@ -12,7 +12,17 @@ from torch import nn
 from dualtrain import BackendError
 from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.slots import may_be_kept
-from tests.models_for_tests import gradients, mean_gradients, perceptron, seeded, sgd, small_buckets, vector_loss
+from tests.models_for_tests import (
+    gradients,
+    mean_gradients,
+    of_every_rank,
+    perceptron,
+    seeded,
+    sgd,
+    small_buckets,
+    vector_loss,
+)
+from tests.threads import run_threads
 
 #: Numbers of inputs of the model: one for small gradients only, and one for a large gradient. A large gradient may be
 #: copied to its bucket as soon as it is ready.
@@ -91,6 +101,26 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
         itertools.product(makes, INPUTS, [False, True]),
         [(flat_gradients, 20000, False), (separate_gradients, 4, True)],
     )
+
+
+def parts_that_were_moved(backend):
+    """Move parts of one tensor to memory of their own. They still share a counter of in-place changes."""
+    model = perceptron()
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+    optimizer = sgd(model, backend)
+    with small_buckets((1, 1)):
+        vector_loss(model, backend.rank).backward()  # makes the buckets, so that the next pass sends gradients early
+    optimizer.zero_grad()
+    flat_gradients(list(model.parameters()))
+    for p in model.parameters():
+        p.grad.data = torch.zeros_like(p)
+    vector_loss(model, backend.rank).backward()
+    torch.testing.assert_close(gradients(model), expected)
+    optimizer.close()
+
+
+def test_gradients_may_be_moved_out_of_the_programs_own_memory():
+    run_threads(2, parts_that_were_moved)
 
 
 def shares_memory(backend):
