@@ -196,6 +196,9 @@ class Trainer:
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
             news: deprecated name of ``control_flags``.
 
+        Returns:
+            The sums over all ranks; its attribute ``loss`` is the mean loss.
+
         Raises:
             ValueError: ``expected`` is not above 0, or not finite; there are not ``CONTROL_FLAGS`` control flags; or, on
                 every rank, forward has changed state that the shards of a step share (see
@@ -393,6 +396,14 @@ class Trainer:
                 :meth:`step`.
             objective: by default, the trainer's ``loss``.
             prefix: the beginning of the names in the result.
+
+        Returns:
+            ``val_loss``, and for losses that count correct predictions (see :meth:`fit`) also ``val_accuracy`` and
+            ``val_top5``; the same on every rank. Not a number if there are no samples.
+
+        Raises:
+            TypeError: a batch is not (inputs, targets).
+            RanksDifferError: on every rank, if the ranks' weights differ.
         """
         self._compare_weights()
         model, forward = self.evaluated, self._forward
