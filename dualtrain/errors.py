@@ -129,7 +129,7 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of ``error``, or its type if it has no message. See :func:`one_line`."""
     try:
-        return str(error).partition("\n")[0] or type(error).__name__
+        return str(error).strip().partition("\n")[0] or type(error).__name__
     except Exception:
         return one_line(error)
 

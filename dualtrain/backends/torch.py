@@ -46,7 +46,7 @@ from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, first_line
 from dualtrain.launchers import World, new_job
 from dualtrain.rendezvous.connection import open_control_channel
 from dualtrain.rendezvous.hosts import gloo_interface, listening_address, variables
@@ -248,12 +248,12 @@ class TorchBackend(Backend):
                 for name in ("sums", "calls")
             )
         except RuntimeError as error:
-            raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
+            raise UserError(f"the {self.size} processes could not connect to each other: {first_line(error)}") from error
         self._hold(self._sums, self._calls)
         try:
             connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
         except dist.DistStoreError as error:
-            raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
+            raise UserError(f"the {self.size} processes could not connect to each other: {first_line(error)}") from error
         self._channel: Any = CallChannel(self.rank, self.size, connections, self._await_exchange)
 
     def _cores(self) -> int:
@@ -414,7 +414,7 @@ class TorchBackend(Backend):
                     timeout=_limit(self.timeout),
                 )
             except RuntimeError as error:
-                reason = _first_line(error)
+                reason = first_line(error)
                 raise UserError(f"torch.distributed's default process group could not be made: {reason}") from error
         self._default_group = dist.group.WORLD
 
@@ -581,7 +581,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
         store = _adapted(join(world, timeout), timeout)
     except RuntimeError as error:
         raise UserError(
-            f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({_first_line(error)}): "
+            f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({first_line(error)}): "
             "check that the address is rank 0's, that the port is open, and that all processes were started"
         ) from error
     return _numbered(store, world, (host, port))
@@ -619,7 +619,7 @@ def job_in_store(world: World, timeout: float) -> str:
         return bytes(store.compare_set(world.job_key, "", new_job())).decode()
     except RuntimeError as error:
         raise UserError(
-            f"the store of torchrun's agents at {host}:{port} does not answer ({_first_line(error)}): start the job again"
+            f"the store of torchrun's agents at {host}:{port} does not answer ({first_line(error)}): start the job again"
         ) from error
 
 
@@ -636,7 +636,3 @@ def _store_of_default_group(world: World) -> dist.Store | None:
     same = found[1] > world.size if world.name else found == (world.rank, world.size)
     # Private API of torch, the same in torch 2.5 to 2.15: there is no public way to get a default group's store.
     return distributed_c10d._get_default_store() if same else None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
