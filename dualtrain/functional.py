@@ -18,6 +18,7 @@ import torch
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.wire import dense
+from dualtrain.shards import check_collective
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
 
@@ -112,6 +113,7 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 
 
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
+    check_collective()
     try:
         return dense(tensor)
     except (TypeError, ValueError) as problem:  # the other ranks wait for this rank's call
@@ -120,6 +122,7 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
     """Return the result of ``call``, and whether the ``tensor`` of any rank requires a gradient."""
+    check_collective()
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
 

@@ -34,6 +34,7 @@ TOP_LEVEL = [
     "wrapped_steps",
     "optimizer",
     "state",
+    "shards",
     "functional",
     "batchnorm",
     "on_ranks",

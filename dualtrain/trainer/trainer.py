@@ -202,7 +202,8 @@ class Trainer:
         Raises:
             ValueError: ``expected`` is not above 0, or not finite; there are not ``CONTROL_FLAGS`` control flags; or, on
                 every rank, forward has changed state that the shards of a step share (see
-                :class:`~dualtrain.trainer.fixed_state.FixedState`).
+                :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional``, although the
+                numbers of ranks and shards differ.
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
                 ``compress="fp16"``, gradients do not fit into fp16.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are

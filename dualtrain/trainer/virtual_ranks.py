@@ -26,6 +26,7 @@ from dualtrain.batchnorm import RankNorm, SyncBatchNorm
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
+from dualtrain.shards import without_collectives
 from dualtrain.trainer.common_buffers import CommonBuffers
 from dualtrain.trainer.fixed_state import FixedState
 from dualtrain.trainer.objective import NAMES
@@ -84,7 +85,7 @@ class VirtualRanks:
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         # This step's backward may also reach parameters of other trainers. These trainers must not exchange the gradients.
-        with self._begun_step(), reducer.alone():
+        with self._begun_step(), reducer.alone(), self._without_collectives():
             reducer.begin_shards()
             for shard, part in given:
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
@@ -140,6 +141,16 @@ class VirtualRanks:
         self._steps += 1
         self._seed_after("step")
 
+    def _without_collectives(self) -> AbstractContextManager[None]:
+        """Refuse differentiable collectives in the block, unless they combine all shards: unless there are V ranks."""
+        if self._backend.size == self.count:
+            return nullcontext()
+        return without_collectives(
+            "the model or the loss calls a function of dualtrain.functional, whose result depends on the number of ranks: "
+            f"with virtual_ranks={self.count}, start {self.count} ranks, not {self._backend.size}, or train without "
+            "virtual_ranks"
+        )
+
     def _seed_after(self, what: str) -> None:
         """Seed the generators for the user's code between steps, so that this code draws the same numbers on every rank."""
         self._after = what
@@ -173,10 +184,11 @@ class VirtualRanks:
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         rows, buffers = [], CommonBuffers(model, self.count)  # restores the buffers' present values after each shard
-        for shard, part in self._of_shards(batches):
-            self._seed_all(self._steps, shard, "evaluation")
-            rows.append(sums(part))
-            buffers.restore()
+        with self._without_collectives():
+            for shard, part in self._of_shards(batches):
+                self._seed_all(self._steps, shard, "evaluation")
+                rows.append(sums(part))
+                buffers.restore()
         self._seed_after("evaluation")
         mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()

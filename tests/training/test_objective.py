@@ -344,7 +344,7 @@ def test_a_module_that_has_not_called_its_base_class_init_may_be_a_loss():
 
 @dataclass
 class Output:
-    """What a model returns: logits, and other values."""
+    """Outputs of a model: logits, and a value that is no tensor."""
 
     logits: torch.Tensor
     name: str = "model"

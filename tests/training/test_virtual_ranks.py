@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dualtrain import Trainer, connect, weights_sha256
+from dualtrain import Trainer, UserError, connect, functional, weights_sha256
 from dualtrain.trainer.common_buffers import CommonBuffers
 from tests.hvd.worlds import worlds
 from tests.models_for_tests import conv_net, images, seeded, vectors
@@ -358,3 +358,32 @@ def counted_evaluations(backend):
 def test_an_evaluation_does_not_change_buffers():
     for size in (1, 2, 4):
         assert run_threads(size, counted_evaluations) == [0.0] * size
+
+
+def contrast(backend):
+    """Compare each sample with the samples of all ranks; return what a step and an evaluation raise or compute."""
+    model = seeded(nn.Linear(4, 3))
+
+    def loss(outputs, targets):
+        return (outputs @ functional.allgather(outputs, backend).T).logsumexp(1).mean()
+
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loss, backend=backend, virtual_ranks=2)
+    found = []
+    for use in (lambda parts: trainer.step(parts, 12.0).loss, lambda parts: trainer.evaluate(parts)["val_loss"]):
+        try:
+            found.append(use(trainer.split(vector_batch())))
+        except UserError as error:
+            found.append(str(error))
+    trainer.close()
+    functional.allreduce(torch.ones(1), backend)  # is refused in shards only
+    return found
+
+
+def test_a_loss_over_all_ranks_is_refused_unless_there_are_as_many_ranks_as_shards():
+    ((found, evaluated),) = run_threads(1, contrast)
+    assert found == evaluated
+    assert "dualtrain.functional" in found
+    assert "with virtual_ranks=2, start 2 ranks, not 1, or train without virtual_ranks" in found
+    one, other = run_threads(2, contrast)
+    assert one == other
+    assert all(isinstance(loss, float) for loss in one)
