@@ -60,7 +60,8 @@ class Trainer:
 
     Args:
         model: a model on the backend's device; ``optimizer`` has its parameters.
-        optimizer: any torch optimizer of these parameters that needs no closure.
+        optimizer: any torch optimizer of these parameters that needs no closure. A parameter that no rank uses in a step
+            gets a gradient of zeros, as in Horovod, so weight decay and momentum change it.
         loss: one of three kinds; cross entropy by default. A function ``loss(outputs, targets)`` returns the mean over
             ``len(targets)`` samples (of its first tensor, if ``targets`` is a dict). A loss of torch returns the mean over
             its targets, of which a sample may have any number. An ``Objective`` returns the pair of the mean loss and four
