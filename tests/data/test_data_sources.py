@@ -281,6 +281,15 @@ def test_an_image_on_a_failing_disk_forbids_no_restart(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ text, synthetic, wrapped
 
 
+def test_a_byte_order_mark_is_not_a_token(tmp_path):
+    texts = [tmp_path / "plain.txt", tmp_path / "marked.txt"]
+    for path, encoding in zip(texts, ("utf-8", "utf-8-sig"), strict=True):
+        path.write_text("one two, three four. five " * 60, encoding)
+    plain, marked = (load_data("text", text_file=str(path), sequence_length=8) for path in texts)
+    assert plain.classes == marked.classes
+    assert_same(epoch(plain.train, 3, 4), epoch(marked.train, 3, 4))
+
+
 def test_15_percent_of_the_words_are_masked_in_one_of_three_ways():
     task = load_data("text", sequence_length=32, vocabulary=500)
     assert task.kind == "tokens"
