@@ -56,7 +56,10 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
         twin.grad = torch.zeros_like(twin)
         kind([twin], lr=lr, **options).step()
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"--optimizer {step.optimizer} refuses its options ({error}): change them") from error
+        raise UserError(
+            f"--optimizer {step.optimizer} refuses its options or the model's parameters ({error}): change the options, or "
+            "choose another optimizer"
+        ) from error
     return optimizer
 
 

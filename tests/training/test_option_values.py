@@ -104,3 +104,10 @@ def test_options_that_make_every_step_fail_are_refused_before_training(option):
     step = parse(["--optimizer", "adam", "--optimizer-options", option]).step
     with pytest.raises(UserError, match="--optimizer adam refuses its options"):
         make_optimizer(step, torch.nn.Linear(2, 2), 0.1)
+
+
+def test_an_optimizer_that_refuses_the_models_parameters_is_named():
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("needs torch.optim.Muon (torch 2.9 or newer)")
+    with pytest.raises(UserError, match=r"muon refuses .* the model's parameters \(.*2D.*or choose another optimizer$"):
+        make_optimizer(parse(["--optimizer", "muon"]).step, torch.nn.Linear(2, 2), 0.1)
