@@ -178,7 +178,8 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
             return load(path), problems
         except DamagedError as error:
             problems.append(str(error))
-    raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to resume from: start without --resume"]))
+    none = f"{str(folder)!r} holds no good checkpoint to resume from: give --resume auto, which begins at step 0 then"
+    raise UserError("; ".join([*problems, none]))
 
 
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:

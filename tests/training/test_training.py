@@ -172,10 +172,16 @@ def test_a_resume_with_other_settings_is_refused_and_changes_no_file(tmp_path):
 
 def test_the_error_names_a_cure_if_there_is_nothing_to_resume(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(UserError, match="start without --resume"):
+    with pytest.raises(UserError, match="give --resume auto"):
         train_alone("--max-steps", "1", "--resume", "--run-dir", str(folder))
     assert not folder.exists()
     train_alone("--max-steps", "1", "--run-dir", str(folder))
+    (folder / "summary.json").unlink()  # as if the run had been killed
+    for path in (folder / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="is damaged .* give --resume auto"):
+        train_alone("--max-steps", "1", "--resume", "--run-dir", str(folder))
+    assert train_alone("--max-steps", "1", "--resume", "auto", "--run-dir", str(folder))["steps"] == 1
 
 
 def rates(folder: Path) -> dict[int, float]:
