@@ -54,6 +54,11 @@ class Waits:
         return self.world.rank
 
     @property
+    def job_rank(self) -> int:
+        """This process's rank in the job, which error messages name. In a group, ``rank`` may be another number."""
+        return self.members[self.rank]
+
+    @property
     def size(self) -> int:
         """Number of processes in the backend."""
         return self.world.size
@@ -134,11 +139,11 @@ class Waits:
 
     def _others(self) -> list[int]:
         """Return the other members of this backend, by their ranks in the job."""
-        return [rank for rank in self.members if rank != self.members[self.rank]]
+        return [rank for rank in self.members if rank != self.job_rank]
 
     def _missing(self, waiting: Mapping[int, list[str]]) -> list[int]:
         """Return the other ranks that have not reported a wait. Call this only after this rank has reported its own."""
-        own, others = self.members[self.rank], self._others()
+        own, others = self.job_rank, self._others()
         if own != 0 and 0 in others and not waiting.get(own):
             return [0]  # rank 0 has not sent this rank's report back, so it forwards no reports of other ranks either
         return [rank for rank in others if not waiting.get(rank)]
@@ -216,7 +221,7 @@ class Waits:
 
     def _report_interruption(self, by: type[BaseException]) -> str:
         """Report to the other ranks that an exception of the type ``by`` has stopped a call of this rank; return why."""
-        number = self.members[self.rank]
+        number = self.job_rank
         how = "failed or timed out" if issubclass(by, BackendError) else f"was interrupted by {by.__name__}"
         reason = (
             f"a collective call on rank {number} {how}, so that the calls of rank {number} no longer match those of the "

@@ -242,9 +242,9 @@ class Exchange:
             slot = bucket.assigned_late()
             if slot is not None:
                 raise BackendError(
-                    f"rank {self._backend.rank}: the gradient of {slot.name!r} was assigned after backward, which had "
-                    "averaged zeros for it: run backward in no_sync(), so that step() averages all gradients, or change "
-                    "param.grad in place if every rank has the same values"
+                    f"rank {self._backend.job_rank}: the gradient of {slot.name!r} was assigned after backward, which "
+                    "had averaged zeros for it: run backward in no_sync(), so that step() averages all gradients, or "
+                    "change param.grad in place if every rank has the same values"
                 )
 
     def end_round(self, *, reduced: bool) -> None:

@@ -220,9 +220,9 @@ class GradientReducer:
         self._start_over(reduced=changed is None)
         if changed is not None:
             raise BackendError(
-                f"rank {self.backend.rank}: the gradient of {changed.name!r} changed after it was sent, during backward: "
-                "change it in a hook of the parameter (register_post_accumulate_grad_hook), or after backward; or run "
-                "backward in no_sync(), so that step() sends the gradients"
+                f"rank {self.backend.job_rank}: the gradient of {changed.name!r} changed after it was sent, during "
+                "backward: change it in a hook of the parameter (register_post_accumulate_grad_hook), or after backward; "
+                "or run backward in no_sync(), so that step() sends the gradients"
             )
 
     def begin_shards(self) -> None:
@@ -345,9 +345,9 @@ class GradientReducer:
         if self._exchange.schedule.next:
             self._refused_pass = True
             raise BackendError(
-                f"an earlier backward pass failed on rank {self.backend.rank}, after some of its gradients had been sent: "
-                "call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients on every "
-                "rank"
+                f"an earlier backward pass failed on rank {self.backend.job_rank}, after some of its gradients had "
+                "been sent: call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients "
+                "on every rank"
             )
         self._exchange.schedule.forget_ready()
 

@@ -164,7 +164,7 @@ class Refusals:
         """Raise BackendError, on this rank, if the optimizer has gradients that were not averaged."""
         reason = self._lost() or self._unknown()
         if reason is not None:
-            raise BackendError(f"rank {backend.rank}: {reason}")
+            raise BackendError(f"rank {backend.job_rank}: {reason}")
 
     # -- over all ranks -------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Refusals:
         self._late = self._late or _LateFlag(self._flag)
         self._late.copy(self._flag)
         if mine is not None:
-            raise BackendError(f"rank {backend.rank}: {mine}")
+            raise BackendError(f"rank {backend.job_rank}: {mine}")
         if earlier:
             raise BackendError(
                 "another rank cannot average its gradients (its own error says why), or has not taken the same optimizer "
@@ -223,14 +223,15 @@ class Refusals:
             bucket.finish()
         states = self._exchange_reasons(backend, _NEW_LAYOUT)
         if not all(reason == _NEW_LAYOUT for reason, _ in states):
-            _raise_first(states)
-        for rank, names in enumerate(backend.allgather_object(replaced, name="gradients that were replaced by sums")):
+            _raise_first(states, backend.members)
+        of_ranks = backend.allgather_object(replaced, name="gradients that were replaced by sums")
+        for rank, names in zip(backend.members, of_ranks, strict=True):
             if names != replaced:
                 name = next(each for each in (*names, *replaced) if (each in names) != (each in replaced))
                 raise BackendError(
                     f"parameters were added or unfrozen during backward, when only one of rank {rank} and rank "
-                    f"{backend.rank} had sent the gradient of {name!r}: add and unfreeze parameters between two backward "
-                    "passes"
+                    f"{backend.job_rank} had sent the gradient of {name!r}: add and unfreeze parameters between two "
+                    "backward passes"
                 )
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
@@ -238,24 +239,27 @@ class Refusals:
         mine = self.reason(buckets)
         for bucket in buckets:
             bucket.misplaced = bucket.reshaped = bucket.sparse = bucket.trained_elsewhere = None
-        _raise_first(self._exchange_reasons(backend, mine))
+        _raise_first(self._exchange_reasons(backend, mine), backend.members)
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:
         """Return every rank's reason and number of optimizer steps. Collective; blocks."""
         return backend.allgather_object((mine, self.steps), name="refused parameters")
 
 
-def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
-    """Raise BackendError with the reason of the first rank that has one. If none has, name two different step counts."""
-    for rank, (reason, _) in enumerate(states):
+def _raise_first(states: Sequence[tuple[str | None, int]], members: Sequence[int]) -> NoReturn:
+    """Raise BackendError with the reason of the first rank that has one. If none has, name two different step counts.
+
+    ``members`` are the ranks' numbers in the job.
+    """
+    for rank, (reason, _) in zip(members, states, strict=True):
         if reason is not None:
             raise BackendError(f"rank {rank}: {reason}")
     first = states[0][1]
-    for rank, (_, steps) in enumerate(states):
+    for rank, (_, steps) in zip(members, states, strict=True):
         if steps != first:
             raise BackendError(
-                f"rank 0 has taken {first} steps of an optimizer, and rank {rank} has taken {steps}: their weights differ; "
-                + _SAME_STEPS
+                f"rank {members[0]} has taken {first} steps of an optimizer, and rank {rank} has taken {steps}: their "
+                "weights differ; " + _SAME_STEPS
             )
     raise BackendError("a rank could not average its gradients, for a reason that no longer exists")
 

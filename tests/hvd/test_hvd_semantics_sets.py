@@ -163,6 +163,13 @@ def optimizer_of_a_set(backend):
         (p.sum() * (me + 2)).backward()
         factor.step()
         assert p.tolist() == [-7.0, -7.0]
+        if me != 1 and backend.name == "torch":
+            factor.zero_grad()
+            p.data = p.data.double() if me == 2 else p.data
+            (p.sum() * me).backward()
+            # The error names the rank in the job, not rank 1 of the set.
+            with pytest.raises(hvd.HorovodInternalError, match=r"^rank 2: parameter 'p' was float32"):
+                factor.step()
         # No rank may shut down before all have stepped: if a step makes a process group, all ranks must take part.
         hvd.barrier()
 
