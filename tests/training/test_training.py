@@ -179,7 +179,7 @@ def test_the_error_names_a_cure_if_there_is_nothing_to_resume(tmp_path):
     (folder / "summary.json").unlink()  # as if the run had been killed
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(UserError, match="is damaged .* give --resume auto"):
+    with pytest.raises(UserError, match=r"is damaged .* give --resume auto"):
         train_alone("--max-steps", "1", "--resume", "--run-dir", str(folder))
     assert train_alone("--max-steps", "1", "--resume", "auto", "--run-dir", str(folder))["steps"] == 1
 
