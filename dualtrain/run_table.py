@@ -83,7 +83,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def labelled(folders: Iterable[str | Path]) -> list[tuple[Path, str]]:
-    """Return the paths of the runs, without links and duplicates, each with its label.
+    """Return the paths of the runs, with links resolved and without duplicates, each with its label.
 
     The label is the shortest end of the path that differs from the ends of all other paths.
     """

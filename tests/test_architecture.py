@@ -240,7 +240,8 @@ def test_no_file_of_the_rendezvous_imports_torch():
 
 
 def test_importing_the_rendezvous_and_the_commands_does_not_load_torch():
-    # A command refuses wrong arguments before the slow import of torch, and a removed current folder before MKL ends it.
+    # A command reports wrong arguments before the slow import of torch. It also reports a removed current folder before the
+    # import, because without the folder, MKL ends the process.
     commands = [PACKAGE / f"{name}.py" for name, _ in COMMANDS.values()]
     commands = [path if path.exists() else path.with_suffix("") / "__main__.py" for path in commands]
     program = "import sys\n"

@@ -79,8 +79,8 @@ def _also(lines: Sequence[int]) -> str:
 def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
-    There are no findings in lines that run only without Horovod or with one rank, or never. In functions that nothing
-    uses, there are only findings of the level "unsupported".
+    Lines that never run, or run only without Horovod or with one rank, have no findings. Functions that nothing uses have
+    only findings of the level "unsupported".
     """
     if not source.uses_horovod and not source.wrapped:
         return []

@@ -184,10 +184,10 @@ class Adapted:
 
 
 def _without_weight(outputs: Any, loss: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Return a loss of 0 with a gradient of zeros, and sums of 0.
+    """Return a loss of 0 with a gradient of zeros, and sums of 0, in place of a ``loss`` that is NaN or infinite.
 
-    The gradient of the given ``loss``, which is not a number, would not be a number either, even if multiplied by 0. If
-    ``outputs`` have no gradient, return ``loss`` as it is, with sums that are not a number.
+    The gradient of ``loss * 0.0`` could be NaN. If gradients are disabled, return ``loss`` itself, with sums of 0. If no
+    output requires a gradient, return ``loss`` itself, with NaN as the sum of the loss.
     """
     if not torch.is_grad_enabled():
         return loss, [0.0] * len(NAMES)

@@ -38,7 +38,7 @@ def flat_gradients(params):
 
 
 def detached_parts(params):
-    """Make all gradients parts of one tensor that autograd does not know to be views of it."""
+    """Make all gradients detached parts of one tensor: autograd does not know that they are views of it."""
     memory = flat_gradients(params)
     for p in params:
         p.grad = p.grad.detach()
@@ -80,7 +80,7 @@ def clips_own_memory(backend, make, inputs, accumulate):
         if accumulate:
             with optimizer.no_sync():
                 model(x[backend.rank]).square().mean().backward()
-        with small_buckets((1, 1)):  # backward changes a flat tensor after it has sent other parts of it
+        with small_buckets((1, 1)):  # send parts of a flat tensor while backward still changes other parts
             model(x[backend.rank]).square().mean().backward()
         for each in memory:
             each.mul_(0.5)
@@ -104,7 +104,7 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
 
 
 def parts_that_were_moved(backend):
-    """Move parts of one tensor to memory of their own. They still share a counter of in-place changes."""
+    """Move parts of one tensor to memory of their own. They still share a version counter."""
     model = perceptron()
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     optimizer = sgd(model, backend)

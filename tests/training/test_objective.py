@@ -386,7 +386,7 @@ def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
     with connect("local") as backend:
         trainer = Trainer(
             *(model, torch.optim.SGD(model.parameters(), 0.5)),
-            measure=lambda x, y: masked_mean(model(x), y),  # its outputs are not known
+            measure=lambda x, y: masked_mean(model(x), y),  # without the outputs, 0/0 cannot be replaced by 0
             backend=backend,
         )
         with pytest.raises(DivergedError):

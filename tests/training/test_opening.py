@@ -192,7 +192,7 @@ def test_settings_with_an_effect_are_not_noted():
     flags = "--dataset mine:data --data-dir x --classes 5 --workers 8 --transport native --drop-last --accumulate 32"
     assert notes(*flags.split(), "--weights", "x", "--sync-batchnorm", "--channels-last", cores=8) == []
     assert notes("--dataset", "mine:data", cores=1) == []
-    # With --pretrained, this model converts its inputs.
+    # With --pretrained, googlenet also converts its inputs, even if --weights replaces all weights.
     assert notes("--pretrained", "--weights", "x", "--model", "googlenet") == []
 
 

@@ -60,7 +60,7 @@ def repeated_steps(at: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(at: list[int], left: int) -> int:
-    """Return how many of ``left`` steps must remain for second runs on both sides, after the run of :func:`plain_steps`."""
+    """Return how many of the ``left`` steps :func:`plain_steps` should leave for a second run on each side."""
     return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
 
 
