@@ -100,7 +100,7 @@ def _full(job: Job, choice: random.Random) -> str:
     return f"rank {rank}, {'after a write failed' if failed else 'no write failed meanwhile'}"
 
 
-STOP_RANK = Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP))  # is detected by the other ranks
+STOP_RANK = Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP))  # only other ranks detect it
 FAULTS = (
     Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL)),
     Fault("SIGKILL of all ranks", _all_ranks(signal.SIGKILL)),

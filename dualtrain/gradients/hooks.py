@@ -52,15 +52,15 @@ class Place:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the attribute is ``None``, in place of a module. A new module may be assigned to it later."""
+        """Return whether the attribute is ``None`` where there was a module. A new module may be assigned to it later."""
         owner = self.owner()
         # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
         return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
 
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
-        """Return the kind of what is in this place now, "parameter" or "module", and whether it is in use.
+        """Return what is in this place now ("parameter" or "module"), and whether it is in use.
 
-        Return ``None`` if each of its trained parameters has a reducer, or is in ``known``: the ids of the caller's
+        Return ``None`` if each trained parameter in this place has a reducer, or is in ``known``: the ids of the caller's
         parameters, some of which may have no hook yet. A parameter always counts as in use. A module may be a copy that
         only computes targets: it is in use if one of its parameters without a reducer has a gradient.
         """
@@ -250,7 +250,7 @@ def _observe_replacements() -> None:
 
 
 def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
-    # ``_parameters`` is private in torch 2.5 to 2.15. During registration, getattr() may return an attribute of the class.
+    # ``_parameters`` is private in torch 2.5 to 2.15. getattr() cannot replace it: it may return an attribute of the class.
     old = owner._parameters.get(key)
     if old is not None and new is not None and new is not old:
         _report_replacement(owner, key, [old])

@@ -155,7 +155,7 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} was added to the optimizer's param_groups after "
                         "the optimizer was wrapped: use add_param_group on every rank"
                     )
-        # Skip later checks only if all parameters are known: an unknown frozen one may be unfrozen.
+        # Skip later checks only if all parameters are known: an unknown one that is frozen now may be unfrozen later.
         if self.hooks.known.issuperset(map(id, chain(*in_groups))):
             self._in_groups = [list(params) for params in in_groups]
         return None

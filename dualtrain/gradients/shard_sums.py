@@ -15,7 +15,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 
-#: Function that splits a buffer into parts: views that together cover the buffer, in the order of a shard's parts.
+#: Function that splits a buffer into parts: views that together cover the buffer. A shard has its parts in the same order.
 Split = Callable[[torch.Tensor], list[torch.Tensor]]
 
 

@@ -34,7 +34,7 @@ def steps(source: Source) -> Iterator[list[Event]]:
     for _, nodes in source.scopes:
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
         changed = (node for node in nodes if is_change(source, node) or _is_call_of(node, changes))
-        found += [Event("change", node) for node in changed]  # type: ignore[arg-type]  # all rules accept statements here
+        found += [Event("change", node) for node in changed]  # type: ignore[arg-type]  # the node may be an assignment
         events = [event for event in found if not guards.is_without_horovod(event.node)]
         # Sort by the end of a call: `scaler.scale(loss).backward()` calls backward last.
         yield sorted(events, key=lambda event: (event.node.end_lineno or 0, event.node.end_col_offset or 0))

@@ -121,7 +121,7 @@ def ranks_in_world(comm: Any) -> list[int]:
     return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
 
 
-#: horovodrun's servers (host:port) through which :func:`names_by_server` has already gathered the ranks' names.
+#: horovodrun's servers (host:port) through which :func:`names_by_server` has already gathered names.
 _COMPARED: set[str] = set()
 #: The (host, port) of a store, and its secret.
 Meeting = tuple[tuple[str, int], str]
@@ -211,10 +211,10 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
 
 
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
-    """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
+    """Gather every rank's ``name``, that of its backend, in rank order, through horovodrun's server. Collective; blocks.
 
-    If the names differ, this function also waits, for some seconds at most, until all ranks have read them, because
-    horovodrun ends all processes when the first process exits.
+    If the names differ, the ranks exit with an error, and horovodrun ends all processes when the first one exits. So this
+    function then also waits, for some seconds at most, until all ranks have read the names.
 
     Return an empty list, without waiting, in any of these cases: the launcher is not ``horovodrun --gloo``, or is elastic;
     the world has one process, or only some of the job's processes; this process has already gathered names through this

@@ -39,8 +39,8 @@ from dualtrain.training.resume import (
 )
 
 log = logging.getLogger("dualtrain")
-#: The number of runs that this process has started for each job: part of a run's job name. A restarted process counts
-#: from 0 again.
+#: How many runs this process has started, by job: the number is added to the job name of each run but the first. A
+#: restarted process counts from 0 again, so that its runs get the same names.
 _runs: Counter[str] = Counter()
 
 

@@ -355,7 +355,7 @@ def group_between(backend):
 
 
 def sum_beside_a_call(backend):
-    """Rank 0 starts a sum before a call, the other ranks after it. The call is a group's, or the library makes it."""
+    """Start a sum before a call on rank 0, and after it on others. The call is a group's, or too long for shared memory."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5000)
     for call in (group.barrier, partial(backend.exchange_short, [1] * 1000)):
@@ -373,7 +373,7 @@ def test_ranks_may_order_a_sum_and_the_librarys_calls_differently(shared):
 
 
 def asynchronous_group_call(backend):
-    """On rank 0, wait for the group's call before the next call; on the other ranks, wait for it after this call."""
+    """On rank 0, wait for the group's call before the next call; on the other ranks, after the next call."""
     group, tensor = backend.group(range(backend.size)), torch.ones(3)
     for _ in range(10):
         work = group.allreduce_async(tensor, "sum")

@@ -87,7 +87,7 @@ def script(tmp_path: Path) -> Iterator[Script]:
 
 
 def names(lines: list[str]) -> list[str]:
-    """Return the first word of each line. Leave out the lines about skipped tests."""
+    """Return the first word of each line, such as "not" of "not run: …". Leave out the lines about skipped tests."""
     return [line.split()[0] for line in lines if not line.startswith("skipped: tests of ")]
 
 
@@ -106,7 +106,7 @@ def test_mypy_runs_during_the_tests_and_its_output_follows_their_output(argument
     assert names(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
 
 
-def test_of_the_tests_in_tests_launch_the_default_command_runs_only_the_smoke_test(script):
+def test_the_default_command_runs_only_the_smoke_test_of_tests_launch(script):
     (script.folder / "tests" / "test_files.py").touch()
     (command,) = (line for line in script.run()[1] if line.startswith("pytest "))
     assert command.split()[-3:] == ["tests/gradients", "tests/test_files.py", "tests/launch/test_smoke.py"]
