@@ -386,6 +386,16 @@ def test_an_asynchronous_call_of_a_group_runs_during_other_calls(shared):
     shared(asynchronous_group_call)
 
 
+def short_group_call(backend):
+    group = backend.group(range(backend.size))
+    with mock.patch.object(group, "start_allreduce", side_effect=AssertionError("not in the messages of the comparison")):
+        assert group.allreduce(torch.ones(3), "sum").tolist() == [backend.size] * 3
+
+
+def test_a_group_sends_a_short_tensor_in_the_comparison_of_calls(shared):
+    shared(short_group_call)
+
+
 def test_a_groups_call_does_not_block_a_sum(shared):
     shared(group_between)
 

@@ -201,7 +201,7 @@ class SharedMemoryBackend(DelegatingBackend):
 
     def adapt_group(self, group: Backend) -> Backend:
         group.meanwhile = self._progress
-        return DelegatingBackend(group)
+        return group
 
     def _progress(self) -> int:
         return sum(memory.progress() for memory in (self.memory, self.calls, *self._beside))
