@@ -130,7 +130,8 @@ class _TorchWork(Work[None]):
 
     def _wait_for(self, seconds: float) -> bool:
         try:
-            self._work.wait(timedelta(seconds=seconds))
+            # Torch cuts the timeout to whole milliseconds, and takes 0 for no timeout.
+            self._work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
             # A wait that merely timed out leaves the operation unchanged, and may be repeated.
             if not self._work.is_completed():

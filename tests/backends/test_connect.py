@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import dualtrain
-from dualtrain import BackendError, UserError, connect
+from dualtrain import BackendError, ReduceOp, UserError, connect
 from dualtrain.backends import torch as torch_backend
 from dualtrain.backends.factory import (
     NAMES,
@@ -33,6 +33,7 @@ from dualtrain.backends.factory import (
 from dualtrain.backends.horovod import installed
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.torch import TorchBackend, _TorchWork
+from dualtrain.backends.waits import SLICE_SECONDS
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import gloo_interface, variables
 from dualtrain.rendezvous.left_over import refuse_left_over
@@ -494,6 +495,21 @@ def test_waits_for_gpu_operations_have_no_timeout():
     work.wait()
     work.wait()
     assert waits == [(), ()]
+
+
+def waits_shortly(backend):
+    if backend.rank == 1:
+        backend.exchange_short([1])
+    work = backend.start_allreduce(torch.ones(3), ReduceOp.SUM, "t")
+    if backend.rank == 0:
+        assert not work._wait_for(SLICE_SECONDS)
+        backend.exchange_short([1])
+    work.wait()
+
+
+def test_a_short_wait_for_gloo_ends(pool):
+    pool.connect("torch", 2)
+    pool.run(waits_shortly)
 
 
 FORKS = """
