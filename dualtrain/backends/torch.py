@@ -428,7 +428,7 @@ class TorchBackend(Backend):
         if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
         self._default_group = None
-        if self._nccl is not None:
+        if not isinstance(self._nccl, Closed | None):  # it is ``Closed`` after the exit handler above
             shut_down(self._nccl)
         # Don't leave the groups to the garbage collector, which would end them in any thread and at any time.
         groups = list(self._groups)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -510,6 +511,12 @@ def waits_shortly(backend):
 def test_a_short_wait_for_gloo_ends(pool):
     pool.connect("torch", 2)
     pool.run(waits_shortly)
+
+
+def test_a_backend_may_be_closed_after_the_handler_that_ends_its_groups_at_exit():
+    program = "import atexit; atexit.register(lambda: b.close()); import dualtrain; b = dualtrain.connect('torch')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
 
 
 FORKS = """
