@@ -31,6 +31,8 @@ Message = dict[str, Any]
 
 #: Beginnings of a formatted traceback, without indentation.
 _TRACES = ("Traceback (", "Exception Group Traceback (")
+#: Beginnings of the line after a cause in a formatted traceback, and of the text of a cause in another process.
+_CAUSES = ("The above exception was", "During handling of the above exception", '"""')
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 _HEADLINE = 400  # largest number of characters in the first line of a reason; the complete reason follows this line
 
@@ -243,9 +245,11 @@ def _headline(reason: str) -> str:
     """
     lines = reason.strip().splitlines()
     traces = [number for number, line in enumerate(lines) if line.lstrip(" +").startswith(_TRACES)]
-    if traces and traces[0]:  # a message before a traceback
-        lines = lines[: traces[0]]
-    elif lines and lines[0].startswith("Traceback ("):
+    before = lines[: traces[0]] if traces else []
+    caused = any(line.startswith(_CAUSES) for line in before)  # not a message, but a cause without a traceback
+    if before and not caused:
+        lines = before
+    elif caused or (lines and lines[0].startswith("Traceback (")):
         # The exception follows the indented lines of the last frame. The exception's message may have several lines.
         last = max(number for number, line in enumerate(lines) if line.startswith(("  File ", "Traceback (")))
         after = range(last + 1, len(lines))

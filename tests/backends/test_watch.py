@@ -10,10 +10,12 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing.pool import RemoteTraceback
 
 import pytest
 import torch
@@ -189,6 +191,15 @@ def test_the_first_line_of_a_report_has_the_type_and_the_message_of_the_exceptio
     said = run_threads(2, raises_with_several_lines, which)[0]
     assert said.startswith(f"rank 1 stopped: {line}")
     assert said.splitlines()[1].endswith("Traceback (most recent call last):")
+
+
+@pytest.mark.parametrize("cause", [KeyError(1), RemoteTraceback("Traceback (most …):\n  File …\nKeyError: 1")])
+def test_the_first_line_of_a_report_is_of_the_exception_and_not_of_a_cause_without_a_traceback(cause):
+    try:
+        raise ValueError("no sample") from cause
+    except ValueError as error:
+        reason = "".join(traceback.format_exception(error))
+    assert run_threads(2, aborts_with, reason)[0].startswith("rank 1 stopped: ValueError: no sample\n")
 
 
 def aborts_with(backend, reason):
