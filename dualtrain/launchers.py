@@ -70,12 +70,13 @@ class World:
                 f"{self.launcher} gave {given} ({self.because()}): "
                 f"{valid}; start all processes with one launcher, from a clean environment"
             )
+        # Messages between the ranks have these numbers as JSON, which knows no integers of numpy.
+        object.__setattr__(self, "rank", int(self.rank))
+        object.__setattr__(self, "size", int(self.size))
         match self.rendezvous:
-            case None:
-                pass
-            case (str(), Integral() as port) if 0 < port < 65536:
-                pass
-            case _:
+            case (str() as host, Integral() as port) if 0 < port < 65536:
+                object.__setattr__(self, "rendezvous", (host, int(port)))
+            case _ if self.rendezvous is not None and self.size > 1:  # one rank meets nobody, and may have no address
                 raise UserError(
                     f"rendezvous={self.rendezvous!r} is no address: give World the host of rank 0 as text, and a port from "
                     '1 to 65535 as a number, such as ("127.0.0.1", 29500)'

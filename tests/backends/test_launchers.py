@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy
 import pytest
 
 from dualtrain import UserError
@@ -269,6 +272,17 @@ def test_a_rank_that_is_not_in_the_world_of_the_program_is_refused():
 def test_a_rendezvous_that_is_no_address_is_refused(rendezvous):
     with pytest.raises(UserError, match="is no address: give World the host of rank 0 as text, and a port from 1 to 65535"):
         World(0, 2, rendezvous=rendezvous)
+
+
+@pytest.mark.parametrize("rendezvous", [("a", "29500"), ("", 0), (None, None)])
+def test_a_world_of_one_rank_needs_no_address(rendezvous):
+    assert World(rendezvous=rendezvous).size == 1
+
+
+def test_integers_of_numpy_in_a_world_become_ints():
+    world = World(numpy.int64(1), numpy.int32(2), rendezvous=["a", numpy.int16(29500)])
+    assert json.loads(json.dumps([world.rank, world.size, world.rendezvous])) == [1, 2, ["a", 29500]]
+    assert hash(world) == hash(World(1, 2, rendezvous=("a", 29500)))
 
 
 def test_a_slurm_step_id_that_is_no_number_is_no_step():
