@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from operator import eq
 from typing import Any, Protocol
 
@@ -160,7 +160,7 @@ class Adapted:
             TypeError: the callable returns something else.
         """
         result: Any = self.loss(outputs, targets)
-        if isinstance(result, tuple):
+        if isinstance(result, tuple | list):
             try:
                 fits = len(result) == 2 and len(result[1]) == len(NAMES)
             except TypeError:  # the second value has no length: it may be an accuracy
@@ -171,7 +171,7 @@ class Adapted:
                     f"{NAMES}: return the mean loss, or this pair"
                 )
             loss, sums = result[0], list(map(float, result[1]))
-            return (loss, sums) if sums[1] or math.isfinite(loss.item()) else _without_weight(outputs, loss)
+            return (loss, sums) if sums[1] else _without_weight(outputs, loss, sums)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = (
                 f"a tensor of shape {tuple(result.shape)}"
@@ -183,24 +183,34 @@ class Adapted:
         return result, [result.item() * weight, weight, NOT_COUNTED, NOT_COUNTED]
 
 
-def _without_weight(outputs: Any, loss: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Return a loss of 0 with a gradient of zeros, and sums of 0, in place of a ``loss`` that is NaN or infinite.
+def _without_weight(outputs: Any, loss: Any, sums: list[float]) -> tuple[Any, list[float]]:
+    """Return a pair of weight 0 as it is if it is finite; else a loss of 0 with a gradient of zeros, and sums of 0.
 
-    The gradient of ``loss * 0.0`` could be NaN. If gradients are disabled, return ``loss`` itself, with sums of 0. If no
-    output requires a gradient, return ``loss`` itself, with NaN as the sum of the loss.
+    The gradient of ``loss * 0.0`` could be NaN. If no output requires a gradient, return ``loss`` itself, with sums of 0.
+    If gradients are disabled, do the same if the sums are not finite; ``loss`` is not used then, and may be of any type.
     """
-    if not torch.is_grad_enabled():
-        return loss, [0.0] * len(NAMES)
-    parts = [part.sum() * 0.0 for part in _tensors(outputs) if part.requires_grad]
-    return (sum(parts[1:], parts[0]), [0.0] * len(NAMES)) if parts else (loss, [math.nan, 0.0, 0.0, 0.0])
+    training = torch.is_grad_enabled()
+    if math.isfinite(loss.item() if training else sum(sums)):
+        return loss, sums
+    return zero_of(_tensors(outputs) if training else (), loss), [0.0] * len(NAMES)
+
+
+def zero_of(tensors: Iterable[torch.Tensor], loss: Any) -> Any:
+    """Return a loss whose gradient is 0 for those of ``tensors`` that require one; ``loss`` itself if there are none."""
+    parts = [torch.real(each).sum().to(loss.device) * 0.0 for each in tensors if each.requires_grad]
+    return sum(parts[1:], parts[0]) if parts else loss
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
     """Return the tensors among a model's outputs: a tensor, or a dict, list, tuple or dataclass of them."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
-    held = vars(outputs) if is_dataclass(outputs) else outputs
-    items = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else ()
+    if isinstance(outputs, Mapping):
+        items: Iterable[Any] = outputs.values()
+    elif is_dataclass(outputs):
+        items = [getattr(outputs, field.name, None) for field in fields(outputs)]
+    else:
+        items = outputs if isinstance(outputs, list | tuple) else ()
     return [part for item in items for part in _tensors(item)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -10,7 +11,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.trainer.objective import Count, Sums
+from dualtrain.trainer.objective import Count, Sums, zero_of
 from dualtrain.trainer.precision import Precision
 from dualtrain.trainer.step import Step, StepScalars
 
@@ -85,6 +86,8 @@ class Passes:
             with forward:
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
+            if not found[1] and not math.isfinite(loss.item()):  # 0 times its gradient would not be a number
+                loss = zero_of((p for group in self.optimizer.param_groups for p in group["params"]), loss)
             if self._count is not None:
                 found = self._in_samples(found, targets, self._count)
             self._scalars.add(found)

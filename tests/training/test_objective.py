@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import Trainer, connect
-from dualtrain.errors import DivergedError
 from dualtrain.trainer.objective import NOT_COUNTED
 from dualtrain.trainer.torch_losses import as_objective
 from tests.threads import run_threads
@@ -342,7 +342,7 @@ def test_a_module_that_has_not_called_its_base_class_init_may_be_a_loss():
     assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, NOT_COUNTED, NOT_COUNTED]
 
 
-@dataclass
+@dataclass(slots=True)
 class Output:
     """Outputs of a model: logits, and a value that is no tensor."""
 
@@ -382,15 +382,6 @@ def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
         whole = body(backend, [(inputs, targets)])
     for found in run_threads(2, body, parts):
         torch.testing.assert_close(found, whole)
-    model = nn.Linear(7, 6)
-    with connect("local") as backend:
-        trainer = Trainer(
-            *(model, torch.optim.SGD(model.parameters(), 0.5)),
-            measure=lambda x, y: masked_mean(model(x), y),  # without the outputs, 0/0 cannot be replaced by 0
-            backend=backend,
-        )
-        with pytest.raises(DivergedError):
-            trainer.step(parts[:1], 4.0)
 
 
 def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
@@ -410,3 +401,40 @@ def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
         whole = body(backend, [(inputs, targets)])
     for found in run_threads(2, body, [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]):
         torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("chosen", [("measure",), ("loss", "forward")])
+def test_a_batch_in_which_nothing_counts_has_no_effect_if_the_outputs_tensors_are_not_known(chosen):
+    """``measure`` is called with the inputs; ``forward`` returns a value of an unknown class."""
+    models = [nn.Linear(7, 6), nn.Linear(7, 6)]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs, targets = batch()
+    order = targets.argsort()
+    parts = [(inputs[rows], targets[rows]) for rows in (order[:4], order[4:])]  # the first one has no target above 2
+    with connect("local") as backend:
+        for model, batches in zip(models, (parts, parts[1:]), strict=True):
+            options = {
+                "measure": lambda x, y, model=model: list(masked_mean(model(x), y)),
+                "loss": masked_mean,
+                "forward": lambda x, model=model: SimpleNamespace(logits=model(x)),
+            }
+            optimizer = torch.optim.SGD(model.parameters(), 0.5)
+            trainer = Trainer(model, optimizer, backend=backend, **{name: options[name] for name in chosen})
+            trainer.step(parts[:1], 4.0)  # nothing counts in the whole step
+            trainer.step(batches, 24.0)
+            trainer.close()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert models[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", [None, 0.0])
+def test_an_evaluation_needs_no_loss_of_an_objective(loss):
+    """Not for a batch of weight 0 either."""
+    model = nn.Linear(7, 6)
+    inputs, targets = batch()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        found = trainer.evaluate(
+            [(inputs, targets), (inputs, targets + 6)], lambda x, y: (loss, [(y < 6).sum() * 0.5, (y < 6).sum(), -1, -1])
+        )
+    assert found == {"val_loss": 0.5}
