@@ -8,20 +8,21 @@ from contextlib import contextmanager
 
 from dualtrain.errors import UserError
 
-_thread = threading.local()  # has the attribute ``reason`` in a block of :func:`without_collectives`
+_thread = threading.local()  # its attribute ``reason`` is a text in a block of :func:`without_collectives`
 
 
 @contextmanager
 def without_collectives(reason: str) -> Iterator[None]:
     """Make :func:`check_collective` raise UserError(``reason``) in the block, in this thread."""
-    _thread.reason = reason
+    before, _thread.reason = getattr(_thread, "reason", None), reason  # a step of one trainer may evaluate another
     try:
         yield
     finally:
-        del _thread.reason
+        _thread.reason = before
 
 
 def check_collective() -> None:
     """Raise UserError in a block of :func:`without_collectives`."""
-    if hasattr(_thread, "reason"):
-        raise UserError(_thread.reason)
+    reason = getattr(_thread, "reason", None)
+    if reason is not None:
+        raise UserError(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from contextlib import nullcontext
 
@@ -387,3 +388,18 @@ def test_a_loss_over_all_ranks_is_refused_unless_there_are_as_many_ranks_as_shar
     one, other = run_threads(2, contrast)
     assert one == other
     assert all(isinstance(loss, float) for loss in one)
+
+
+def test_a_trainer_can_be_evaluated_in_a_step_of_another_one():
+    """Batches that are computed during the step may use a model that another trainer has."""
+    with connect("local") as backend:
+        models = [seeded(nn.Linear(4, 3)) for _ in range(2)]
+        one, other = (
+            Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, virtual_ranks=2) for model in models
+        )
+
+        def batches():
+            other.evaluate(other.split(vector_batch()))
+            yield vector_batch()
+
+        assert math.isfinite(one.step([batches(), batches()], 24.0).loss)
