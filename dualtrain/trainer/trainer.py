@@ -414,7 +414,7 @@ class Trainer:
             forward = model
         elif self.ema is not None:  # a function of the user computes with the trained model, so put the average there
             model, averaged = self.model, parameters_of(self.model, model)
-        loss = self._given_loss if objective is None else objective
+        modes = (model, forward, self._given_loss, objective)  # the objective may be a function that calls the loss
         objective = self.objective if objective is None else as_objective(objective)
 
         def sums(batches: Evaluation) -> list[float]:
@@ -426,7 +426,7 @@ class Trainer:
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
             return total
 
-        with averaged, self._parts.common_buffers(model), evaluation_mode(model, self._forward, loss):
+        with averaged, self._parts.common_buffers(model), evaluation_mode(*modes):
             total = self._parts.evaluate(batches, sums, model)
         return metrics(total, prefix)
 

@@ -522,8 +522,20 @@ def test_a_loss_is_evaluated_in_evaluation_mode():
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, loss=loss)
         trainer.evaluate([batch()])
         assert (loss.seen.item(), loss.training) == (0, True)
+        trainer.evaluate([batch()], lambda outputs, targets: (loss(outputs, targets), [0.0, len(targets), -1, -1]))
+        assert (loss.seen.item(), loss.training) == (0, True)
         trainer.step([batch()], 6)
         assert loss.seen.item() == 6
+
+
+def test_an_evaluation_of_the_average_leaves_the_trained_model_alone():
+    """A model may do more in ``train()`` than set the mode: it may merge weights."""
+    model, modes = net(), []
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), ema=0.9, backend=backend)
+        model.train = modes.append
+        trainer.evaluate([batch()])
+    assert not modes
 
 
 @pytest.mark.parametrize("given", ["loss", "objective", "forward"])
