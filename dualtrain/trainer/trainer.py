@@ -481,16 +481,12 @@ class Trainer:
                 vice versa.
             ValueError: the state is of a different model or optimizer.
         """
-        # An optimizer of torch uses the tensors that it loads, and its steps would change the caller's state.
-        self._load({**state, "optimizer": copy.deepcopy(state["optimizer"])})
-
-    def _load(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, whose optimizer state is used from then on, and not copied."""
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
             raise UserError(f"the state has {has} schedule, unlike this trainer: make the trainer {cure} schedule")
         self.model.load_state_dict(state["model"])
-        load_optimizer_state(self.optimizer, state["optimizer"])
+        # An optimizer of torch uses the tensors that it loads, and its steps would change the caller's state.
+        load_optimizer_state(self.optimizer, copy.deepcopy(state["optimizer"]))
         check_state(self.optimizer)
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None:
@@ -531,7 +527,7 @@ class Trainer:
         state = on_all_ranks(self.backend, "state to resume", lambda: checkpoint.load(Path(path)))
         compare_arguments(self.backend, "resume", {"content of the file": checkpoint.generation_in(Path(path))[1]})
         with checkpoint.fitting(f"the state in {str(path)!r}"):
-            self._load(state.get("trainer", state))
+            self.load_state_dict(state.get("trainer", state))
 
 
 def _set_epoch(loader: Iterable[Any], epoch: int) -> None:

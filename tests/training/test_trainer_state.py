@@ -204,6 +204,30 @@ def test_a_state_that_the_program_keeps_can_be_restored_several_times(virtual_ra
             assert train(3) == expected
 
 
+class WithNote(Trainer):
+    """A trainer with state of the program's own."""
+
+    note = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "note": self.note}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.note = state["note"]
+
+
+def test_a_subclass_can_save_and_resume_state_of_its_own(tmp_path):
+    model = net()
+    with connect("local") as backend:
+        trainer = WithNote(model, torch.optim.AdamW(model.parameters(), 0.1), backend=backend)
+        trainer.note = 7
+        trainer.save(tmp_path / "state")
+        trainer.note = 0
+        trainer.resume(tmp_path / "state")
+        assert trainer.note == 7
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "words"),
     [
