@@ -42,12 +42,17 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         raise ValueError(f"parameter {name!r} {reason}")
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Raise TypeError if ``optimizer`` is no optimizer, but the parameters of one, for example."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: give an optimizer, such as torch.optim.SGD")
+
+
 def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}: give an optimizer, such as torch.optim.SGD")
+    check_optimizer(optimizer)
     theirs = number_parameters(optimizer.param_groups)
     if named is None:
         return theirs

@@ -11,13 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dualtrain.backends import Backend
 from dualtrain.backends.collectives import check_backend
-from dualtrain.gradients.parameters import check_supported
+from dualtrain.gradients.parameters import check_optimizer, check_supported
 from dualtrain.trainer.precision import DTYPES
 
 
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise TypeError or ValueError for an argument that a trainer cannot use."""
     check_backend(backend)
+    check_optimizer(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(

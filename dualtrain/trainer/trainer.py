@@ -86,7 +86,8 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        TypeError: ``backend`` is not what ``connect()`` returns, or ``loss`` cannot be called.
+        TypeError: ``optimizer`` is no optimizer, ``backend`` is not what ``connect()`` returns, or ``loss`` cannot be
+            called.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
             SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
             or buffer is on the meta device; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the

@@ -423,6 +423,8 @@ def test_arguments_that_a_trainer_cannot_use_are_refused():
     model = net()
     with pytest.raises(TypeError, match=r"backend is a NoneType: give what connect\(\) returns"):
         Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=None)
+    with connect("local") as backend, pytest.raises(TypeError, match="optimizer is a generator: give an optimizer"):
+        Trainer(model, model.parameters(), backend=backend)
     with connect("local") as backend, pytest.raises(ValueError, match="LBFGS needs a closure"):
         Trainer(model, torch.optim.LBFGS(model.parameters()), backend=backend)
     for loss, words in (
