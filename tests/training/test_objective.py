@@ -340,6 +340,11 @@ class WithoutInit(nn.Module):
 def test_a_module_that_has_not_called_its_base_class_init_may_be_a_loss():
     outputs, targets = torch.ones(2, 3), torch.zeros(2)
     assert as_objective(WithoutInit())(outputs, targets)[1] == [2.0, 2.0, NOT_COUNTED, NOT_COUNTED]
+    model = nn.Linear(7, 6)
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        found = trainer.evaluate([batch()], WithoutInit())["val_loss"]
+    assert found == pytest.approx(model(batch()[0]).mean().item())
 
 
 @dataclass(slots=True)
