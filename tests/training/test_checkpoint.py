@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, da
 
 
 def test_a_folder_without_a_good_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no checkpoint"):
+    with pytest.raises(UserError, match="holds no good checkpoint to resume from: give --resume auto"):
         checkpoint.newest_good(tmp_path)
     with pytest.raises(UserError, match="does not exist: name an existing file, or resume a run with --run-dir"):
         checkpoint.load(tmp_path / "step-1.safetensors")
