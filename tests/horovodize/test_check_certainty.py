@@ -220,9 +220,10 @@ CASES = [
     ),
     (
         "inner_step",  # the optimizer is wrapped in all runs with Horovod
-        "if args.mpi:\n    hvd.init()\n    wrapper = hvd.DistributedOptimizer(optimizer)\noptimizer.step()",
-        "if args.mpi:\n    hvd.init()\n    wrapper = hvd.DistributedOptimizer(optimizer)\n    wrapper.step()\n"
-        "else:\n    optimizer.step()",
+        "optimizer = torch.optim.SGD(p, 1)\nif args.mpi:\n    hvd.init()\n"
+        "    wrapper = hvd.DistributedOptimizer(optimizer)\noptimizer.step()",
+        "optimizer = torch.optim.SGD(p, 1)\nif args.mpi:\n    hvd.init()\n"
+        "    wrapper = hvd.DistributedOptimizer(optimizer)\n    wrapper.step()\nelse:\n    optimizer.step()",
     ),
     (
         "collective_on_some_ranks",  # a flag from a conditional expression
