@@ -23,6 +23,7 @@ INIT = "hvd.init()\n"
 LOADER = "torch.utils.data.DataLoader(data, shuffle=True)"
 CLIP = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(q, 1)\n"
 STEP = "    loss.backward()\n    optimizer.step()\n"
+LOSS = f"{WRAP}for x in data:\n    loss = model(x)\n"
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
 
@@ -231,6 +232,41 @@ CASES = [
         "first = hvd.rank() == 0 if args.log else True\nif first:\n    hvd.barrier()",
     ),
     ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
+    (
+        "step_skipped_by_own_loss",  # no finding if all ranks get one value, in place
+        f"{LOSS}    shown = hvd.allreduce(loss.detach())\n    if torch.isnan(loss).any().item():\n        continue\n{STEP}",
+        f"{LOSS}    value = loss.detach()\n    hvd.allreduce_(value)\n    if torch.isnan(value):\n        continue\n{STEP}",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if a function asks all ranks
+        f"{LOSS}    if bool(torch.isnan(loss)):\n        continue\n{STEP}",
+        f"from utils import any_worker\n{LOSS}    if any_worker(torch.isnan(loss)):\n        continue\n{STEP}",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if a function of the script returns the value of all ranks
+        f"def f(x):\n    return x\n{LOSS}    value = loss.item()\n    if value > 9:\n        continue\n{STEP}",
+        f"def f(x):\n    return hvd.allreduce(x)\n{LOSS}    loss.data = f(loss.data)\n    if loss > 9:\n"
+        f"        continue\n{STEP}",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if the variable holds another loss
+        f"{LOSS}{STEP}    if loss < best:\n        hvd.barrier()",
+        f"from utils import test\n{LOSS}{STEP}    loss = test(model)\n    if loss < best:\n        hvd.barrier()",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if all ranks compute the loss of all samples
+        f"{WRAP}for x in data:\n    y = model(x).gather(1, i)\n    loss = y.mean()\n    if loss > 9:\n"
+        f"        continue\n{STEP}",
+        f"{WRAP}for x in data:\n    y = hvd.allgather(model(x))\n    loss = y.mean()\n    if loss > 9:\n"
+        f"        continue\n{STEP}",
+    ),
+    (
+        "step_skipped_by_own_loss",  # no finding if a function of the script ends it
+        f"def end():\n    print('nan')\n{LOSS}    if loss > 9:\n        end()\n    else:\n        loss.backward()\n"
+        "        optimizer.step()",
+        f"def end():\n    raise SystemExit\n{LOSS}    if loss > 9:\n        end()\n    else:\n        loss.backward()\n"
+        "        optimizer.step()",
+    ),
     (
         "step_skipped_by_own_loss",  # no finding if the program ends
         f"{WRAP}def train(x):\n    loss = model(x)\n    value = loss.item()\n    if not math.isfinite(value):\n"

@@ -11,9 +11,13 @@ from dualtrain.horovodize.source import Finding, Scope, Source, last_name
 
 #: Words in expressions whose value may be equal on all ranks.
 _COMMON = re.compile(r"reduce|average|avg|gather|bcast|broadcast|sync|hvd|horovod", re.IGNORECASE)
+#: Functions that return the values of all ranks. Tensors have a method ``gather``, which does not.
+_GATHER = re.compile(r"all_?gather|gather_|_gather", re.IGNORECASE)
 _FINITE = ("isnan", "isinf", "isfinite")
 #: Functions and methods that only convert a loss.
 _CONVERSIONS = ("item", "float", "detach", "cpu")
+#: Functions and methods whose result depends on nothing but a condition of this rank.
+_LOCAL = (*_FINITE, *_CONVERSIONS, "any", "all", "bool", "int")
 
 
 def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
@@ -22,7 +26,7 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
         return
     look, backwards = Collectives(source), [call for call in source.calls if last_name(call.func) == "backward"]
     for branch in source.nodes if backwards else ():
-        if isinstance(branch, ast.If) and _tests_own_loss(source, branch, backwards) and (name := look.in_one_arm(branch)):
+        if isinstance(branch, ast.If) and _tests_own_loss(look, branch, backwards) and (name := look.in_one_arm(branch)):
             message = (
                 f"a rank whose own loss meets this condition takes another path than the other ranks, whose {name}() then "
                 "hangs, or gets the gradients of another step; decide on all ranks at once, as by "
@@ -31,9 +35,9 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
             yield Finding(branch.lineno, "trap", message)
 
 
-def _tests_own_loss(source: Source, branch: ast.If, backwards: list[ast.Call]) -> bool:
+def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> bool:
     """Return whether the condition of ``branch`` compares the loss of this rank, or asks whether it is finite."""
-    losses = _losses(source, branch, backwards)
+    losses = _losses(look, branch, backwards)
     for node in ast.walk(branch.test) if losses else ():
         tested: list[ast.expr] = []
         if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
@@ -41,23 +45,62 @@ def _tests_own_loss(source: Source, branch: ast.If, backwards: list[ast.Call]) -
         elif isinstance(node, ast.Call) and last_name(node.func) in _FINITE:
             tested = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
         if any(ast.unparse(_converted(value)) in losses for value in tested):
-            return not _COMMON.search(ast.unparse(branch.test))
+            around = (above for above in look.source.above(node) if isinstance(above, ast.Call))
+            local = all(last_name(call.func) in _LOCAL for call in around)  # other functions may ask all ranks
+            return local and not _COMMON.search(ast.unparse(branch.test))
     return False
 
 
-def _losses(source: Source, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
+def _losses(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
     """Return the variables that hold the loss of a backward pass of this rank, in the loop around ``branch``."""
+    source = look.source
     calls = [call for call in backwards if _loop(source, call) is _loop(source, branch)]
-    owners = [call.func.value for call in calls if isinstance(call.func, ast.Attribute)]
-    scaled = [owner.args[0] if isinstance(owner, ast.Call) and owner.args else owner for owner in owners]
-    found = {ast.unparse(value) for value in scaled if isinstance(value, ast.Name | ast.Attribute | ast.Subscript)}
-    if not found:
+    owners = [(_scaled(call.func.value), call) for call in calls if isinstance(call.func, ast.Attribute)]
+    passes = [(ast.unparse(one), call) for one, call in owners if isinstance(one, ast.Name | ast.Attribute | ast.Subscript)]
+    names = {text for text, _ in passes}
+    if not names:
         return set()
     scope = source.scope(branch)
     own = [(target, value) for target, value, at in source.assignments if source.scope(at) is scope]
-    found |= {target for target, value in own if ast.unparse(_converted(value)) in found}
-    common = any(target in found and _COMMON.search(ast.unparse(value)) for target, value in own)
-    return set() if common else found
+    found = names | {target for target, value in own if ast.unparse(_converted(value)) in names}
+    if _may_be_common(look, branch, found, own):
+        return set()
+    last = {target: value for target, value in own if value.lineno < branch.lineno}
+    replaced = {
+        name
+        for name in found & set(last)
+        if ast.unparse(_converted(last[name])) not in names
+        and all(text != name or call.lineno < last[name].lineno for text, call in passes)
+    }
+    return found - replaced  # a variable whose last value has no backward pass holds some other loss
+
+
+def _may_be_common(look: Collectives, branch: ast.If, losses: set[str], own: list[tuple[str, ast.expr]]) -> bool:
+    """Return whether one of the ``losses`` may be equal on all ranks. ``own`` are the assignments of the function."""
+    source, names = look.source, set(losses)
+    for target, value in own:
+        if (target in losses or target.rpartition(".")[0] in losses) and (
+            _COMMON.search(ast.unparse(value)) or look.first_in([value])
+        ):
+            return True
+    for _ in range(4):  # values from which the losses are computed
+        values = [value for target, value in own if names & set(re.split(r",\s*|[()]", target))]
+        names |= {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+    if any(_GATHER.search(last_name(node)) for value in values for node in ast.walk(value)):
+        return True
+    for call in source.calls:
+        name = last_name(call.func)
+        in_place = name.endswith("_") or isinstance(source.parents[call], ast.Expr)
+        if in_place and _COMMON.search(name) and source.scope(call) is source.scope(branch):
+            given = (node for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr))
+            if any(ast.unparse(node) in losses for node in given):
+                return True
+    return False
+
+
+def _scaled(owner: ast.expr) -> ast.expr:
+    """Return ``loss`` for ``scaler.scale(loss)``."""
+    return owner.args[0] if isinstance(owner, ast.Call) and owner.args else owner
 
 
 def _loop(source: Source, node: ast.AST) -> ast.AST:

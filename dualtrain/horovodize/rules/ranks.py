@@ -180,7 +180,8 @@ class Collectives:
         ends = [
             node for arm in (branch.body, branch.orelse) for last in arm[-1:] for node in ast.walk(last) if leaves(node)
         ]
-        if any(not isinstance(node, ast.Return) for node in ends):
+        last = [node for arm in (branch.body, branch.orelse) for part in arm[-1:] for node in ast.walk(part)]
+        if any(not isinstance(node, ast.Return) for node in ends) or any(map(self._ends_program, last)):
             return ""  # the loop or the program ends
         later = self._following(branch)
         for above in self.source.above(branch):
@@ -190,6 +191,12 @@ class Collectives:
         paths = [[*arm, *([] if arm and self.guards.leaves(arm) else later)] for arm in (branch.body, branch.orelse)]
         here, there = ([name for name, _ in self._inside(path)] for path in paths)
         return next((name for name in (*here, *there) if (name in here) is not (name in there)), "")
+
+    def _ends_program(self, node: ast.AST) -> bool:
+        """Return whether ``node`` calls a function of the script that always ends with ``raise`` or an exit."""
+        function = called_function(self.source, node) if isinstance(node, ast.Call) else None
+        last = function.body[-1] if function is not None else node
+        return last is not node and (isinstance(last, ast.Raise) or (isinstance(last, ast.Expr) and leaves(last.value)))
 
     def _is_conditional(self, call: ast.Call, branch: ast.If) -> bool:
         """Return whether an ``if`` that does not contain ``branch`` decides whether ``call`` runs."""
