@@ -193,6 +193,10 @@ class Guards:
         values = [value for name in names for value in self.source.values.get(name, ())]
         return depth < 2 and any(self._names_one_rank(value, depth + 1) for value in values)
 
+    def tests(self, node: ast.AST) -> list[ast.expr]:
+        """Return the conditions around ``node``, and those of earlier exits."""
+        return [test for test, _ in self._conditions(node)]
+
     def is_conditional(self, node: ast.AST) -> bool:
         """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or an exception handler."""
         for above in self.source.above(node):

@@ -1439,6 +1439,28 @@ def test_code_that_needs_mpirun_must_be_changed(call):
     assert (found.line, found.level) == (6, "unsupported")
 
 
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "first = os.environ.get('OMPI_COMM_WORLD_RANK', '0') == '0'",
+        "if 'PMI_RANK' in os.environ:\n    print(os.environ['PMI_RANK'])",
+        "if args.use_mpi:\n    MPI.COMM_WORLD.Barrier()",
+        "try:\n    comm = MPI.COMM_WORLD\n    comm.Barrier()\nexcept RuntimeError:\n    pass",
+        "comm = MPI.COMM_WORLD if args.mpi else None\ndef barrier():\n    if comm is None:\n        return\n"
+        "    MPI.COMM_WORLD.Barrier()\nbarrier()",
+        "def setup():\n    return MPI.COMM_WORLD.Get_rank()\nif args.launcher == 'mpi':\n    setup()",
+    ],
+)
+def test_code_for_mpirun_may_stay_if_other_launchers_need_no_change(snippet):
+    found = findings(source(f"import os\nfrom mpi4py import MPI\nhvd.init()\n{snippet}"))
+    assert [finding.level for finding in found if "torchrun" in finding.message] == ["differs"]
+
+
+def test_variables_of_mpi_and_torchrun_in_two_statements_have_no_finding():
+    two = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', -1))\nif rank < 0:\n    rank = int(os.environ['RANK'])"
+    assert findings(source(f"import os\nhvd.init()\n{two}")) == []
+
+
 def test_every_rule_has_a_case():
     assert {case[0] for case in CASES} == set(BY_NAME)
 

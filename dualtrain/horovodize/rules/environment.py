@@ -10,6 +10,7 @@ from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
 from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
+from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.rules.sampling import is_for_other_launcher
 from dualtrain.horovodize.rules.single_calls import is_switched_off, mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
@@ -155,6 +156,9 @@ def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
 
 def variables_of_mpi(source: Source) -> Iterator[Finding]:
     """Variables of MPI launchers by which a script detects that it runs under Horovod; one finding for all."""
+    inits = [(file, init) for file in source.files for init in file.hvd_calls("init")]
+    alone = all(Guards.of(file).is_conditional(init) for file, init in inits)  # without the variable, perhaps no init()
+    found = []
     for node in source.nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
             continue
@@ -166,16 +170,40 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
                 f"torchrun does not set {node.value}, so that the script fails or trains each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
             )
-            yield Finding(node.lineno, "unsupported", message)
-            return
+            needed = alone or (isinstance(source.parents[node], ast.Subscript) and not _is_for_mpi(source, node))
+            found.append(Finding(node.lineno, "unsupported" if needed else "differs", message))
+    yield from _worst(found)
+
+
+def _worst(found: list[Finding]) -> list[Finding]:
+    """Return the first finding on code that does not work, else the first finding."""
+    return sorted(found, key=lambda finding: finding.level != "unsupported")[:1]
+
+
+#: Words in conditions that may be true under mpirun only.
+_MPI = re.compile(r"(?<![a-z])mpi|use_?mpi|OMPI|PMI_|comm\b|launcher|slurm", re.IGNORECASE)
+
+
+def _is_for_mpi(source: Source, node: ast.AST, depth: int = 0) -> bool:
+    """Return whether ``node``, or each call of the function around it, perhaps runs under mpirun only."""
+    if any(isinstance(above, ast.Try) for above in source.above(node)):
+        return True  # the script may expect an error under torchrun
+    if any(_MPI.search(ast.unparse(test)) for test in Guards.of(source).tests(node)):
+        return True
+    calls = list(calls_of(source, source.scope(node))) if depth < 3 else []
+    return bool(calls) and all(_is_for_mpi(source, call, depth + 1) for call in calls)
 
 
 def _has_alternative(source: Source, node: ast.AST) -> bool:
     """Return whether the same function also reads variables of torchrun, or Horovod's variables, which horovodize sets.
 
-    Outside functions, only the statement of ``node`` is searched.
+    Outside functions, only the statement of ``node`` is searched, and all values of the variables that it assigns.
     """
-    inside = ast.walk(source.scope(node)) if source.scope(node) is not source.tree else ast.walk(source.statement(node))
+    statement = source.statement(node)
+    targets = [target for target, _, at in source.assignments if at is statement]
+    values = [statement, *(value for target in targets for value in source.values[target])]
+    roots = values if source.scope(node) is source.tree else [source.scope(node)]
+    inside = (other for root in roots for other in ast.walk(root))
     texts = {other.value for other in inside if isinstance(other, ast.Constant) and isinstance(other.value, str)}
     return any(re.fullmatch("(HOROVOD_)?(LOCAL_)?RANK|WORLD_SIZE|HOROVOD_(LOCAL_)?SIZE", text) for text in texts)
 
@@ -184,7 +212,7 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
     """Calls of mpi4py's COMM_WORLD, which has one rank under torchrun; one finding for all."""
     if any(True for _ in mpi_communicator(source)):
         return
-    guards = Guards.of(source)
+    guards, found = Guards.of(source), []
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call) or call.func.attr in _OF_PROCESS:
             continue
@@ -194,8 +222,8 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
                 "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
                 f"that {call.func.attr}() reaches no other rank; use calls of hvd instead"
             )
-            yield Finding(call.lineno, "unsupported", message)
-            return
+            found.append(Finding(call.lineno, "differs" if _is_for_mpi(source, call) else "unsupported", message))
+    yield from _worst(found)
 
 
 #: Methods of an MPI communicator that do not communicate.
