@@ -215,6 +215,11 @@ CASES = [
         "def first():\n    if args.debug:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
     ),
     (
+        "sampler_by_local_rank",  # the seed decides which samples a rank gets
+        f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0, seed=3)",
+        f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0, seed=hvd.rank())",
+    ),
+    (
         "collective_on_some_ranks",  # a constant with a name
         "ROOT = 0\nif hvd.rank() == ROOT:\n    hvd.barrier()",
         "ROOT = args.root\nif hvd.rank() in ROOT:\n    hvd.barrier()",

@@ -119,6 +119,9 @@ def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
     if is_for_evaluation(source, call) or is_for_other_launcher(source, call) or not is_read(source, call):
         return False
     made_by_rank = is_sharded(source, data) or _is_made_by_rank(source, data)
+    seed = keyword(call, "seed")  # a seed that depends on the rank gives each rank other samples in each step
+    if seed is not None and is_sharded(source, seed):
+        return False
     return not made_by_rank and not Guards.of(source).looks_like_one_rank(call)
 
 
