@@ -220,6 +220,11 @@ CASES = [
         f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0, seed=hvd.rank())",
     ),
     (
+        "inner_given",  # a wrapper in a dictionary, which may be stepped with the others
+        "base = torch.optim.SGD(p, 1)\nif args.horovod:\n    wrapper = hvd.DistributedOptimizer(base)\nregister(base)",
+        "base = torch.optim.SGD(p, 1)\nif args.horovod:\n    some['a'] = hvd.DistributedOptimizer(base)\nregister(base)",
+    ),
+    (
         "collective_on_some_ranks",  # a constant with a name
         "ROOT = 0\nif hvd.rank() == ROOT:\n    hvd.barrier()",
         "ROOT = args.root\nif hvd.rank() in ROOT:\n    hvd.barrier()",
