@@ -143,11 +143,19 @@ class Guards:
         if function is None or not self.source.is_only(function.name) or not isinstance(called, ast.Name | ast.Attribute):
             return None
         is_property = any(last_name(each) in ("property", "cached_property") for each in function.decorator_list)
-        method = isinstance(self.source.parents[function], ast.ClassDef)
-        if is_property is isinstance(value, ast.Call) or method is not isinstance(called, ast.Attribute):
+        around = self.source.parents[function]
+        if is_property is isinstance(value, ast.Call) or isinstance(around, ast.ClassDef) is isinstance(called, ast.Name):
+            return None
+        if isinstance(called, ast.Attribute) and not self._is_own(called, around):
             return None
         ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and not self.is_without_horovod(node)]
         return ends[0].value if len(ends) == 1 else None
+
+    def _is_own(self, attribute: ast.Attribute, cls: ast.AST) -> bool:
+        """Return whether ``attribute`` is one of an object of ``cls``, as far as known, and not one of another library."""
+        if ast.unparse(attribute) in self.source.values:
+            return False
+        return ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls)
 
     def _rank_constant(self, test: ast.expr) -> str:
         """Return the one constant, besides -1, with which ``test`` compares a rank; "" if there is none, or several.

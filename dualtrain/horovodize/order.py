@@ -64,7 +64,7 @@ def called(source: Source, call: ast.Call) -> Function | None:
     if isinstance(call.func, ast.Attribute):
         owner = call.func.value
         own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
-        return function if method and (own or _instance_of(source, owner, source.parents[function])) else None
+        return function if method and (own or source.is_instance(owner, source.parents[function])) else None
     return None if method else function
 
 
@@ -84,12 +84,6 @@ def argument(source: Source, function: Function, call: ast.Call, parameter: str)
     if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
         return None
     return call.args[position] if position < len(call.args) else keyword(call, parameter)
-
-
-def _instance_of(source: Source, owner: ast.expr, cls: ast.AST) -> bool:
-    name = getattr(cls, "name", "")
-    values = (owner, *source.values.get(ast.unparse(owner), ()))
-    return any(isinstance(value, ast.Call) and last_name(value.func) == name for value in values)
 
 
 def _following_with_callers(source: Source, first: ast.AST, depth: int) -> Iterator[ast.AST]:

@@ -197,14 +197,17 @@ class Source:
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 
-        Return None for parameters of functions, and for variables that are assigned more than once or conditionally. A test
-        of ``__name__`` does not count as a condition.
+        Return None for parameters of functions, and for variables that are assigned more than once or conditionally, also
+        by a loop. A test of ``__name__`` does not count as a condition.
         """
         if value is None or isinstance(value, ast.Constant):
             return value
         text = ast.unparse(value)
         found = [(given, at) for target, given, at in self.assignments if target == text]
         if not isinstance(value, ast.Name) or len(found) != 1 or value.id in self.parameters(value):
+            return None
+        stores = (node for node in self.mentions[value.id] if isinstance(getattr(node, "ctx", None), ast.Store))
+        if sum(isinstance(node, ast.Name) for node in stores) > 1:
             return None
         given, at = found[0]
         around = self.parents[at]
@@ -272,6 +275,11 @@ class Source:
     def is_only(self, name: str) -> bool:
         """Return whether the script defines one function or method ``name``, and assigns nothing to this name."""
         return self._definitions_of_names[name] == 1 and name not in self.values
+
+    def is_instance(self, owner: ast.expr, cls: ast.AST) -> bool:
+        """Return whether ``owner`` is an object of the script's class ``cls``, or a variable to which one is assigned."""
+        values = (owner, *self.values.get(ast.unparse(owner), ()))
+        return any(isinstance(value, ast.Call) and last_name(value.func) == getattr(cls, "name", "") for value in values)
 
     @cached_property
     def mentions(self) -> dict[str, list[ast.AST]]:

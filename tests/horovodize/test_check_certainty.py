@@ -24,6 +24,7 @@ LOADER = "torch.utils.data.DataLoader(data, shuffle=True)"
 CLIP = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(q, 1)\n"
 STEP = "    loss.backward()\n    optimizer.step()\n"
 LOSS = f"{WRAP}for x in data:\n    loss = model(x)\n"
+FIRST = "class T:\n    @property\n    def first(self):\n        return hvd.rank() == 0\n"
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
 
@@ -213,6 +214,16 @@ CASES = [
         "def first():\n    if not parallel:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
         "def first():\n    if args.debug:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # a property of an object of the script, or an attribute of another object
+        f"{FIRST}t = T()\nif t.first:\n    hvd.barrier()",
+        f"{FIRST}t = T()\nif args.first:\n    hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # a constant, or the variable of a loop
+        "root = 0\nif hvd.rank() == root:\n    hvd.barrier()",
+        "root = 0\nfor root in range(hvd.size()):\n    if hvd.rank() == root:\n        hvd.barrier()",
     ),
     (
         "sampler_by_local_rank",  # the seed decides which samples a rank gets
