@@ -272,7 +272,7 @@ CASES = [
     (
         "step_skipped_by_own_loss",  # no finding if the variable holds another loss
         f"{LOSS}{STEP}    if loss < best:\n        hvd.barrier()",
-        f"from utils import test\n{LOSS}{STEP}    loss = test(model)\n    if loss < best:\n        hvd.barrier()",
+        f"from utils import test\n{LOSS}{STEP}    loss, hits = test(model)\n    if loss < best:\n        hvd.barrier()",
     ),
     (
         "step_skipped_by_own_loss",  # no finding if all ranks compute the loss of all samples

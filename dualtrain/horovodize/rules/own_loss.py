@@ -61,7 +61,9 @@ def _losses(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set
     if not names:
         return set()
     scope = source.scope(branch)
-    own = [(target, value) for target, value, at in source.assignments if source.scope(at) is scope]
+    own = [
+        (name, value) for target, value, at in source.assignments if source.scope(at) is scope for name in _names(target)
+    ]
     found = names | {target for target, value in own if ast.unparse(_converted(value)) in names}
     if _may_be_common(look, branch, found, own):
         return set()
@@ -84,7 +86,7 @@ def _may_be_common(look: Collectives, branch: ast.If, losses: set[str], own: lis
         ):
             return True
     for _ in range(4):  # values from which the losses are computed
-        values = [value for target, value in own if names & set(re.split(r",\s*|[()]", target))]
+        values = [value for target, value in own if target in names]
         names |= {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
     if any(_GATHER.search(last_name(node)) for value in values for node in ast.walk(value)):
         return True
@@ -96,6 +98,11 @@ def _may_be_common(look: Collectives, branch: ast.If, losses: set[str], own: lis
             if any(ast.unparse(node) in losses for node in given):
                 return True
     return False
+
+
+def _names(target: str) -> list[str]:
+    """Return the variables in ``target``, which may be a tuple."""
+    return re.split(r",\s*", target.strip("()")) if target.startswith("(") else [target]
 
 
 def _scaled(owner: ast.expr) -> ast.expr:
