@@ -199,8 +199,7 @@ class GradientReducer:
 
         This is so if a bucket was sent already, or if the pass has produced a gradient and is the last of :attr:`passes`.
         """
-        ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
-        return ended or self._exchange.schedule.next > 0
+        return (self._is_running and self._seen >= self.passes) or self._exchange.schedule.next > 0
 
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""
@@ -271,7 +270,7 @@ class GradientReducer:
         """
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._exchange.refusals.steps += stepped
-        if not self._exchange.schedule.next:
+        if not self._exchange.schedule.next and not self._is_running:
             self._seen = 0  # the program may have dropped the gradients of some of the ``passes``
         if not self.closed:
             self.hooks.restore()
@@ -286,6 +285,11 @@ class GradientReducer:
 
     # -- during backward ------------------------------------------------------------------------------------------
 
+    @property
+    def _is_running(self) -> bool:
+        """Return whether a backward pass that has produced gradients is running."""
+        return self._ending is not None and self._ending() is not None
+
     def parameter_replaced(self, place: Place, name: str) -> None:
         """Note that the parameter ``name`` at ``place`` was replaced. Refuse exchanges until a reducer has the new one."""
         self._exchange.refusals.replace(place, name)
@@ -294,7 +298,7 @@ class GradientReducer:
         """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""
         exchange = self._exchange
         exchange.reduced, self.has_local = False, True
-        running = self._ending is not None and self._ending() is not None
+        running = self._is_running
         if self._paused:
             # An exchange of a failed pass still has that pass's gradients, which would overwrite those of this pass.
             if exchange.schedule.next and not running and exchange.is_unfinished:

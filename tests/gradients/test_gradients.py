@@ -30,6 +30,7 @@ from tests.models_for_tests import (
     vectors,
     wrap,
 )
+from tests.threads import run_threads
 
 UNUSED = ["zero", "none"]
 
@@ -623,6 +624,24 @@ def in_passes(backend, how, unused):
         check(gradients(model), expected)
         optimizer.step()
     assert same_on_all(backend, list(model.parameters()))
+
+
+def drops_in_backward(backend):
+    """On one rank, let a hook call zero_grad() before backward has reached all parameters."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()  # makes the bucket: all gradients are sent together
+    optimizer.step()
+    optimizer.zero_grad()
+    if backend.rank == backend.size - 1:
+        model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizer.zero_grad())
+    vector_loss(model, backend.rank).backward()
+    assert same_on_all(backend, gradients(model))
+    optimizer.close()
+
+
+def test_a_backward_in_which_gradients_are_dropped_ends_with_averages():
+    run_threads(2, drops_in_backward)
 
 
 def test_gradients_of_several_passes_add_up(typical):
