@@ -170,9 +170,10 @@ def _give_up(error: BaseException, backend: Backend) -> int:
         if backend.rank == 0 or isinstance(error, RanksDifferError):
             print_error(error, backend.rank, backend.size, final=final)
         _wait_for_all(backend)
+    elif peer_failed and backend.watch is not None:
+        backend.watch.wait_for_report(2 * _SAME_SECONDS)  # _report_peer_failure prints the failure, in the watch's thread
     elif isinstance(error, BackendError):
-        if not peer_failed:  # otherwise _report_peer_failure has printed the failure
-            print_error(error, backend.rank, backend.size)
+        print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError):
         print_error(error, backend.rank, backend.size, final=final)
     elif isinstance(error, KeyboardInterrupt):

@@ -55,22 +55,24 @@ import os, signal, time
 def model():
     if os.environ["RANK"] in os.environ["INTERRUPTED"]:
         signal.raise_signal(signal.SIGINT)
-    time.sleep(60)
+    time.sleep(float(os.environ["SECONDS"]))  # without this sleep, rank 0 waits in a collective operation
 """
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("ranks", "seconds", "said"),
     [
-        ("01", ["dualtrain: error (rank 0 of 2): interrupted\n", ""]),
-        ("1", ["dualtrain: error (rank 0 of 2): stopping, since rank 1 stopped: interrupted\n", ""]),
+        ("01", "60", ["dualtrain: error (rank 0 of 2): interrupted\n", ""]),
+        ("1", "60", ["dualtrain: error (rank 0 of 2): stopping, since rank 1 stopped: interrupted\n", ""]),
+        ("1", "0", ["dualtrain: error (rank 0 of 2): stopping, since rank 1 stopped: interrupted\n", ""]),
     ],
-    ids=["all", "one"],
+    ids=["all", "one", "one, while rank 0 waits"],
 )
-def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, ranks, said):
+def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, ranks, seconds, said):
     (tmp_path / "mine.py").write_text(INTERRUPTED)
-    job = [Forked((*MAIN, "--model", "mine:model"), tmp_path / "output", ENV | {"INTERRUPTED": ranks} | place, tmp_path)
-           for place in places(2)]  # fmt: skip
+    env = ENV | {"INTERRUPTED": ranks, "SECONDS": seconds}
+    command = (*MAIN, "--model", "mine:model")
+    job = [Forked(command, tmp_path / "output", env | place, tmp_path) for place in places(2)]
     try:
         assert holds(lambda: [rank.errors for rank in job] == said), [rank.errors for rank in job]
         assert {job[int(rank)].wait(30) for rank in ranks} == {130}
