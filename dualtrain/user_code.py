@@ -18,6 +18,8 @@ import torch
 from dualtrain.errors import BackendError, UserError, first_line, is_temporary, is_too_large, one_line
 from dualtrain.torchvision_shim import with_torchvision_shim
 
+_LONGEST = 400  # characters of an exception's message in one line
+
 
 def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
@@ -109,8 +111,13 @@ def enough_memory(cure: str) -> Iterator[None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format an error: class, message, the model's layer that raised it, and the traceback's last line of user code."""
+    """Format an error: class, message, the model's layer that raised it, and the traceback's last line of user code.
+
+    A long message is cut. The traceback contains all of it.
+    """
     text, layer, line = one_line(error), _layer(error), ""
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}…"
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_users(frame.filename):
             line = f", in {os.path.basename(frame.filename)}:{frame.lineno}"

@@ -217,6 +217,13 @@ def test_an_exception_without_text_is_named_by_its_class():
         raise StopIteration
 
 
+def test_the_line_has_the_beginning_of_a_long_text_and_the_traceback_all_of_it():
+    said = r"^--model failed: ValueError: x{400}…, in test_user_code"
+    with pytest.raises(UserError, match=said) as error, user_code("--model"):
+        raise ValueError("x" * 5000)
+    assert "x" * 5000 in error.value.trace
+
+
 @pytest.mark.parametrize(
     ("error", "transient"),
     [
