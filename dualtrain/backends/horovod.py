@@ -141,6 +141,7 @@ class _HorovodWork(Work[None]):
         self._what = what
         self._output = output  # receives the result of operations that make a new tensor
         self._reading = self._ended = False
+        self._yields_until, self._pause = 0.0, 1e-5  # kept from poll to poll, which may last half a millisecond only
 
     def wait(self) -> None:
         if not self._ended:
@@ -151,17 +152,18 @@ class _HorovodWork(Work[None]):
         # sleeps at once would miss Horovod's next cycle, and on a busy host lose the core.
         if self._reading:
             raise BackendError(f"{self._what} has failed, or was interrupted: restart the ranks")
-        poll, pause = self._backend.library.poll, 1e-5
+        poll = self._backend.library.poll
         began = time.monotonic()
+        self._yields_until = self._yields_until or began + _YIELDING_SECONDS
         while not poll(self._handle):
-            waited = time.monotonic() - began
-            if waited > seconds:
+            now = time.monotonic()
+            if now - began > seconds:
                 return False
-            if waited < _YIELDING_SECONDS:
+            if now < self._yields_until:
                 os.sched_yield()
                 continue
-            time.sleep(pause)
-            pause = min(pause + 1e-5, 5e-4)
+            time.sleep(self._pause)
+            self._pause = min(self._pause + 1e-5, 5e-4)
         self._reading = True
         try:
             result = self._backend.library.synchronize(self._handle)

@@ -31,7 +31,7 @@ from dualtrain.backends.factory import (
     choose,
     choose_for_horovod_api,
 )
-from dualtrain.backends.horovod import installed
+from dualtrain.backends.horovod import _HorovodWork, installed
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.backends.waits import SLICE_SECONDS
@@ -511,6 +511,16 @@ def waits_shortly(backend):
 def test_a_short_wait_for_gloo_ends(pool):
     pool.connect("torch", 2)
     pool.run(waits_shortly)
+
+
+def test_short_waits_for_horovod_yield_only_at_first():
+    work = _HorovodWork(SimpleNamespace(library=SimpleNamespace(poll=lambda handle: False)), 0, "sum of 'x'", None, [])
+    end = time.monotonic() + 0.02
+    while time.monotonic() < end:
+        assert not work._poll(SLICE_SECONDS)
+    with mock.patch("os.sched_yield") as yields:
+        assert not work._poll(SLICE_SECONDS)
+    yields.assert_not_called()
 
 
 def test_a_backend_may_be_closed_after_the_handler_that_ends_its_groups_at_exit():
