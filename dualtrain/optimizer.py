@@ -57,8 +57,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             contain all of the optimizer's parameters; other parameters are ignored.
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
-        backward_passes_per_step: backward passes whose gradients are summed before they are exchanged. They are counted
-            from the last :meth:`step` or :meth:`zero_grad`. ``no_sync`` is the manual alternative.
+        backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
+            is the manual alternative. If :meth:`zero_grad` is called between these passes, on one rank or on all, the
+            count goes on, and further passes before the step exchange their gradients too.
         extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.

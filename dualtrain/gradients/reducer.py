@@ -110,6 +110,7 @@ class GradientReducer:
         self.has_local = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
+        self._dropped = False  # whether ``zero_grad`` was called between the ``passes`` since the last step
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
@@ -256,7 +257,8 @@ class GradientReducer:
     def _start_over(self, *, reduced: bool) -> None:
         self.has_local = False
         self._exchange.end_round(reduced=reduced)
-        self._seen, self._ending, self._refused_pass = 0, None, False
+        self._seen = self.passes if self._dropped else 0
+        self._ending, self._refused_pass = None, False
 
     def is_reduced(self) -> bool:
         """Return whether the gradients are the last exchange's average, and were not zeroed or set to ``None`` since."""
@@ -271,7 +273,10 @@ class GradientReducer:
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._exchange.refusals.steps += stepped
         if not self._exchange.schedule.next and not self._is_running:
-            self._seen = 0  # the program may have dropped the gradients of some of the ``passes``
+            # The program may have dropped the gradients of some of the ``passes``: on all ranks, which then start anew, or
+            # on this rank only, so that the others count on. So count on, and exchange in every later pass of the step too.
+            self._dropped = 0 < self._seen < self.passes and not stepped
+            self._seen = self._seen if self._dropped else 0
         if not self.closed:
             self.hooks.restore()
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
@@ -281,7 +286,7 @@ class GradientReducer:
         self.backend = backend
         self._exchange.forget()
         self._exchange.refusals.dropped = False
-        self._seen, self._ending, self._refused_pass = 0, None, False
+        self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False
 
     # -- during backward ------------------------------------------------------------------------------------------
 

@@ -608,7 +608,8 @@ def in_passes(backend, how, unused):
         expected = mean_gradients(model, [lambda m, mine=mine: accumulated(m, mine) for mine in keys])
         optimizer.zero_grad()
         *early, last = keys[backend.rank]
-        if how == "counted":  # drop the gradients of a pass: the passes are counted from the start again
+        dropped = how == "counted" and step == 1
+        if dropped:  # drop the gradients of a pass on all ranks
             vector_loss(model, last).backward()
             optimizer.zero_grad()
         for key in early:
@@ -617,13 +618,33 @@ def in_passes(backend, how, unused):
                     vector_loss(model, key).backward()
             else:
                 vector_loss(model, key).backward()
-        if how != "every":
+        if how != "every" and not dropped:
             local = mean_gradients(model, [lambda m, mine=early: accumulated(m, mine)])
             check(gradients(model), local)  # nothing has been sent yet
         vector_loss(model, last).backward()
         check(gradients(model), expected)
         optimizer.step()
     assert same_on_all(backend, list(model.parameters()))
+
+
+def drops_alone(backend):
+    """On one rank, drop the gradients of the first of two passes. All ranks still average in the second pass."""
+    model = perceptron()
+    optimizer = sgd(model, backend, backward_passes_per_step=2)
+    for stepped in (True, False, True):
+        vector_loss(model, backend.rank).backward()
+        if backend.rank == 1:
+            optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        assert same_on_all(backend, gradients(model))
+        if stepped:
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_one_rank_may_drop_the_gradients_of_a_pass():
+    run_threads(2, drops_alone)
 
 
 def drops_in_backward(backend):
