@@ -232,6 +232,6 @@ def _run(command: list[str]) -> int:
             return 1
         return end.code or 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # as Python does: a backend's hook reports the exception to the other ranks
         return 130 if sys.exc_info()[0] is KeyboardInterrupt else 1
     return 0

@@ -17,9 +17,9 @@ from torch import nn
 
 import dualtrain
 from dualtrain.launchers import World
-from tests.forked import holds, in_child
+from tests.forked import holds, in_child, run_ranks
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
-from tests.pool import free_port
+from tests.pool import ROOT, free_port
 from tests.short_waits import short_waits
 
 
@@ -326,3 +326,20 @@ def test_calls_work_although_the_timeline_cannot_be_written(path):
         hvd.stop_timeline()
         hvd.shutdown()
     assert [f"the timeline {path} cannot be written" in text for text in lines.texts] == [True, True]
+
+
+RAISING = """
+import torch
+import dualtrain.hvd as hvd
+hvd.init()
+hvd.barrier()
+if hvd.rank() == 1:
+    raise ValueError("a bug on one rank")
+hvd.allreduce(torch.ones(2), name="loss")
+"""
+
+
+def test_an_uncaught_exception_of_a_rank_is_the_reason_that_the_others_get(tmp_path):
+    ends = run_ranks(2, ("-c", RAISING), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert [end.returncode for end in ends] == [1, 1]
+    assert "HorovodInternalError: rank 1 stopped: ValueError: a bug on one rank" in ends[0].stderr
