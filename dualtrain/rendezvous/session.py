@@ -81,7 +81,12 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
             store.set(f"come/{rank}", f"{number} {size}")
         return bool(session) and store.check([f"complete/{session}"])
 
-    _await(joined, limit, lambda: f"rank 0 of {size} did not answer rank {rank}")
+    def missing() -> str:
+        others = range(1, size) if session else ()  # without an answer of rank 0, the other ranks' progress is unknown
+        late = next((other for other in others if not store.check([f"joined/{session}/{other}"])), None)
+        return f"rank 0 of {size} did not answer rank {rank}" if late is None else f"rank {late} of {size} did not join"
+
+    _await(joined, limit, missing)
     return session
 
 

@@ -79,6 +79,14 @@ def test_a_rank_that_does_not_join_is_named():
         agree_on_session(dist.HashStore(), 2, 3, limit(0.1))
 
 
+def test_a_rank_that_rank_0_has_answered_names_the_rank_that_does_not_join(monkeypatch):
+    monkeypatch.setattr(session.secrets, "token_hex", lambda _: "number")
+    store = dist.HashStore()
+    store.set("answer/1/number", "name")
+    with pytest.raises(UserError, match=r"rank 2 of 3 did not join within 0\.1 s"):
+        agree_on_session(store, 1, 3, limit(0.1))
+
+
 def test_an_older_rank_0_that_still_runs_is_refused():
     """The other ranks use the new rank 0's session, even if the older rank 0 answered first."""
     store, old = dist.HashStore(), []
