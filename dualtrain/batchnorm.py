@@ -104,6 +104,10 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        # Without this check, one channel would be broadcast to the layer's channels, or the other way round.
+        for values in (self.running_mean, self.weight):
+            if values is not None and values.numel() != input.shape[1]:
+                raise ValueError(f"expected {values.numel()} channels (got input of shape {tuple(input.shape)})")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` (N, C, …) normalized.

@@ -76,6 +76,13 @@ def converted(backend):
             torch.testing.assert_close(everyone[0], everyone[-1])
         with pytest.raises(ValueError, match="2D"):
             model[1](torch.ones(3))
+        for channels, layer in (
+            (1, hvd.SyncBatchNorm(3)),
+            (3, hvd.SyncBatchNorm(1)),
+            (1, hvd.SyncBatchNorm(3, affine=False)),
+        ):
+            with pytest.raises(ValueError, match=rf"channels \(got input of shape \(2, {channels}\)"):
+                layer(torch.ones(2, channels))
 
 
 @OURS
