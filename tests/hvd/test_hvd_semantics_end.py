@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from functools import partial
@@ -300,6 +301,14 @@ def test_shutdown_restores_the_callback_of_a_backend_that_the_program_passed():
         hvd.shutdown()
         assert received == [failure]
         assert backend.watch.on_peer_failure is report
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 0], [1]])
+def test_init_refuses_ranks_that_do_not_exist_or_occur_twice(ranks):
+    hvd = ours()
+    with pytest.raises(ValueError, match=re.escape(f"comm={ranks}): the ranks are 0 to 0: list each rank once at most")):
+        hvd.init(comm=ranks)
+    assert not hvd.is_initialized()
 
 
 def test_a_failed_init_leaves_no_connection():
