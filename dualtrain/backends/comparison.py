@@ -100,11 +100,12 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
         return
     lists = backend.allgather_object(mine, name=what)
     other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
+    first, second = (f"rank {backend.members[rank]}" for rank in (0, other))
     number = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
     if number is None:
-        difference = f"rank 0 has {len(lists[0])}, rank {other} has {len(lists[other])}"
+        difference = f"{first} has {len(lists[0])}, {second} has {len(lists[other])}"
     else:
-        difference = f"number {number} is {lists[0][number]} on rank 0 and {lists[other][number]} on rank {other}"
+        difference = f"number {number} is {lists[0][number]} on {first} and {lists[other][number]} on {second}"
     raise BackendError(
         f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
 from operator import and_, or_
@@ -83,8 +84,8 @@ class Turns:
         backend.drain()
         due, odd, dropped = self._gather(backend, self._state(number))
         wanted = reduce(or_, due)
-        self._refuse_dropped(wanted, dropped)
-        self._refuse_other_order(wanted, odd)
+        _refuse_dropped(wanted, dropped, backend.members)
+        _refuse_other_order(wanted, odd)
         for each in _numbers_in(reduce(and_, dropped)):
             self.leave(each)
         numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
@@ -122,21 +123,23 @@ class Turns:
             odd |= (member.steps & 1) << each
         return due, odd, dropped
 
-    def _refuse_dropped(self, wanted: int, dropped: list[int]) -> None:
-        ranks = [rank for rank, gone in enumerate(dropped) if gone & wanted]
-        if ranks:
-            raise BackendError(
-                f"an optimizer whose gradients are to be exchanged was garbage-collected on rank {ranks[0]}: keep it as "
-                "long as its parameters are trained, or close() it on every rank"
-            )
 
-    def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:
-        """Raise BackendError if some ranks are a step ahead: the ranks would average gradients of different steps."""
-        if len({each & wanted for each in odd}) > 1:
-            raise BackendError(
-                "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "
-                "use one optimizer"
-            )
+def _refuse_dropped(wanted: int, dropped: list[int], ranks: Sequence[int]) -> None:
+    rank = next((rank for rank, gone in zip(ranks, dropped, strict=True) if gone & wanted), None)
+    if rank is not None:
+        raise BackendError(
+            f"an optimizer whose gradients are to be exchanged was garbage-collected on rank {rank}: keep it as "
+            "long as its parameters are trained, or close() it on every rank"
+        )
+
+
+def _refuse_other_order(wanted: int, odd: list[int]) -> None:
+    """Raise BackendError if some ranks are a step ahead: the ranks would average gradients of different steps."""
+    if len({each & wanted for each in odd}) > 1:
+        raise BackendError(
+            "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "
+            "use one optimizer"
+        )
 
 
 def _numbers_in(bits: int) -> list[int]:
