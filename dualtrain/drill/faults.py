@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from dualtrain.drill.job import Job, send
 from dualtrain.drill.small_disk import fill
+from dualtrain.processes import is_stopped
 
-_WRITE_SECONDS = 5.0  # longest wait for a write to begin, or to fail
+_WRITE_SECONDS = 5.0  # longest wait for a write to begin, to fail, or to end
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ def _damaged(job: Job, choice: random.Random) -> str:
         return ""
     for process in ranks.values():
         send(process, signal.SIGSTOP)
+    # A process that is in a system call, such as a write, stops after it.
+    deadline = time.monotonic() + _WRITE_SECONDS
+    while not all(map(is_stopped, ranks.values())) and time.monotonic() < deadline:
+        time.sleep(0.001)
     path = job.checkpoints()[-1]
     # Write a new file: the best checkpoint may be a hard link to the old file, and must stay undamaged.
     content = bytearray(path.read_bytes())
