@@ -32,7 +32,7 @@ class Waits:
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
         meanwhile: called during waits for the library. Advances other operations, which another rank may wait for before it
             makes the library's call. Does not block. Returns how many of these operations are unfinished.
-        on_wait: called about four times a second during a wait, with this backend, the operation and the seconds waited.
+        on_wait: called several times a second during a wait, with this backend, the operation and the seconds waited.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
             See :meth:`whole_call`. It is also set if a comparison of calls or a sum has failed on this rank alone.
     """

@@ -100,8 +100,8 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
         # an infinite norm would allow any difference.
         difference = (own - first).masked_fill(own == first, 0).norm().item()
         norm = first.masked_fill(~first.isfinite(), 0).norm().item()
-        digits = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0
-        if not difference <= math.sqrt(digits) * norm:  # also if a value is not a number
+        epsilon = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0
+        if not difference <= math.sqrt(epsilon) * norm:  # also if a value is not a number
             parameter = name.removeprefix("the checksum of ")
             mine.append(
                 f"{parameter} on rank {backend.rank} differs from rank 0's by {difference:.2g} (norm on rank 0: {norm:.2g})"
