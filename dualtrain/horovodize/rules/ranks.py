@@ -177,11 +177,9 @@ class Collectives:
 
     def in_one_arm(self, branch: ast.If) -> str:
         """Return a collective that only one arm of ``branch``, or the code after it, calls in this function; "" if none."""
-        ends = [
-            node for arm in (branch.body, branch.orelse) for last in arm[-1:] for node in ast.walk(last) if leaves(node)
-        ]
         last = [node for arm in (branch.body, branch.orelse) for part in arm[-1:] for node in ast.walk(part)]
-        if any(not isinstance(node, ast.Return) for node in ends) or any(map(self._ends_program, last)):
+        ends = any(leaves(node) and not isinstance(node, ast.Return) for node in last)
+        if ends or any(map(self._ends_program, last)):
             return ""  # the loop or the program ends
         later = self._following(branch)
         for above in self.source.above(branch):
