@@ -229,13 +229,12 @@ class Backend(Reductions, ObjectCalls):
         assert isinstance(group, Backend)
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
         group.members, group.is_group = tuple(self.members[rank] for rank in members), True
-        group = self.adapt_group(group)
+        self.adapt_group(group)
         self.close_with(group)
         return group
 
-    def adapt_group(self, group: Backend) -> Backend:
-        """Return what callers of :meth:`group` and :meth:`channel` get: ``group``, or a subclass's wrapper of it."""
-        return group
+    def adapt_group(self, group: Backend) -> None:
+        """Prepare ``group``, a new result of :meth:`group` or :meth:`channel`. Subclasses may override this."""
 
     def close_with(self, group: Backend) -> None:
         """Close ``group`` when this backend is closed."""

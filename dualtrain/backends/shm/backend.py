@@ -199,9 +199,8 @@ class SharedMemoryBackend(DelegatingBackend):
         self.close_with(shared)
         return shared
 
-    def adapt_group(self, group: Backend) -> Backend:
+    def adapt_group(self, group: Backend) -> None:
         group.meanwhile = self._progress
-        return group
 
     def _progress(self) -> int:
         return sum(memory.progress() for memory in (self.memory, self.calls, *self._beside))
