@@ -8,13 +8,18 @@ from contextlib import contextmanager
 
 from dualtrain.errors import UserError
 
-_thread = threading.local()  # its attribute ``reason`` is a text in a block of :func:`without_collectives`
+
+class _Thread(threading.local):
+    reason: str | None = None  # of the innermost block of :func:`without_collectives`
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def without_collectives(reason: str) -> Iterator[None]:
     """Make :func:`check_collective` raise UserError(``reason``) in the block, in this thread."""
-    before, _thread.reason = getattr(_thread, "reason", None), reason  # a step of one trainer may evaluate another
+    before, _thread.reason = _thread.reason, reason  # a step of one trainer may evaluate another
     try:
         yield
     finally:
@@ -23,6 +28,5 @@ def without_collectives(reason: str) -> Iterator[None]:
 
 def check_collective() -> None:
     """Raise UserError in a block of :func:`without_collectives`."""
-    reason = getattr(_thread, "reason", None)
-    if reason is not None:
-        raise UserError(reason)
+    if _thread.reason is not None:
+        raise UserError(_thread.reason)
