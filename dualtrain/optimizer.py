@@ -255,6 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             return self._step_with(closure)
         self.synchronize()
+        self.reducer.refuse_dropped()
         self._changing = True
         result = self._wrapped.step()
         self.reducer.renew(stepped=True)

@@ -114,6 +114,8 @@ class GradientReducer:
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
+        #: Whether ``zero_grad`` was called after a backward pass that had sent gradients and failed, and not since.
+        self._dropped_sent = False
         self.add(named_parameters)
 
     @property
@@ -272,7 +274,9 @@ class GradientReducer:
         """
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._exchange.refusals.steps += stepped
-        if not self._exchange.schedule.next and not self._is_running:
+        sent = self._exchange.schedule.next > 0
+        self._dropped_sent = sent and not self._is_running
+        if not sent and not self._is_running:
             # The program may have dropped the gradients of some of the ``passes``: on all ranks, which then start anew, or
             # on this rank only, so that the others count on. So count on, and exchange in every later pass of the step too.
             self._dropped = 0 < self._seen < self.passes and not stepped
@@ -281,12 +285,22 @@ class GradientReducer:
             self.hooks.restore()
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
 
+    def refuse_dropped(self) -> None:
+        """Raise BackendError, on this rank, if ``zero_grad`` dropped gradients that a failed backward had sent."""
+        if self._dropped_sent:
+            raise BackendError(
+                f"rank {self.backend.job_rank}: an earlier backward pass failed after some of its gradients had been sent, "
+                "and zero_grad() was called before their exchange had ended: call zero_grad() on every rank, and run "
+                "backward again before step()"
+            )
+
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts."""
         self.backend = backend
         self._exchange.forget()
         self._exchange.refusals.dropped = False
         self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False
+        self._dropped_sent = False
 
     # -- during backward ------------------------------------------------------------------------------------------
 
