@@ -9,7 +9,7 @@ from dualtrain.horovodize.source import Source, last_name
 
 #: Names of functions that may combine tensors of the ranks.
 _COLLECTIVE = re.compile(r"reduce|gather|alltoall|broadcast_?(async_?)?$", re.IGNORECASE)
-#: Names of functions that average gradients or weights, whichever file defines them.
+#: Names of functions that most likely average gradients or weights.
 _OF_WEIGHTS = re.compile(
     r"(average|avg|mean|reduce|(?<!a)sync).*(grad|model|param|weight)|(grad|model|param|weight).*(average|avg|reduce|(?<!a)sync)",
     re.IGNORECASE,

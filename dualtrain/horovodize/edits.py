@@ -108,7 +108,7 @@ class Layout:
         last, _ = self._line_of(self.end(statement))
         if not self._has_own_lines(statement):
             return []
-        indented = range(first, first + 1 if self._has_long_string(statement) else last + 1)
+        indented = range(first, first + 1 if self._has_multiline_string(statement) else last + 1)
         unit = "\t" if prefix.endswith("\t") else " " * self._unit
         edits = [Edit(self._starts[i], self._starts[i], unit) for i in indented if self.lines[i].strip()]
         return [edits[0]._replace(new=f"{prefix}{header}{self._line_end}{unit}"), *edits[1:]]
@@ -156,8 +156,8 @@ class Layout:
     def _is_comment_above(line: str, prefix: str) -> bool:
         return line.startswith(f"{prefix}#") and not _CELL.match(line.strip())
 
-    def _has_long_string(self, statement: ast.stmt) -> bool:
-        """Return whether ``statement`` contains a string of several lines, which indentation would change."""
+    def _has_multiline_string(self, statement: ast.stmt) -> bool:
+        """Return whether ``statement`` contains a multi-line string, which indentation would change."""
         return any(
             isinstance(node, ast.JoinedStr | ast.Constant)
             and node.end_lineno != node.lineno

@@ -90,8 +90,8 @@ def since_backward(source: Source, events: list[Event], number: int, *, strictly
 
     If event ``number`` has an optimizer, only steps of this optimizer count. If there is no earlier backward pass or step,
     return all events before ``number``. With ``strictly``, steps do not count: return all events since the last backward
-    pass, or None if there is no earlier one. Leave out events that are in a different branch of an ``if`` than event
-    ``number``.
+    pass, or None if there is no earlier backward pass. Leave out events that are in a different branch of an ``if`` than
+    event ``number``.
     """
     found: list[Event] = []
     this = events[number]

@@ -68,12 +68,12 @@ def repair(source: Source, initialized: bool = True) -> Repaired:
         _move_lines(source.text, origins, finding.edits)
         source, found = better
         refused.clear()  # a repair that was not possible before may be possible now
-    edits, why = import_edits(source, initialized)
-    for finding in edits:
+    changed, unchanged = import_edits(source, initialized)
+    for finding in changed:
         fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
-    if edits:
-        source = source.with_text(apply(source.text, [edit for one in edits for edit in one.edits]))
-    return Repaired(source, sorted(fixed), [*findings(source), *why])
+    if changed:
+        source = source.with_text(apply(source.text, [edit for one in changed for edit in one.edits]))
+    return Repaired(source, sorted(fixed), [*findings(source), *unchanged])
 
 
 def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[Source, list[Finding]] | None:

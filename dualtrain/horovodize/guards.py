@@ -89,7 +89,7 @@ class Guards:
         return self.signature(test) is not None
 
     def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
-        """Return whether both nodes run on the same ranks, because one condition on the rank decides whether they run."""
+        """Return whether both nodes are in the same branch of a condition on the rank, and so run on the same ranks."""
         mine, others = list(self._conditions(node)), list(self._conditions(other))
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
@@ -152,7 +152,7 @@ class Guards:
         return ends[0].value if len(ends) == 1 else None
 
     def _is_own(self, attribute: ast.Attribute, cls: ast.AST) -> bool:
-        """Return whether ``attribute`` is one of an object of ``cls``, as far as known, and not one of another library."""
+        """Return whether ``attribute`` most likely belongs to an object of the script's class ``cls``."""
         if ast.unparse(attribute) in self.source.values:
             return False
         return ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls)

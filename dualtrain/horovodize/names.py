@@ -68,7 +68,7 @@ WRAP_ARGUMENTS = {
     *("num_groups", "groups", "sparse_as_dense", "process_set"),
 }
 
-#: Subpackages of horovod that dualtrain does not replace. All but ``data`` are for frameworks other than torch.
+#: Subpackages of horovod that dualtrain does not replace: ``data``, and those for frameworks other than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "tensorflow"}
 
 #: Arguments of horovod.run for several hosts, elastic training and output files. They are refused unless they are None;

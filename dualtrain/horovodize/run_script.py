@@ -64,7 +64,7 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
 
 
 def refuse_notebook(path: str) -> None:
-    """Raise UserError if ``path`` is a notebook. Its JSON is often valid Python too, which does nothing."""
+    """Raise UserError if ``path`` is a notebook. Its JSON is often valid Python, but running it has no effect."""
     if path.endswith(".ipynb"):
         raise UserError(f"{path!r} is a notebook: convert it with `jupyter nbconvert --to script`, and name the new file")
 

@@ -101,7 +101,7 @@ class Source:
 
     @staticmethod
     def _has_api(module: str) -> bool:
-        """Return whether ``module`` is horovod.torch, or its module with the collectives."""
+        """Return whether ``module`` is horovod.torch, dualtrain.hvd, or the submodule mpi_ops of one of them."""
         return module in HOMES or module in {f"{home}.mpi_ops" for home in HOMES}
 
     def name(self, node: ast.AST) -> str:
@@ -136,7 +136,7 @@ class Source:
         return [(name, call) for call in self.calls if (name := self.hvd(call.func))]
 
     def spell(self, name: str, at: ast.AST) -> str:
-        """Return the expression for horovod.torch's ``name`` in code at ``at``; "" if the import is not certain."""
+        """Return the expression for horovod.torch's ``name`` at ``at``; "" if no import certainly precedes ``at``."""
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue
@@ -197,8 +197,8 @@ class Source:
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 
-        Return None for parameters of functions, and for variables that are assigned more than once or conditionally, also
-        by a loop. A test of ``__name__`` does not count as a condition.
+        Return None for parameters of functions, for variables of loops, and for variables that are assigned more than once
+        or conditionally. A test of ``__name__`` does not count as a condition.
         """
         if value is None or isinstance(value, ast.Constant):
             return value
@@ -257,7 +257,7 @@ class Source:
 
     @cached_property
     def called_names(self) -> list[tuple[str, set[str]]]:
-        """Functions and methods of the script, each with the last names of what it calls, as "step" for ``o.step()``."""
+        """Functions and methods of the script, each with the names of what it calls: "step" for ``o.step()``."""
         functions = [node for node in self.nodes if isinstance(node, Function)]
         inside = [[last_name(node.func) for node in ast.walk(one) if isinstance(node, ast.Call)] for one in functions]
         return [(one.name, {*names} - {""}) for one, names in zip(functions, inside, strict=True)]

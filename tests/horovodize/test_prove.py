@@ -946,7 +946,7 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
 )
 def test_the_output_line_that_explains_a_failure_is_shown_without_the_launchers_tags(output, shown, tmp_path):
     (tmp_path / "log").write_text(output)
-    assert launch._last_line(tmp_path / "log") == f": {shown}"
+    assert launch._error_line(tmp_path / "log") == f": {shown}"
 
 
 def test_a_failed_run_whose_processes_hang_at_exit_is_ended_before_its_timeout(record, tmp_path, monkeypatch):

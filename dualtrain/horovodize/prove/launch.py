@@ -101,7 +101,7 @@ class Job:
         log = folder / "output.txt"
         status, hung = _run(command, env, folder, log, self.timeout)
         if not list(folder.glob("rank-*.jsonl")):
-            raise RunError(f"{_did_not_start(side, status, hung, self.timeout)}{_last_line(log)}")
+            raise RunError(f"{_did_not_start(side, status, hung, self.timeout)}{_error_line(log)}")
         run = read_record(folder, launched)
         _check(run, side, status, self.timeout if hung else None, log)
         return run
@@ -230,7 +230,7 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
     causes = [each for each in failed if not _OF_PEERS.search(each[2].error)]
     for number, rank, end in causes or ([] if gone else failed):
         what = end.error or f"exit status {end.status}"
-        more = "" if end.error else _last_line(log)
+        more = "" if end.error else _error_line(log)
         where = f"{side}: the script failed on rank {number}, {_when(rank)}"
         raise RunError(f"{where}: {what.splitlines()[-1]}{more}", end.traceback)
     if gone:
@@ -244,7 +244,7 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
             )
         verb = "was" if len(gone) == 1 else "were"
         raise RunError(
-            f"{side}: {where}, {verb} killed, or called os._exit (exit status of the launcher: {status}){_last_line(log)}"
+            f"{side}: {where}, {verb} killed, or called os._exit (exit status of the launcher: {status}){_error_line(log)}"
         )
     if not run.steps:
         raise RunError(
@@ -264,7 +264,7 @@ def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
     return f"{side}: the launcher ended with status {status} before any rank started"
 
 
-def _last_line(log: Path) -> str:
+def _error_line(log: Path) -> str:
     """Return ": " and the first line of the output with an error, or else the last line with a letter or digit.
 
     Errors of ranks whose peer has failed are left out.
@@ -272,5 +272,5 @@ def _last_line(log: Path) -> str:
     lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if not _OF_PEERS.search(line)]
     errors = [line for line in lines if _IS_ERROR.search(line)]
-    last = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]
-    return f": {last[:300]}" if last else ""
+    shown = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]
+    return f": {shown[:300]}" if shown else ""

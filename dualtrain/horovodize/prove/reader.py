@@ -50,7 +50,7 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
 
 
 def failure_at_end(path: Path) -> str:
-    """Return the error or exit status with which the script has failed, if a rank's file ends with a failure, else ""."""
+    """Return the error or exit status at the end of a rank's file; "" if the file does not end with a failure."""
     lines = _complete_lines(path)
     end = parse_json(lines[-1]) if lines else {}
     failed = end.get("kind") == "end" and (end["reason"] == "error" or end["status"])

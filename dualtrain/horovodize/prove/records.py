@@ -157,7 +157,7 @@ class RunRecord:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second of the optimizer that takes the first step after the warm-up; ``None`` if steps are too few."""
+        """Steps per second of the optimizer that takes the first step after the warm-up; ``None`` if no step was timed."""
         return self.speed_of_first(len(self.ranks[0].seconds))
 
     def speed_of_first(self, count: int) -> float | None:

@@ -213,7 +213,10 @@ def _own_cause(evidence: Evidence, difference: Difference) -> str:
 
 
 def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
-    """Return the run with Horovod's defects if it reproduced any, took all steps, and had the options of Horovod's run."""
+    """Return the run with Horovod's defects, or ``None``.
+
+    The run must have reproduced a defect, taken all steps, and used the same optimizer options as the run on Horovod.
+    """
     horovod, compat = evidence.horovod[0], evidence.compat
     if compat is None or not compat.defects or different_end(horovod, compat) is not None:
         return None

@@ -45,7 +45,7 @@ def workspace() -> Iterator[Workspace]:
     """Make the folders. At the end, and if this process is killed, end the runs' processes and remove the folders.
 
     Raises:
-        UserError: the folder cannot be made, or an OSError of the block names a file in it.
+        UserError: the folder cannot be made, or the block raises an OSError about a file in the folder.
     """
     mark = secrets.token_hex(4)
     try:

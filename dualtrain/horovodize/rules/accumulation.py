@@ -101,12 +101,12 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
     others = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     if any(node.func.attr in ("step", "synchronize", "minimize") for node in others):  # type: ignore[attr-defined]
         return None
-    if isinstance(loop, ast.For) and _is_of_each(source, loop, last.node):
+    if isinstance(loop, ast.For) and _loops_over_models(source, loop, last.node):
         return None
     return (_range_of(loop),)
 
 
-def _is_of_each(source: Source, loop: ast.For, backward: ast.Call) -> bool:
+def _loops_over_models(source: Source, loop: ast.For, backward: ast.Call) -> bool:
     """Return whether each iteration may use a different model, because the loop variable is called to compute the loss."""
     names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}

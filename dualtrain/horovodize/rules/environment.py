@@ -157,7 +157,8 @@ def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
 def variables_of_mpi(source: Source) -> Iterator[Finding]:
     """Variables of MPI launchers by which a script detects that it runs under Horovod; one finding for all."""
     inits = [(file, init) for file in source.files for init in file.hvd_calls("init")]
-    alone = all(Guards.of(file).is_conditional(init) for file, init in inits)  # without the variable, perhaps no init()
+    # If every init() is conditional, the script may not call init() without the variable.
+    conditional = all(Guards.of(file).is_conditional(init) for file, init in inits)
     found = []
     for node in source.nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
@@ -170,7 +171,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
                 f"torchrun does not set {node.value}, so that the script fails or trains each rank alone; call "
                 "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
             )
-            needed = alone or (isinstance(source.parents[node], ast.Subscript) and not _is_for_mpi(source, node))
+            needed = conditional or (isinstance(source.parents[node], ast.Subscript) and not _is_for_mpi(source, node))
             found.append(Finding(node.lineno, "unsupported" if needed else "differs", message))
     yield from _worst(found)
 

@@ -203,8 +203,8 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 def _is_overridden(source: Source, function: Function) -> bool:
     """Return whether ``function`` is a method that a subclass, or another class with the same name, defines too.
 
-    It is possible that the program uses Horovod only with objects of the subclass, and that these objects do not run
-    ``function``, or run it by ``super()`` on some ranks only.
+    The program may use Horovod only with objects of the subclass. These objects may not run ``function``, or may run it by
+    ``super()`` on some ranks only.
     """
     own = source.parents[function]
     if not isinstance(own, ast.ClassDef):
@@ -219,13 +219,13 @@ def _is_overridden(source: Source, function: Function) -> bool:
 
 
 def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a ``with`` statement by which Ray Tune gives each rank but one a temporary folder."""
+    """Return whether ``node`` is in a ``with`` statement by which Ray Tune gives each rank its own folder."""
     items = [item for above in source.above(node) if isinstance(above, ast.With) for item in above.items]
     return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
 
 
 def _is_switched(source: Source, node: ast.AST) -> bool:
-    """Return whether the write depends on a variable that ``source`` does not assign. It may be true on one rank only."""
+    """Return whether the write depends on a variable that the file does not assign. Its value may depend on the rank."""
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [

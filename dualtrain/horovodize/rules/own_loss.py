@@ -28,15 +28,15 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
     for branch in source.nodes if backwards else ():
         if isinstance(branch, ast.If) and _tests_own_loss(look, branch, backwards) and (name := look.in_one_arm(branch)):
             message = (
-                f"a rank whose own loss meets this condition takes another path than the other ranks, whose {name}() then "
-                "hangs, or gets the gradients of another step; decide on all ranks at once, as by "
+                f"a rank whose own loss meets this condition takes another path than the other ranks, so that {name}() "
+                "hangs, or combines gradients of different steps; decide on all ranks at once, for example by "
                 "`if hvd.allreduce(torch.tensor(float(bad)), op=hvd.Max) > 0:`"
             )
             yield Finding(branch.lineno, "trap", message)
 
 
 def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> bool:
-    """Return whether the condition of ``branch`` compares the loss of this rank, or asks whether it is finite."""
+    """Return whether the condition of ``branch`` compares the loss of this rank, or tests whether it is finite."""
     losses = _losses(look, branch, backwards)
     for node in ast.walk(branch.test) if losses else ():
         tested: list[ast.expr] = []
@@ -46,7 +46,8 @@ def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]
             tested = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
         if any(ast.unparse(_converted(value)) in losses for value in tested):
             around = (above for above in look.source.above(node) if isinstance(above, ast.Call))
-            local = all(last_name(call.func) in _LOCAL for call in around)  # other functions may ask all ranks
+            # Functions that are not in _LOCAL may combine the values of all ranks.
+            local = all(last_name(call.func) in _LOCAL for call in around)
             return local and not _COMMON.search(ast.unparse(branch.test))
     return False
 

@@ -42,7 +42,7 @@ def same_gpu(source: Source) -> Iterator[Finding]:
     if not source.wraps or not any(True for _ in source.hvd_calls("init")):
         return
     if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
-        return  # Ray may show each rank its own GPU
+        return  # Ray may make only one GPU visible to each rank
     guards = Guards.of(source)
     placed = any(_PLACED.search(file.code) for file in (source, *source.program))
     shown = any(_VISIBLE.search(file.code) for file in (source, *source.program))

@@ -176,7 +176,7 @@ class Collectives:
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
     def in_one_arm(self, branch: ast.If) -> str:
-        """Return a collective that only one arm of ``branch``, or the code after it, calls in this function; "" if none."""
+        """Return a collective that only one of the two paths through ``branch`` and the code after it calls; "" if none."""
         last = [node for arm in (branch.body, branch.orelse) for part in arm[-1:] for node in ast.walk(part)]
         ends = any(leaves(node) and not isinstance(node, ast.Return) for node in last)
         if ends or any(map(self._ends_program, last)):

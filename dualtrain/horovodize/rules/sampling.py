@@ -140,7 +140,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
         if not is_read(source, call) or leaves_program(source, call) or _has_data_of_epoch(source, call, loops):
             continue
         message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler before each epoch"
-        # No repair if there is a set_epoch(0): the later one of the two calls would win.
+        # No repair if there is a set_epoch(0): it may run after the inserted call and override it.
         yield Finding(call.lineno, "trap", message, () if calls else tuple(_set_epoch_of(source, call)))
 
 

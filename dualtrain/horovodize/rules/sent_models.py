@@ -25,8 +25,8 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
     """Yield the models that the program gives to broadcast_parameters, or None for each use whose model is unknown.
 
     The caller compares the names of these models with the name of ``model``, which the node ``at`` uses. So the model of a
-    call is known only if its name means the same variable in ``at``: the call is in the same function or at module level,
-    or both models are attributes of ``self`` in one class.
+    call is known only if its name refers to the same variable at ``at``: the call is in the same function or at module
+    level, or both models are attributes of ``self`` in one class.
     """
     for file in source.files:
         for node in file.mentions.get("broadcast_parameters", ()):
@@ -89,14 +89,17 @@ def are_related(source: Source, one: str, other: str) -> bool:
 
 
 def _may_copy(node: ast.AST) -> bool:
-    """Return whether ``node`` may copy weights, as ``for p, q in zip(a.parameters(), b.parameters())``."""
+    """Return whether ``node`` may copy weights, as in ``for p, q in zip(a.parameters(), b.parameters())``."""
     if isinstance(node, ast.For):
         return "zip" in ast.unparse(node.iter)
     return isinstance(node, ast.Call) and _COPIES.search(last_name(node.func)) is not None
 
 
 def _is_model(source: Source, name: str) -> bool:
-    """Return whether ``name`` may hold a model: a call is assigned to it, and not one for a device, options or a rank."""
+    """Return whether ``name`` may hold a model, because a call is assigned to it.
+
+    Calls that make a device, parsed options or a rank do not count.
+    """
     calls = (value for value in source.values.get(name, ()) if isinstance(value, ast.Call))
     return any(
         not _SHARED.match(source.name(call.func)) and not source.hvd(call.func) and last_name(call.func) != "parse_args"

@@ -42,7 +42,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
             if name == "broadcast_object" and _has_state(call):
                 cure = "broadcast its state_dict(), and load the result on all ranks"
             message = f"the result of {name}() is lost, and its input is not changed; {cure}"
-        yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)) if alone else ())
+        yield Finding(call.lineno, "trap", message, tuple(_edits_to_use_result(source, call, name)) if alone else ())
     yield from _discarded_from_functions(source)
 
 
@@ -110,7 +110,7 @@ def _returned_collective(source: Source, function: Function) -> str:
     return own[0] if simple and returns and own and only_these and function.args.args else ""
 
 
-def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
+def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit]:
     """Return edits that make the call change its input, or wait for its handle; none if the input is not a variable."""
     value, layout = call.args[0] if call.args else None, source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
@@ -129,11 +129,12 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     """Return whether the call may be only a barrier.
 
     It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
-    is a constant or a new tensor. It is none if its input is made from a variable's value, and is read after the call.
+    is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and
+    is read after the call.
     """
     value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
-    if _is_measured(source, call, value):
+    if _is_copy_read_later(source, call, value):
         return False
     if any(_BARRIER.search(ast.unparse(name)) for name in names if name is not None):
         return True
@@ -143,7 +144,7 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     return _is_new(source, value)
 
 
-def _is_measured(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
+def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
     """Return whether ``value`` is made from the value of a variable, and is read after ``call`` in the same function."""
     if not isinstance(value, ast.Name):
         return False
@@ -205,7 +206,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
 
 
 def _is_known(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether the script itself assigns ``name``, or tests for it before it uses ``node``."""
+    """Return whether the script itself assigns ``name``, or tests for ``name`` before ``node`` runs."""
     text = f"{ast.unparse(node)}."
     assigned = any(target.rpartition(".")[2] == name and text.startswith(f"{target}.") for target in source.values)
     return assigned or _tests_for(source, node, name)
@@ -315,7 +316,7 @@ def adasum_skipping(source: Source) -> Iterator[Finding]:
         if last_name(call.func) != "skip_synchronize" or not isinstance(call.func, ast.Attribute):
             continue
         wrap = wraps.get(last_name(call.func.value))
-        if wrap is not None and not source.exclusive(call, wrap) and not _asks_adasum(source, call):
+        if wrap is not None and not source.exclusive(call, wrap) and not _depends_on_adasum(source, call):
             message = (
                 "with op=hvd.Adasum, skip_synchronize() raises AssertionError, on Horovod too; with Adasum, call step() "
                 "outside of it"
@@ -329,7 +330,7 @@ def _names_adasum(source: Source, op: ast.expr) -> bool:
     return any(source.hvd(node) == "Adasum" for value in values for node in ast.walk(value))
 
 
-def _asks_adasum(source: Source, node: ast.AST) -> bool:
+def _depends_on_adasum(source: Source, node: ast.AST) -> bool:
     """Return whether a condition around ``node`` depends on Adasum."""
     tests = (above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp))
     return any("adasum" in ast.unparse(test).lower() for test in tests)

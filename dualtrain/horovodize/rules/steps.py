@@ -144,7 +144,7 @@ _LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
 def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
-    """Return whether the first step after ``clip``, in its block or around it, is of an optimizer that is not wrapped."""
+    """Return whether the first step after ``clip``, in its block or an outer one, is of an unwrapped optimizer."""
     statement: ast.AST = source.statement(clip.node)
     while not isinstance(statement, Scope) and isinstance(statement, ast.stmt):
         block = source.block(statement)
@@ -181,7 +181,7 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
             # clip_before_synchronize reports a clip or a change.
             early = any(one.kind in ("clip", "change", *STEPS) for one in before)
             averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
-            if not early and not averaged and not _is_given_between(source, event):
+            if not early and not averaged and not _may_synchronize_elsewhere(source, event):
                 message = (
                     "skip_synchronize() without synchronize(): this step does not wait for averaged gradients, so that "
                     "weights may differ between ranks; call optimizer.synchronize() after backward"
@@ -189,7 +189,7 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_outside(source, event)))
 
 
-def _is_given_between(source: Source, step: Event) -> bool:
+def _may_synchronize_elsewhere(source: Source, step: Event) -> bool:
     """Return whether other code, which gets the optimizer or has its own variable for it, may call synchronize()."""
     scope, owner = source.scope(step.node), ast.unparse(step.owner) if step.owner is not None else ""
     for file in source.files:

@@ -192,8 +192,8 @@ def _follows(source: Source, statement: ast.AST, wrap: ast.Call) -> bool:
 def _is_assigned_between(source: Source, text: str, statement: ast.AST, wrap: ast.Call) -> bool:
     """Return whether the variable ``text`` may get another value after ``statement`` and before ``wrap``.
 
-    A statement in between may assign one, a ``for`` loop around ``wrap`` may have it as its variable, or another function
-    may assign an attribute, or a variable that the program declares ``global`` or ``nonlocal``.
+    A statement in between, or a ``for`` loop around ``wrap``, may assign the variable. Another function may assign an
+    attribute, or a variable that is declared ``global`` or ``nonlocal``.
     """
     end, scope = source.statement(statement).end_lineno or 0, source.scope(wrap)
     for node in source.mentions.get(text.rpartition(".")[2], ()):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.source import Function, Source, last_name
 
-#: Attributes of a sampler or loader that read no samples.
+#: Attributes of a sampler or loader whose use reads no samples.
 _DESCRIBED_BY = {"batch_size", "dataset", "epoch", "num_replicas", "num_samples", "rank", "sampler", "set_epoch"}
 #: Functions that read no samples from their arguments.
 _HARMLESS = {"id", "isinstance", "len", "logger", "print", "repr", "str", "type"}
@@ -20,7 +20,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     if depth > 3:
         return True
     if _is_of_other_object(source, call):
-        return False  # data.sampler = call: a library may read it, so the rules don't report it
+        return False  # data.sampler = call: only a library may read it, and no rule should report it
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]

@@ -1,4 +1,4 @@
-"""The rule on initial weights that differ between ranks."""
+"""Rules on weights that differ between ranks when training starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
-#: Code that may give all ranks the same weights, besides broadcast_parameters. A copy of another model's weights does not.
+#: Code that may give all ranks the same weights, besides broadcast_parameters. Copies of other models' weights don't count.
 _START_ALIKE = re.compile(
     r"load_state_dict(?!\([\w.]+\.state_dict\(\)\))|pretrained|broadcast(?!_optimizer_state|_parameters\b)|\.load\(|"
     r"load_?(model|weights|checkpoint|ckpt|state)|restore|resume|sync(hroni[sz]e)?_?(model|param|weight|state|net|all|init)|"
@@ -67,7 +67,7 @@ def _is_set_to_constants(source: Source, model: str) -> bool:
 
 
 def _set_to_constant(source: Source, call: ast.Call) -> ast.expr | None:
-    """Return the tensor that ``call`` sets to a constant, without ``.data``; None if it does nothing like that."""
+    """Return the tensor that ``call`` sets to a constant, without ``.data``; None if it sets no tensor to a constant."""
     tensor: ast.expr | None = None
     values: list[ast.expr] = []
     if call.args and _CONSTANTS.match(source.name(call.func)):
