@@ -45,9 +45,9 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: positions of this optimizer's steps among the steps of all optimizers on this rank. Entry n is for the state
-            after its step n, and entry 0 for the state before its first step. Position 2i is before the step with index i
-            in ``RankRecord.seconds``, and position 2i + 1 is after that step.
+        order: for each state of this optimizer, its position among the steps of all optimizers on this rank. Entry 0 is
+            for the state before the first step, and entry n for the state after step n. Position 2i is before the step
+            with index i in ``RankRecord.seconds``, and position 2i + 1 is after that step.
     """
 
     type: str

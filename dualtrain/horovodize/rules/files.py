@@ -203,8 +203,8 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 def _is_overridden(source: Source, function: Function) -> bool:
     """Return whether ``function`` is a method that a subclass, or another class with the same name, defines too.
 
-    The program may use Horovod only with objects of the subclass. These objects may not run ``function``, or may run it by
-    ``super()`` on some ranks only.
+    The program may use Horovod only with objects of the subclass. These objects perhaps do not run ``function``, or run it
+    by ``super()`` on some ranks only.
     """
     own = source.parents[function]
     if not isinstance(own, ast.ClassDef):

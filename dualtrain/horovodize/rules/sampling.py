@@ -368,8 +368,8 @@ def _has_trainer(source: Source) -> bool:
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
-    That is so if its name or an expression that defines it contains a word such as rank, or if it is a parameter of the
-    function, since the values of parameters are unknown.
+    That is so if its name, or an expression that defines it, contains a word such as rank. Parameters of functions count
+    too, because their values are unknown.
     """
     if _SHARDED.search(ast.unparse(data)):
         return True

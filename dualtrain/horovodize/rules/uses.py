@@ -20,7 +20,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     if depth > 3:
         return True
     if _is_of_other_object(source, call):
-        return False  # data.sampler = call: only a library may read it, and no rule should report it
+        return False  # data.sampler = call: perhaps a library reads it, so no rule should report it
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]
