@@ -144,7 +144,7 @@ def _folder(text: str | None) -> Iterator[Path]:
             raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
         yield folder
     except BaseException:
-        with suppress(OSError):  # it has files
+        with suppress(OSError):  # keep a folder that has files
             for path in missing:
                 path.rmdir()
         raise
@@ -292,12 +292,14 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
         return 0
     judged = [row for row in rows if row.target is not None]
     missing = {
-        name for name in results.missing.keys() & _with_targets() if not results.count(name) and not _is_optional(name)
+        name
+        for name in results.missing.keys() & _with_targets()
+        if not results.count(name) and not _lacks_optional_package(name)
     }
     return 1 if missing or not judged or any(row.verdict in ("", NOT_MET) for row in judged) else 0
 
 
-def _is_optional(name: str) -> bool:
+def _lacks_optional_package(name: str) -> bool:
     """Return whether the contender needs a package other than Horovod, and the package is not installed."""
     needs = ENTRIES[name].needs
     return needs not in ("", "horovod") and importlib.util.find_spec(needs) is None

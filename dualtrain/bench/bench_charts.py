@@ -17,7 +17,7 @@ LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without
 SKIPPED = ("empty",)  # the empty model is not a realistic workload
 TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios on the axis, the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # smallest width of the names, width of the values, width of the margin
-LETTER = 7.2  # mean width of a letter of a bold name
+LETTER = 7.2  # mean width of a letter in bold
 ROW, HEAD, AXIS = 20, 30, 26  # heights of a row, of a workload's heading, and of the axis
 
 

@@ -44,9 +44,9 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return, for each workload, the seconds that one of its steps in ``plan.LENGTHS`` takes.
+        """Return, for each workload, the seconds per step in ``plan.LENGTHS``.
 
-        Contenders side by side each run ``SIDE_STEPS`` steps in place of one; their seconds are added.
+        For each of these steps, contenders side by side run ``SIDE_STEPS`` steps each: return the sum of all their times.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:
@@ -164,7 +164,7 @@ class _Rounds:
             self._run_one(name, number)
             fallback = self._plan.fallbacks.get(name, name)
             if name in self.results.missing and fallback not in self._entries:
-                # The fallback takes this contender's place, beside those that it is compared with, in this round too.
+                # Run the fallback at this contender's place, also in this round: compared contenders run in succession.
                 for names in (self._entries, order):
                     names.insert(names.index(name) + 1, fallback)
         return True

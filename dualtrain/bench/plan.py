@@ -5,10 +5,10 @@ takes longer than the steps. A row of the table compares two contenders; each ro
 
 The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later of two
 contenders is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear
-drift only widens the interval. Tuned DDP is listed as two contenders, whose ratio is the noise floor.
+drift only widens the interval. Tuned DDP is listed as two contenders, whose ratio gives the noise floor.
 
 A contender measures only values that a row or the table of allreduces needs, with just enough steps for a median. More
-steps would not narrow the intervals, which depend on the number of rounds, and would lengthen each of the seven rounds.
+steps would take time without narrowing the intervals, which depend on the number of rounds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 #: Steps of each workload: (discarded, timed). At least the first step is discarded, because it is slower than the others.
-#: The second step, in which DDP rebuilds its buckets, is not slower. A round runs a fraction of the timed steps
-#: (``pace.py``), at most half of them with --quick.
+#: The second step, in which DDP rebuilds its buckets, may count: it is not slower. A round runs a fraction of the timed
+#: steps (``pace.py``), at most half of them with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "layers20": (4, 32),
@@ -119,8 +119,7 @@ TRAINER = "trainers"
 SIDE = "side_by_side"
 BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
 TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
-#: Contenders side by side each run this many times as many steps as other contenders, because starting them takes longer
-#: than the steps.
+#: Factor by which a contender side by side runs more steps than other contenders: the start takes longer than the steps.
 SIDE_STEPS = 4
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
@@ -246,7 +245,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Row with the time that ``job`` takes with ``one``, minus its time with ``other`` if given; ``target`` is a limit."""
+    """Row with the time of ``job`` with ``one``, minus its time with ``other`` if given; ``target`` is an upper limit."""
 
     title: str
     one: str

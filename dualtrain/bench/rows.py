@@ -108,15 +108,15 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, comparison: Comparison, results: Results) -> str:
     """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
-    If neither is a raw script, the weights of one raw script are compared too, unless both contenders run in the same
-    processes. A second raw script is not compared: with 3 or more ranks its weights may differ, because the libraries sum
-    in different orders. Contenders in ``WITHOUT_REDUCTION`` are left out.
+    If neither is a raw script, the weights of one raw script are compared too. A second raw script is not compared: with 3
+    or more ranks its weights may differ, because the libraries sum in different orders. Contenders in
+    ``WITHOUT_REDUCTION`` are left out.
     """
     pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []
     for number in range(results.rounds):
         own = _hashes(job, pair, results, number, comparison.together)
-        # Contenders in the same processes run more steps than a raw script in processes of its own.
+        # Contenders in the same processes run more steps than a raw script, so their weights differ from its weights.
         raw = {} if pair & set(RAW) or comparison.together else _hashes(job, RAW, results, number)
         rounds.append({**dict(list(raw.items())[:1]), **own})
     both = len(pair) > 1 and comparison.together != ""

@@ -2,8 +2,7 @@
 
 To save the start-up time of launchers, the bench itself starts the ranks of torch, and those of Horovod over Gloo. It sets
 the environment variables that torchrun and horovodrun would set. For Horovod over Open MPI, it runs the mpirun command that
-horovodrun would run. With --launch, the user's command starts all contenders. The launcher does not affect the time of a
-step.
+horovodrun would run. With --launch, the user's command starts all contenders. None of this changes the time of a step.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: 
                 if time.monotonic() > deadline:
                     raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
                 time.sleep(0.02)
-            # Read the exit statuses now: ``_end`` kills the other processes, which then have one too.
+            # Read the exit statuses before ``_end`` kills the processes that still run.
             failed = [each.returncode for each in processes if each.poll()]
         except OSError as error:
             raise LaunchError(f"{commands[0][0][0]} cannot be started ({error.strerror or error})") from error

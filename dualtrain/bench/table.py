@@ -94,9 +94,9 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
             f"and an interval that contains the true median with a probability of {likely}"
         )
     yield (
-        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes the settings of glibc's heap; "
-        "the script on dualtrain.hvd also requests huge pages, as horovodize does; contenders that run in the same process "
-        "as dualtrain use these settings too, and all others use the defaults"
+        "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes the settings of glibc's heap. "
+        "The script on dualtrain.hvd also requests huge pages, as horovodize does. Contenders in the same process as "
+        "dualtrain have these settings too; all others have the defaults"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"

@@ -13,8 +13,8 @@ from dualtrain.bench.contenders.ours import connected
 from dualtrain.bench.workloads import Task
 
 
-class OfTrainer(Contender):
-    """Steps of the trainer with PARTS batches per rank. Each batch is a virtual rank, or the batches are accumulated.
+class WithTrainer(Contender):
+    """Steps of the trainer with PARTS batches per rank: one for each virtual rank, or all accumulated.
 
     Args:
         option: "BACKEND/TRANSPORT/virtual/PARTS" with virtual ranks, "BACKEND/TRANSPORT//PARTS" without. If PARTS is left
@@ -46,4 +46,4 @@ class OfTrainer(Contender):
 
 def start(option: str, device: torch.device) -> Contender:
     """Join the world and return the contender; see ``contenders``."""
-    return OfTrainer(option, device)
+    return WithTrainer(option, device)

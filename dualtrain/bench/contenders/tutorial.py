@@ -73,7 +73,7 @@ class Tutorial(Contender):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        float(loss)  # on a GPU, wait for its kernels
+        float(loss)  # wait for the kernels of a GPU
         return {"seconds": time.perf_counter() - began, "accuracy": self._accuracy(model.module, folder)}
 
     @torch.no_grad()
