@@ -49,7 +49,7 @@ def _failures(rows: Sequence[Row], name: str) -> list[str]:
     return [f"{name}{'' if single else f' on {_ranks(ranks)}'}: {error}" for error, ranks in errors.items()]
 
 
-def _versions_of(rows: Sequence[Row], name: str) -> str | None:
+def _differing_versions(rows: Sequence[Row], name: str) -> str | None:
     found = _grouped(rows, [row["versions"][name] for row in rows])
     if len(found) == 1:
         return None
@@ -57,7 +57,7 @@ def _versions_of(rows: Sequence[Row], name: str) -> str | None:
 
 
 def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:
-    lines = [_of_versions(rows, name) for name in _needed(chosen) if _versions_of(rows, name)]
+    lines = [_version_line(rows, name) for name in _needed(chosen) if _differing_versions(rows, name)]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
         found = ", ".join(f"{name} with {size} ({_ranks(ranks)})" for (name, size), ranks in launchers.items())
@@ -70,7 +70,9 @@ def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:
 
 def _other_versions(rows: Sequence[Row], chosen: str) -> list[str]:
     needed = _needed(chosen)
-    return [_of_versions(rows, name) for name in rows[0]["versions"] if name not in needed and _versions_of(rows, name)]
+    return [
+        _version_line(rows, name) for name in rows[0]["versions"] if name not in needed and _differing_versions(rows, name)
+    ]
 
 
 def _needed(chosen: str) -> list[str]:
@@ -78,9 +80,9 @@ def _needed(chosen: str) -> list[str]:
     return [name for name in _CURES if name in (chosen, "dualtrain", "torch")]
 
 
-def _of_versions(rows: Sequence[Row], name: str) -> str:
+def _version_line(rows: Sequence[Row], name: str) -> str:
     cure = _CURES.get(name, "make them the same")
-    return f"the ranks have different versions of {name}: {_versions_of(rows, name)}; {cure}"
+    return f"the ranks have different versions of {name}: {_differing_versions(rows, name)}; {cure}"
 
 
 def _built_for_another(rows: Sequence[Row]) -> str | None:

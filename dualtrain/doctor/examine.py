@@ -34,11 +34,11 @@ class Examination:
         own = gather(world)
         self._probes: dict[str, Probe] = {}
         for name in BOTH if wanted == "all" else (wanted,):
-            untried = self._why_not(name)
+            untried = self._untried(name)
             if untried is None:
                 self._deadline += timeout + MARGIN_SECONDS
             refusal = (own["horovod_error"] if name == "horovod" else None) or untried
-            self._probes[name] = self._agreed(name, refusal) or probe(name, world, timeout)
+            self._probes[name] = self._refused(name, refusal) or probe(name, world, timeout)
         own["probes"] = {name: found.facts() for name, found in self._probes.items()}
         own["threads"] = share_of(usable_cores(), (self._control.world if self._control else world).local_size)
         own["interface"] = used(own["interfaces"], own["overrides"], self._single_host())
@@ -71,7 +71,7 @@ class Examination:
     def _single_host(self) -> bool:
         return self._control.world.single_host if self._control else self.world.single_host
 
-    def _why_not(self, name: str) -> str | None:
+    def _untried(self, name: str) -> str | None:
         """Return why Horovod cannot join: it needs torch's rendezvous, which has failed. ``None`` if ``name`` may join."""
         own_rendezvous = self.world.size == 1 or self.world.launcher.startswith(("horovodrun", "mpi"))
         if name == "horovod" and not own_rendezvous and "torch" in self._probes and self._control is None:
@@ -81,7 +81,7 @@ class Examination:
             )
         return None
 
-    def _agreed(self, name: str, refusal: str | None) -> Probe | None:
+    def _refused(self, name: str, refusal: str | None) -> Probe | None:
         """Return a failed probe if this rank, or a rank that it reaches, cannot try the backend; else ``None``."""
         if self._control is None:
             return Probe(name, error=refusal) if refusal else None
@@ -120,7 +120,7 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str) ->
 
 
 def _measured(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return, for each size, the longest time of any rank; no times if any rank lacks some of them."""
+    """Return the slowest rank's time for each size; no times if a rank has not measured all sizes."""
     found = [row["probes"][name] for row in rows]
     complete = all(len(each["seconds"]) == len(SIZES) for each in found)
     slowest = [max(each["seconds"][index] for each in found) for index in range(len(SIZES))] if complete else []

@@ -25,8 +25,8 @@ from dualtrain.launchers import World, ignored
 from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
-# Run in a child process, because a broken MPI may end the process that loads it, and the backends must not get these
-# settings of mpi4py. The version of MPI can be read without initializing MPI.
+# Run this in a child process: a broken MPI may end the process that loads it, and the settings of mpi4py would also apply
+# to the backends. Getting the version does not initialize MPI.
 _MPI_VERSION = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
