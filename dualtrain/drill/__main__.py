@@ -1,4 +1,4 @@
-"""``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults, which must not change its result.
+"""``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults with an unchanged result.
 
 Flags that are not listed below are passed to ``dualtrain train``: they describe the job.
 Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,

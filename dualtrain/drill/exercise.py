@@ -118,7 +118,7 @@ class Exercise:
         return self.report
 
     def _kinds(self) -> list[Fault]:
-        """Return the faults that need no file system of their own."""
+        """Return the faults that need no small file system."""
         if self._nproc > 1:
             return list(FAULTS)
         self._progress(f"without the fault {STOP_RANK.name!r}: only another rank would detect it, and the job has one rank")
@@ -223,7 +223,7 @@ class Exercise:
             target = fault.inject(job, self._choice)
             return bool(target) or finished
 
-        self._wait(job, done, f"a moment for {fault.name}")
+        self._wait(job, done, f"a process or file for {fault.name}")
         return target
 
     def _await_moment(self, job: Job, step: int) -> str:
@@ -231,7 +231,7 @@ class Exercise:
         if self._choice.random() < _BY_TIME:
             seconds = self._choice.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds
-            self._wait(job, lambda: time.monotonic() > deadline or job.status() is not None, "a moment")
+            self._wait(job, lambda: time.monotonic() > deadline or job.status() is not None, "a random time")
             return f"{seconds:.1f} s after the last {'recovery' if self.report.rows else 'start'}"
         self._wait(job, lambda: job.position()[1] >= step or job.status() is not None, f"step {step}")
         return f"after step {job.position()[1]}"

@@ -73,7 +73,7 @@ def _damaged(job: Job, choice: random.Random) -> str:
         return ""
     for process in ranks.values():
         send(process, signal.SIGSTOP)
-    # A process that is in a system call, such as a write, stops after it.
+    # A process in a system call, such as a write, stops when the call returns.
     deadline = time.monotonic() + _WRITE_SECONDS
     while not all(map(is_stopped, ranks.values())) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -89,7 +89,7 @@ def _damaged(job: Job, choice: random.Random) -> str:
 
 
 def _full(job: Job, choice: random.Random) -> str:
-    """Fill the file system, wait for a failed write, but not long, kill a rank, and free the space."""
+    """Fill the file system, wait up to ``_WRITE_SECONDS`` for a failed write, kill a rank, and free the space."""
     ranks = job.ranks()
     if not ranks or not job.folder.exists():
         return ""

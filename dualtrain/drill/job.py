@@ -114,7 +114,7 @@ class Job:
         deadline = time.monotonic() + END_SECONDS
         found = {process for process, _ in self._processes()}
         if self._launcher is not None and self.status() is None:
-            found.add(self._launcher.pid)  # just after its start, its environment cannot be read yet
+            found.add(self._launcher.pid)  # just after the start, the launcher's environment cannot be read yet
         for process in found:
             send(process, signal.SIGCONT)
             send(process, signal.SIGTERM)
