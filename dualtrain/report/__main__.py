@@ -1,8 +1,7 @@
 """``python -m dualtrain.report RUN [RUN …] [--out PAGE.html] [--watch]``: show the results of runs on one page.
 
-Runs may be finished, running or interrupted. Each chart shows all runs. Without --out, the page is
-report.html, in the run's folder if there is one run, else in the current folder. The page is one file and loads nothing
-else.
+Runs may be finished, running or interrupted. Each chart shows all runs. Without --out, the page is report.html: in the
+run's folder if there is one run, else in the current folder. The page is one file and loads no other files.
 
 With --watch no file is written. Instead, the page is served on this host alone, at an address that is printed, and follows
 runs while they train. A run appears in the charts after it has logged a step. Ctrl-C ends the command.
