@@ -163,17 +163,17 @@ def as_event(death: Death) -> Event:
 
 def deaths_of(events: Sequence[Event]) -> list[Death]:
     """Return the deaths among ``events``."""
-    return [_without_kind(Death, event) for event in events if event["event"] == "death"]
+    return [_from_event(Death, event) for event in events if event["event"] == "death"]
 
 
-def _without_kind(kind: Any, event: Event) -> Any:
+def _from_event(kind: Any, event: Event) -> Any:
     return kind(**{name: event[name] for name in kind.__dataclass_fields__ if name in event})
 
 
 def recoveries_in(folder: Path) -> list[dict[str, Any]]:
     """Return the recoveries of the run in ``folder`` as plain values; an empty list if they cannot be read."""
     with suppress(OSError):
-        return [asdict(_without_kind(Recovery, event)) for event in read_events(folder) if event["event"] == "recovery"]
+        return [asdict(_from_event(Recovery, event)) for event in read_events(folder) if event["event"] == "recovery"]
     return []
 
 

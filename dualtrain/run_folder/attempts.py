@@ -120,9 +120,9 @@ class Attempt:
         if not self._waiting:
             return []
         waiting, self._waiting = self._waiting, []
-        return [self._recover(death, start) for death in waiting]
+        return [self._record_recovery(death, start) for death in waiting]
 
-    def _recover(self, death: Death, start: int) -> str:
+    def _record_recovery(self, death: Death, start: int) -> str:
         repeated, seconds = max(0, death.step - start), max(0.0, time.time() - death.time)
         recovery = Recovery(death.cause, death.rank, death.step, repeated, round(seconds, 3))
         self._append({"event": "recovery", "attempt": death.attempt, **asdict(recovery)})
@@ -190,7 +190,7 @@ class Attempt:
     def _record_error(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
-            # The failure is recorded already, unless it was reported before this attempt began.
+            # This has no effect if the failure is recorded already. It may have been reported before this attempt began.
             if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):

@@ -63,8 +63,8 @@ class Writer:
         Args:
             step: the step of the checkpoint.
             state: what to write.
-            best: the model's weights, if this state is the best so far. Its files then replace the files of the previous
-                best state; if that fails, the next write tries again.
+            best: the model's weights, if this state is the best so far. The files of the best state are then replaced; if
+                that fails, the next write tries again.
         """
         self.wait()
         if best is not None:

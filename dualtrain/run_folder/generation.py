@@ -1,7 +1,8 @@
 """The files ``generation-N`` of a run's folder: one for each process that has used the folder. Only the newest is valid.
 
-A file names its process, which locks it (flock) and renews it every few seconds. A new file appears only if its number is
-free, and it has its content and its lock from the start: of two processes that try, one succeeds. Older files are removed.
+Each file names its process. The process locks the file (flock) and renews it every few seconds. A new file is written and
+locked under a temporary name, and gets its number only if the number is free: of two processes that try, one succeeds.
+Older files are removed.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from dualtrain.run_folder.attempts import Attempt
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # this many deaths in a row after the same step forbid a restart; deaths by transient errors do not count
-ALL_DEATHS = 30  # this many in such a row forbid a restart even if transient errors, such as a full disk, caused all
+DEATHS = 3  # this many deaths in a row after the same step forbid a restart, not counting those by transient errors
+ALL_DEATHS = 30  # so do this many, counting those by transient errors, such as a full disk
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 
@@ -83,7 +83,7 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def repeated_deaths(deaths: Sequence[Death]) -> list[Death]:
-    """Return the last deaths, newest first, if they occurred after the same step and forbid a restart; else nothing.
+    """Return the last deaths, newest first, if they occurred after the same step and forbid a restart; else an empty list.
 
     Deaths before an attempt began to train, and stops of all ranks by a signal, do not count.
     """

@@ -53,10 +53,12 @@ _NAMES = re.compile(
 def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
-    With ``--resume auto``, or in a restart of the job that made the run, the content of the folder determines where
-    training starts, so the folder must be locked before it is read. If there is no ``--run-dir`` and the launcher names the
-    job, the folder's name contains the job's name, so that a restart finds the folder. If ``--resume`` is given, or in a
-    restart, wait until another process that uses the folder has ended. The waits take at most half of ``timeout`` in total.
+    This happens before the run reads the folder's checkpoints, which determine where training starts. With ``--resume``, or
+    in a restart of the job that made the run, wait for at most half of ``timeout`` until another process that uses the
+    folder has ended.
+
+    Without ``--run-dir``, the folder's name contains the job's name, if the launcher gives one, so that a restart finds the
+    folder.
 
     Returns:
         The values of ``run_dir`` and ``resume`` to be used in place of those in ``output``. If ``run_dir`` is ``None``,
