@@ -164,7 +164,7 @@ class _Rounds:
             self._run_one(name, number)
             fallback = self._plan.fallbacks.get(name, name)
             if name in self.results.missing and fallback not in self._entries:
-                # Run the fallback at this contender's place, also in this round: compared contenders run in succession.
+                # Compared contenders run shortly after each other: insert the fallback here, in this round too.
                 for names in (self._entries, order):
                     names.insert(names.index(name) + 1, fallback)
         return True
