@@ -190,7 +190,7 @@ class Attempt:
     def _record_error(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
-            # This has no effect if the failure is recorded already. It may have been reported before this attempt began.
+            # This does nothing if the failure is recorded already. A failure from before this attempt began is not.
             if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):

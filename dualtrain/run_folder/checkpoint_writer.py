@@ -108,7 +108,7 @@ class Writer:
             if self.failed is None and self.best_failed is None:
                 self._try("old checkpoints could not be removed", lambda: drop_old(checkpoints, self._kept, lock))
         except SupersededError:
-            pass  # the loop ends the run on all ranks
+            pass  # the training loop checks the lock too, and ends the run on all ranks
         except Exception as error:  # raised in wait()
             self._bug = error
 

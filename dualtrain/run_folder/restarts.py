@@ -26,7 +26,7 @@ from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
 DEATHS = 3  # this many deaths in a row after the same step forbid a restart, not counting those by transient errors
-ALL_DEATHS = 30  # so do this many, counting those by transient errors, such as a full disk
+ALL_DEATHS = 30  # this many forbid it even if transient errors, such as a full disk, caused all of them
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 

@@ -53,9 +53,9 @@ _NAMES = re.compile(
 def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
-    This happens before the run reads the folder's checkpoints, which determine where training starts. With ``--resume``, or
-    in a restart of the job that made the run, wait for at most half of ``timeout`` until another process that uses the
-    folder has ended.
+    The lock is taken before the run reads the folder's checkpoints, which determine where training starts. With
+    ``--resume``, or in a restart of the job that made the run, wait for at most half of ``timeout`` until another process
+    that uses the folder has ended.
 
     Without ``--run-dir``, the folder's name contains the job's name, if the launcher gives one, so that a restart finds the
     folder.
