@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from tests.training.test_trainer import trains_compiled_as_plain
+from tests.training.test_trainer import train_compiled_and_plain
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns when its compiler is imported
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 def test_a_compiled_model_trains_the_same(tmp_path):
-    trains_compiled_as_plain(tmp_path)
+    train_compiled_and_plain(tmp_path)

@@ -1,4 +1,4 @@
-"""The attempts of a run: why each one ended, recoveries, and refused restarts, which would end like the last attempt."""
+"""Attempts of a run: the causes of their failures, recoveries, and refusals of restarts that would fail again."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_nothing_is_recorded_once_another_process_owns_the_folder(tmp_path, call
         "deaths": lambda: restarts.check_restart(OutputSection(run_dir=str(tmp_path), resume="auto"), {}, attempt.lock),
     }
     with connect("local") as backend:
-        died(tmp_path, backend)
+        die_twice(tmp_path, backend)
         attempt = Attempt(FolderLock())
         attempt.begin(tmp_path, 2, backend)
         if call not in ("train", "begin"):
@@ -175,7 +175,7 @@ def test_only_the_process_that_owns_the_folder_adds_events(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def died(folder: Path, backend: Backend) -> None:
+def die_twice(folder: Path, backend: Backend) -> None:
     """Make two attempts die after step 2. A third death after step 2 would forbid a restart."""
     for _ in range(2):
         attempt = Attempt(FolderLock())

@@ -92,7 +92,7 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
         interrupted_resume(tmp_path, earlier)
     assert best_of(tmp_path) == (4, 4)  # not step 6, which the resumed run has not reached
     assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
-    # If no checkpoint of the best step is left, the run discards that evaluation, and a later one becomes the best.
+    # Without a checkpoint of the best step, the run discards its best evaluation, and a later evaluation becomes the best.
     (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
     state = checkpoint.load(earlier)
     state["cursor"]["best"] = {**state["cursor"]["best"], "step": 3}
@@ -103,8 +103,7 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
     resumed = train(tmp_path, 3, "--resume", str(earlier))
     assert resumed["best"]["step"] == 6
     assert best_of(tmp_path) == (6, 6)
-    # A process may be killed after it has written the best checkpoint, and before it writes the weights. Or the disk may
-    # change a file.
+    # The best weights may be missing, if the process was killed before it wrote them, or damaged by the disk.
     weights = tmp_path / "model-best.safetensors"
     whole = weights.read_bytes()
     for damaged in (None, whole[:-1] + bytes([whole[-1] ^ 1])):
@@ -148,7 +147,7 @@ def test_a_resume_does_not_read_the_published_weights_again(tmp_path, monkeypatc
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
     assert train(tmp_path / "run", 1, *flags, "2", "--resume")["steps"] == 2
     weights = str(tmp_path / "run" / "model.safetensors")
-    assert train(tmp_path / "other", 1, *flags, "1", "--weights", weights)["steps"] == 1  # these replace the published ones
+    assert train(tmp_path / "other", 1, *flags, "1", "--weights", weights)["steps"] == 1  # instead of the published weights
 
 
 class FullDisk:
@@ -218,8 +217,7 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
         FullDisk(patch, "model-best")
         saver.write(1, checkpoint.Packed({"cursor": {"step": 1}}), best=weights)
         saver.wait()
-    # The checkpoint itself was written, so ``failed`` is None: a run prints the checkpoint's path if a signal stops it now.
-    assert saver.failed is None
+    assert saver.failed is None  # the checkpoint itself was written
     assert list(saver.unwritten()) == ["the files of the best evaluation"]
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, "step-00000002")
@@ -518,27 +516,26 @@ def test_sigterm_saves_a_checkpoint_whether_workers_or_the_rank_get_it_first(ima
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
-    # Before step ``first``, the helper processes get SIGTERM; before step ``last``, this process gets it.
-    for first, last in ((2, 3), (3, 2), (2, 2)):
+    # SIGTERM is sent to the helper processes before step ``helpers_at``, and to this process before step ``rank_at``.
+    for helpers_at, rank_at in ((2, 3), (3, 2), (2, 2)):
 
-        def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
-            if run.cursor.step + 1 == first:
+        def signalled(run: loop.Run, helpers_at: int = helpers_at, rank_at: int = rank_at) -> list[float]:
+            if run.cursor.step + 1 == helpers_at:
                 for pid in helpers(run):
                     os.kill(pid, signal.SIGTERM)
-            if run.cursor.step + 1 == last:
+            if run.cursor.step + 1 == rank_at:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(run)
 
-        folder = tmp_path / f"{first}-{last}"
+        folder = tmp_path / f"{helpers_at}-{rank_at}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop.Run, "_step", signalled)
-            said = (
-                rf"SIGTERM ended the run after step {last} of 8, saved in .*; continue with the same command and --resume$"
-            )
+            said = rf"SIGTERM ended the run after step {rank_at} of 8, saved in .*; "
+            said += "continue with the same command and --resume$"
             with pytest.raises(StoppedError, match=said) as stopped, connect("local") as backend:
                 loop.train(parse([*flags, "--run-dir", str(folder)]), backend)
         assert stopped.value.number == signal.SIGTERM
-        assert checkpoint.step_in(checkpoint.found(folder / "checkpoints")[0]) == last
+        assert checkpoint.step_in(checkpoint.found(folder / "checkpoints")[0]) == rank_at
 
 
 def helpers(run: loop.Run) -> list[int]:

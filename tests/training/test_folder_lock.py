@@ -176,7 +176,7 @@ def test_the_error_names_no_process_if_the_lock_file_is_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
-def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
+def test_only_one_of_many_processes_trains_in_a_folder(tmp_path, resume):
     expected = train(tmp_path / "alone")["weights_sha256"]
     folder = tmp_path / "run"
     flags = ["--run-dir", str(folder), "--checkpoint-every", "1", *resume]

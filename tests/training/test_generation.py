@@ -50,7 +50,7 @@ def locked(folder: Path) -> FolderLock:
 
 
 def supersede(folder: Path) -> None:
-    """Make the next generation, as a process on another host does after its wait."""
+    """Create the file of the next generation, like a process on another host that takes over the folder."""
     number = generation.newest(folder) + 1
     descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
     assert descriptor is not None
@@ -170,7 +170,7 @@ def test_a_delayed_start_gets_a_generation_above_those_created_meanwhile(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["generation-4"]
 
 
-def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path):
+def test_only_one_of_many_processes_that_start_at_once_gets_the_folder(tmp_path):
     command = [sys.executable, "-m", "tests.training.starts", tmp_path]
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert end.returncode == 0, end.stderr
@@ -220,7 +220,7 @@ def run_superseded_at(
 
     def write_and_wait(writer: Writer, *arguments: Any, **named: Any) -> None:
         write(writer, *arguments, **named)
-        writer.wait()  # so that the main thread writes nothing between the writer thread's check and its write
+        writer.wait()  # the main thread must write nothing between the writer thread's check and the write that follows
 
     patch.setattr(FolderLock, "is_mine", look)
     patch.setattr(FolderLock, "_renew", lambda lock: None)

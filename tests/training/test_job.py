@@ -28,14 +28,14 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(job: str, epochs: int, *more: str, new: bool = True) -> dict[str, Any]:
-    """Train as a process of ``job``: as a new process or, without ``new``, as the process of the last call."""
+    """Train as a new process of ``job``, or, if ``new`` is false, as the same process as in the last call."""
     if new:
         start._runs.clear()
     with connect("local", world=World(job=job)) as backend:
         return loop.train(parse([*FLAGS, "--epochs", str(epochs), *more]), backend)
 
 
-def killed(job: str, epochs: int, steps: int, *more: str) -> None:
+def interrupted(job: str, epochs: int, steps: int, *more: str) -> None:
     """Train, and interrupt the run after ``steps`` steps of this start."""
     step, done = loop.Run._step, 0
 
@@ -64,10 +64,10 @@ def first_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_restart_of_the_same_job_resumes_without_a_flag(tmp_path, capsys):
     whole, folder = train("", 3, "--run-dir", str(tmp_path / "whole")), tmp_path / "run"
     flags = "--run-dir", str(folder)
-    killed("one", 3, 0, *flags)  # the run has no checkpoint yet
-    killed("one", 3, 3, *flags)
+    interrupted("one", 3, 0, *flags)  # the run has no checkpoint yet
+    interrupted("one", 3, 3, *flags)
     capsys.readouterr()
-    killed("one", 3, 3, *flags)
+    interrupted("one", 3, 3, *flags)
     path = folder / "checkpoints" / "step-00000002.safetensors"
     assert first_line(capsys) == f"restart of job one: resuming from step 2, since {path} is the newest good checkpoint"
     assert train("one", 3, *flags)["weights_sha256"] == whole["weights_sha256"]
@@ -80,7 +80,7 @@ def test_a_restart_of_the_same_job_resumes_without_a_flag(tmp_path, capsys):
 
 @pytest.mark.parametrize("job", ["", "two"])
 def test_another_job_is_refused_and_changes_nothing(tmp_path, job):
-    killed("one", 3, 3, "--run-dir", str(tmp_path))
+    interrupted("one", 3, 3, "--run-dir", str(tmp_path))
     before = content(tmp_path)
     for _ in range(2):  # a restart of the refused job is refused too
         with pytest.raises(UserError, match="holds another run: choose a new folder, or resume that run"):
@@ -90,12 +90,12 @@ def test_another_job_is_refused_and_changes_nothing(tmp_path, job):
 
 def test_a_resumed_run_belongs_to_the_job_that_resumed_it(tmp_path, capsys):
     flags = "--run-dir", str(tmp_path)
-    killed("one", 3, 3, *flags)
-    killed("two", 3, 2, *flags, "--resume", "auto")
+    interrupted("one", 3, 3, *flags)
+    interrupted("two", 3, 2, *flags, "--resume", "auto")
     with pytest.raises(UserError, match="holds another run"):
         train("one", 3, *flags)
     capsys.readouterr()
-    killed("two", 3, 1, *flags)
+    interrupted("two", 3, 1, *flags)
     assert first_line(capsys).startswith("restart of job two: resuming from step 4, since ")
     train("", 3, *flags, "--resume", "auto")
 
@@ -110,13 +110,13 @@ def test_a_run_without_a_generation_file_is_resumed_only_with_the_resume_flag(tm
 
 def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    killed("one", 2, 3)
+    interrupted("one", 2, 3)
     assert os.listdir("runs") == ["digits-convnet-one"]
     train("one", 2)
     assert "restart of job one: resuming from step 2" in capsys.readouterr().out
     train("two", 1)
     # The second run of a process gets the name one.2, so that it is not a restart of the first run.
-    killed("one", 3, 1)
+    interrupted("one", 3, 1)
     train("one", 1, "--seed", "1", new=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
 
@@ -129,19 +129,19 @@ def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_
     folder = earlier if own else tmp_path / "run"
     flags = "--run-dir", str(folder), "--resume", str(file)
 
-    def before_its_folder_is_ready(run: loop.Run, found: start.Start) -> None:
+    def interrupt(run: loop.Run, found: start.Start) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "open", before_its_folder_is_ready)
+        patch.setattr(loop.Run, "open", interrupt)  # before the folder is ready
         with pytest.raises(KeyboardInterrupt):
             train("one", 3, *flags)
-    killed("one", 3, 0, *flags)
+    interrupted("one", 3, 0, *flags)
     capsys.readouterr()
-    killed("one", 3, 2, *flags)  # resumes from the file again: the folder has no newer checkpoint
+    interrupted("one", 3, 2, *flags)  # resumes from the file again: the folder has no newer checkpoint
     said = capsys.readouterr().out
     assert ("restart of job one: resuming from step 2" in said) == own
-    killed("one", 3, 1, *flags)
+    interrupted("one", 3, 1, *flags)
     assert first_line(capsys).startswith("restart of job one: resuming from step 4, since ")
     if not own:
         for path in checkpoint.found(folder / "checkpoints"):

@@ -100,10 +100,10 @@ def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_de
 
 
 def test_virtual_ranks_use_one_thread_and_a_resumed_run_keeps_the_number_of_virtual_ranks(tmp_path, monkeypatch):
-    def of_a_machine(backend) -> int:
+    def fail(backend) -> int:
         raise AssertionError("the result must not depend on the cores of a machine")
 
-    monkeypatch.setattr(loop, "threads", of_a_machine)
+    monkeypatch.setattr(loop, "threads", fail)
     train(tmp_path, "--max-steps", "1", "--virtual-ranks", "2")
     train(tmp_path, "--max-steps", "2", "--resume")
     assert recorded(tmp_path, "virtual_ranks") == [2, 2]
@@ -129,7 +129,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_a_resumed_setting_is_that_of_the_checkpoint_and_another_value_is_refused(tmp_path, monkeypatch):
+def test_a_resume_takes_settings_from_the_checkpoint_and_refuses_other_values(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):

@@ -35,7 +35,7 @@ def build_fixed():
     return nn.Linear(2, 2)
 
 
-def build_constant():
+def build_without_parameters():
     return nn.Flatten()
 
 
@@ -62,7 +62,7 @@ def hub(tmp_path, monkeypatch):
     return original
 
 
-def step(model, inputs, targets):
+def take_two_steps(model, inputs, targets):
     """Take two steps of SGD; return the loss before each step."""
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -94,7 +94,7 @@ def test_each_model_of_images_learns_or_computes_outputs(name, shape):
         model.eval()
         assert model(torch.rand(2, *shape)).shape == (2, 10)
         return
-    before, after = step(model, torch.rand(4, *shape), torch.arange(4))
+    before, after = take_two_steps(model, torch.rand(4, *shape), torch.arange(4))
     assert after < before
 
 
@@ -102,7 +102,7 @@ def test_bert_learns_and_ignores_padding():
     model = build("bert-small", (16,), 50)
     tokens = torch.randint(4, 50, (3, 16))
     tokens[:, 10:] = 0
-    before, after = step(model, tokens, tokens)
+    before, after = take_two_steps(model, tokens, tokens)
     assert after < before
     assert not any(name.startswith("output.") for name in model.state_dict())
     longer = torch.cat([tokens[:, :10], torch.zeros(3, 2, dtype=torch.int64)], 1)
@@ -217,7 +217,7 @@ def test_a_frozen_backbone_keeps_its_weights_and_statistics(hub):
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["fc.weight", "fc.bias"]
     for trained in (model, copy.deepcopy(model)):
         before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-        step(trained, torch.rand(4, 3, 32, 32), torch.arange(4))
+        take_two_steps(trained, torch.rand(4, 3, 32, 32), torch.arange(4))
         changed = [name for name, tensor in trained.state_dict().items() if not torch.equal(tensor, before[name])]
         assert changed == ["fc.weight", "fc.bias"]
     plain = build("resnet18", (3, 32, 32), 10)
@@ -274,7 +274,7 @@ def test_a_model_with_unusual_tensors_is_refused_in_one_line(monkeypatch):
         ("tests.training.test_models:build_fixed", (1, 8, 8), {"freeze_backbone": True}, "--freeze-backbone"),
         ("tests.training.test_models:build_nothing", (1, 8, 8), {}, "torch.nn.Module"),
         (
-            "tests.training.test_models:build_constant",
+            "tests.training.test_models:build_without_parameters",
             (1, 8, 8),
             {},
             "returned a Flatten without parameters: there is nothing",

@@ -156,8 +156,8 @@ def weight_of_images(backend):
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, compress="fp16")
     inputs, targets = torch.full((3, 1, 30_000), 10.0), torch.zeros(3, 30_000, dtype=torch.int64)
-    # The second argument is the expected weight. Gradients are scaled by the real weight divided by it. If each pixel had
-    # weight 1, they would not fit into fp16.
+    # The second argument is the expected weight of the step. Gradients are sent after multiplication by real weight /
+    # expected weight. If each pixel had weight 1, they would not fit into fp16.
     step = trainer.step([(inputs, targets)], 3.0 * backend.size)
     trainer.close()
     return step.totals[1]
@@ -185,14 +185,14 @@ def sequences(kind):
             targets = torch.rand(shape[0], 6, length, generator=draw).softmax(1)
         if kind == "classes":
             targets = torch.where(targets < 0.3, -100, (targets * 6).long())
-            if number in (1, 4):  # the only batches of rank 1 of 3
+            if number in (1, 4):  # all batches of rank 1, in a world of 3 ranks
                 targets[:] = -100
         found.append((torch.randn(*shape, 2, generator=draw), targets))
     return found
 
 
 class OfTokens(nn.Module):
-    """Model for (n, length, 2), whose outputs have the shape that the loss needs."""
+    """Model for inputs of shape (n, length, 2). Its outputs have the shape that the loss needs."""
 
     def __init__(self, kind):
         super().__init__()
@@ -238,13 +238,13 @@ def over_sequences(backend, loss, kind, virtual_ranks):
 def test_each_target_counts_alike_if_batches_have_unequal_numbers_of_targets_per_sample(loss, kind):
     batches, model, losses = sequences(kind), OfTokens(kind), []
     weights = WEIGHTS if getattr(loss, "weight", None) is not None else torch.ones(6)
-    of = [
+    divisors = [
         weights[y.clamp(0)][y >= 0].sum() if kind == "classes" else torch.tensor(x.shape[0] * x.shape[1])
         for x, y in batches
     ]
 
     def mean():
-        return sum(loss(model(x), y) * w for (x, y), w in zip(batches, of, strict=True) if w) / sum(of)
+        return sum(loss(model(x), y) * w for (x, y), w in zip(batches, divisors, strict=True) if w) / sum(divisors)
 
     for _ in range(2):
         total = mean()
@@ -409,8 +409,8 @@ def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
 
 
 @pytest.mark.parametrize("chosen", [("measure",), ("loss", "forward")])
-def test_a_batch_in_which_nothing_counts_has_no_effect_if_the_outputs_tensors_are_not_known(chosen):
-    """``measure`` is called with the inputs; ``forward`` returns a value of an unknown class."""
+def test_a_batch_in_which_nothing_counts_has_no_effect_if_no_output_tensor_is_known(chosen):
+    """With ``measure``, the trainer does not get the outputs. This ``forward`` returns an object of an unknown class."""
     models = [nn.Linear(7, 6), nn.Linear(7, 6)]
     models[1].load_state_dict(models[0].state_dict())
     inputs, targets = batch()
@@ -433,8 +433,8 @@ def test_a_batch_in_which_nothing_counts_has_no_effect_if_the_outputs_tensors_ar
 
 
 @pytest.mark.parametrize("loss", [None, 0.0])
-def test_an_evaluation_needs_no_loss_of_an_objective(loss):
-    """Not for a batch of weight 0 either."""
+def test_an_evaluation_uses_the_sums_of_an_objective_and_not_its_loss(loss):
+    """The second batch has weight 0."""
     model = nn.Linear(7, 6)
     inputs, targets = batch()
     with connect("local") as backend:

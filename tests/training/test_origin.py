@@ -70,14 +70,14 @@ def test_without_an_answer_from_git_there_is_no_commit(tree, monkeypatch, tmp_pa
         assert origin.commit(Path()) is None
 
 
-def hosts_of(backend) -> dict[str, Any]:
+def origin_on_rank(backend) -> dict[str, Any]:
     return origin.origin_of(backend, Path())
 
 
 def test_every_rank_gets_rank_0s_origin_with_the_hosts_of_all_ranks(monkeypatch):
     names = iter(["alpha", "beta", "alpha"])
     monkeypatch.setattr(origin, "socket", SimpleNamespace(gethostname=lambda: next(names)))
-    first, *others = run_threads(3, hosts_of)
+    first, *others = run_threads(3, origin_on_rank)
     assert all(other == first for other in others)
     assert first["hosts"] == {"alpha": 2, "beta": 1}
 

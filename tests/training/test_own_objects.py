@@ -87,7 +87,7 @@ def evaluates_alone(backend):
     synchronize_norms(model, backend)
     model.eval()
     inputs = batch()[0] * (1 + backend.rank)
-    for _ in range(1 + backend.rank):  # unequal numbers of calls: exchanges would time out
+    for _ in range(1 + backend.rank):  # unequal numbers of calls, so that any exchange would time out
         found = model(inputs)
     torch.testing.assert_close(found, nn.functional.batch_norm(inputs, None, None, torch.ones(4), torch.zeros(4), True))
 
@@ -235,14 +235,14 @@ def constant(start, samples=8):
     return TensorSource(inputs, torch.arange(samples) % 3)
 
 
-#: For each kind of data, a function that returns the data: of the run's first start for 0, of its second start for 1.
+#: Functions that return the data of a run's first start (argument 0) or second start (argument 1).
 KINDS = {
     "same": lambda start: Task(constant(0), constant(0), (4,), 3),  # the data do not change
     "stored": lambda start: Task(constant(start), constant(0), (4,), 3),  # a training sample changes
     "validation": lambda start: Task(constant(0), constant(start), (4,), 3),  # a validation sample changes
     "size": lambda start: Task(constant(0), constant(0, 8 + start), (4,), 3),  # a validation sample is added
     "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),  # the code of the dataset changes
-    # Samples differ each time that they are read.
+    # each read of a sample gives a different value
     "random": lambda start: (Pairs(random.SystemRandom().random), Pairs(random.SystemRandom().random)),
 }
 CURRENT: list = []

@@ -1,4 +1,4 @@
-"""Progress without a terminal: a line every --log-seconds, also while no step ends."""
+"""Progress lines without a terminal: one every --log-seconds, even if a step takes longer."""
 
 from __future__ import annotations
 

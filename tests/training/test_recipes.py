@@ -1,4 +1,4 @@
-"""Every recipe, on small data: it trains. Most recipes are also interrupted and resumed, and end with the same bits."""
+"""Each recipe trains on small data. Most recipes are also interrupted and resumed, and end with the same bits."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
             ],
             ["from 0 to 2, since the model has 3 outputs, and one target is 3"],
         ),
-        # Each sample has two targets, and the model gives a row of logits for each. The second target is wrong.
+        # Each sample has two targets, and the model returns a row of logits for each target. The second target is wrong.
         (
             [
                 "--model",

@@ -57,7 +57,7 @@ MAY_DIFFER = {
 
 
 @pytest.fixture(autouse=True)
-def warnings_of_this_test():
+def allow_repeated_warnings():
     same_run._warn_once.cache_clear()
 
 
@@ -121,13 +121,13 @@ def other_paths(backend) -> None:
     same_run.compare_settings(parse(flags).plain(), backend)
 
 
-def one_looks_for_the_run(backend) -> str:
+def auto_on_rank_1(backend) -> str:
     resume = ["--resume", "auto" if backend.rank else "/run/step-1"]
     return message(same_run.compare_settings, parse([*resume, "--run-dir", "/run"]).plain(), backend)
 
 
 def test_resume_auto_on_one_rank_and_a_file_on_another_are_refused():
-    assert "--resume is 'given' on rank 0 and 'auto' on rank 1" in alike(run_threads(2, one_looks_for_the_run))
+    assert "--resume is 'given' on rank 0 and 'auto' on rank 1" in alike(run_threads(2, auto_on_rank_1))
 
 
 def test_ranks_may_have_different_paths():
@@ -162,18 +162,18 @@ def test_the_error_for_different_versions_names_them_and_the_remedy():
         assert {"Python", "torch", "dualtrain", "kind of device"} <= set(same_run._platform(backend))
 
 
-def unlike_processors(backend) -> None:
+def compare_settings_twice(backend) -> None:
     for _ in range(2):
         same_run.compare_settings(parse([]).plain(), backend)
 
 
-def processors_of_each(backend) -> dict[str, str]:
+def processor_of_rank(backend) -> dict[str, str]:
     return {"CPU capability": ["AVX2", "AVX512"][backend.rank], "GPU": "none"}
 
 
 def test_different_processors_cause_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(same_run, "processor", processors_of_each)
-    run_threads(2, unlike_processors)
+    monkeypatch.setattr(same_run, "processor", processor_of_rank)
+    run_threads(2, compare_settings_twice)
     (line,) = caplog.messages
     assert line.startswith("the ranks have different processors")
     assert "CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1; ATEN_CPU_CAPABILITY, " in line
@@ -336,7 +336,7 @@ def computed_and_stored(backend) -> list[str]:
 
 
 def test_samples_computed_on_different_processors_may_differ(monkeypatch, caplog):
-    monkeypatch.setattr(same_run, "processor", processors_of_each)
+    monkeypatch.setattr(same_run, "processor", processor_of_rank)
     computed, stored = alike(run_threads(2, computed_and_stored))
     assert computed == ""
     assert "checksum of training sample 0 is" in stored
@@ -348,7 +348,7 @@ def broken_on_a_rank(backend) -> str:
 
 
 def test_a_sample_that_only_some_ranks_can_read_is_an_error_on_any_processor(monkeypatch):
-    monkeypatch.setattr(same_run, "processor", processors_of_each)
+    monkeypatch.setattr(same_run, "processor", processor_of_rank)
     assert "checksum of training sample 0 is '" in (text := alike(run_threads(2, broken_on_a_rank)))
     assert "unreadable (no disk)" in text
 

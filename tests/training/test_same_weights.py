@@ -25,7 +25,7 @@ def data(backend, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 4, generator=draw), torch.randn(samples, 2, generator=draw)
 
 
-def trained(backend, model: nn.Module | None = None, **options) -> Trainer:
+def make_trainer(backend, model: nn.Module | None = None, **options) -> Trainer:
     model = model or seeded(nn.Linear(4, 2))
     return Trainer(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), mse_loss, backend=backend, **options)
 
@@ -43,7 +43,7 @@ def refused(size: int, body, words: str) -> None:
 
 def renormalized(backend, virtual_ranks: int | None = None) -> None:
     model = seeded(nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 2)))
-    trainer = trained(backend, model, virtual_ranks=virtual_ranks)
+    trainer = make_trainer(backend, model, virtual_ranks=virtual_ranks)
     tokens = torch.arange(3) + 3 * backend.rank
     batch = tokens[None], torch.ones(1, 2)
     trainer.step([batch] if virtual_ranks is None else [batch] * len(trainer.shards), 2.0)
@@ -103,14 +103,14 @@ def test_virtual_ranks_refuse_changes_that_do_not_increment_the_version_counter(
 
 def test_equal_values_of_expected_may_have_different_types():
     def body(backend):
-        return trained(backend).step([data(backend)], (16, 16.0, torch.tensor(16))[backend.rank]).totals[1]
+        return make_trainer(backend).step([data(backend)], (16, 16.0, torch.tensor(16))[backend.rank]).totals[1]
 
     assert run_threads(3, body) == [24.0] * 3
 
 
 def test_values_of_expected_that_differ_between_ranks_are_refused():
     def body(backend) -> None:
-        trained(backend).step([data(backend)], 8.0 + backend.rank)
+        make_trainer(backend).step([data(backend)], 8.0 + backend.rank)
 
     refused(
         3, body, r"different values for the same step: expected is 8\.0 on rank 0, 9\.0 on rank 1 and 10\.0 on rank 2; use"
@@ -119,7 +119,7 @@ def test_values_of_expected_that_differ_between_ranks_are_refused():
 
 def test_learning_rates_that_differ_between_ranks_are_refused():
     def body(backend) -> None:
-        trainer = trained(backend)
+        trainer = make_trainer(backend)
         trainer.step([data(backend)], 16.0)
         trainer.optimizer.param_groups[0]["lr"] = 0.5 + backend.rank
         trainer.step([data(backend)], 16.0)
@@ -133,7 +133,7 @@ def test_frozen_weights_that_each_rank_changes_are_refused():
     def body(backend) -> None:
         model = seeded(nn.Linear(4, 2))
         model.bias.requires_grad_(False)
-        trainer = trained(backend, model)
+        trainer = make_trainer(backend, model)
         model.bias += backend.rank
         trainer.step([data(backend)], 16.0)
 
@@ -151,7 +151,7 @@ def test_frozen_weights_that_each_rank_changes_are_refused():
 )
 def test_weights_that_a_rank_changes_are_refused_before_results_are_used(use):
     def body(backend) -> None:
-        trainer, batch = trained(backend), data(backend)
+        trainer, batch = make_trainer(backend), data(backend)
         for _ in range(4):
             trainer.step([batch], 16.0)
         if backend.rank:
@@ -176,9 +176,9 @@ def test_weights_may_differ_outside_the_optimizer_and_after_close():
     run_threads(2, body)
 
 
-def apart(backend, change) -> None:
+def evaluate_after_change(backend, change) -> None:
     """Change the weights of rank 1 after a step, and evaluate twice."""
-    trainer = trained(backend)
+    trainer = make_trainer(backend)
     trainer.step([data(backend)], 16.0)
     if backend.rank:
         change(trainer.model)
@@ -193,7 +193,7 @@ def different_processors(monkeypatch):
 
 def test_rounding_differences_between_different_processors_cause_a_warning(different_processors, caplog):
     same_weights._warn_once.cache_clear()
-    run_threads(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(1 + 1e-6)))
+    run_threads(2, lambda backend: evaluate_after_change(backend, lambda model: model.weight.data.mul_(1 + 1e-6)))
     assert caplog.messages == [
         "the weights of the ranks differ slightly, because CPU capability is 'AVX0' on rank 0 and 'AVX1' on rank 1"
     ]
@@ -202,7 +202,7 @@ def test_rounding_differences_between_different_processors_cause_a_warning(diffe
 @pytest.mark.parametrize("value", [1.01, float("nan")])
 def test_larger_differences_are_refused_with_different_processors_too(different_processors, value):
     words = r"'weight' on rank 1 differs from rank 0's by \S+ \(norm on rank 0: [\d.]+\); rounding would cause a smaller"
-    refused(2, lambda backend: apart(backend, lambda model: model.weight.data.mul_(value)), words)
+    refused(2, lambda backend: evaluate_after_change(backend, lambda model: model.weight.data.mul_(value)), words)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int64])
@@ -258,12 +258,12 @@ class Centered(nn.Linear):
 
 
 def centered(backend, **options) -> Trainer:
-    return trained(backend, nn.Sequential(seeded(Centered())), **options)
+    return make_trainer(backend, nn.Sequential(seeded(Centered())), **options)
 
 
 def test_a_resume_restores_the_extra_state_and_the_buffers_of_each_rank(tmp_path):
     def normalized(backend) -> Trainer:
-        return trained(backend, nn.Sequential(seeded(Centered()), nn.BatchNorm1d(2)), ema=0.5)
+        return make_trainer(backend, nn.Sequential(seeded(Centered()), nn.BatchNorm1d(2)), ema=0.5)
 
     def body(backend) -> None:
         trainer, batch = normalized(backend), data(backend)
@@ -299,7 +299,7 @@ def test_virtual_ranks_refuse_extra_state_that_forward_changes():
 
 
 class Holder(nn.Linear):
-    """A layer with any extra state, which ``change`` may change in forward."""
+    """A layer with the extra state ``state``. Its forward calls ``change(state)``."""
 
     def __init__(self, state: object, change=lambda state: None) -> None:
         super().__init__(4, 2)
@@ -336,7 +336,7 @@ def nested() -> dict[str, object]:
 def test_virtual_ranks_refuse_a_change_in_a_nested_extra_state(change):
     with connect("local") as backend:
         layer = Holder(nested())
-        trainer = trained(backend, layer, virtual_ranks=2)
+        trainer = make_trainer(backend, layer, virtual_ranks=2)
         trainer.step([data(backend)] * 2, 16.0)
         change(layer._state)  # between steps, any change is allowed
         trainer.step([data(backend)] * 2, 16.0)

@@ -19,7 +19,7 @@ FLAGS = ("--max-steps", "8", "--threads", "1", "--workers", "0", "--keep", "9", 
 
 
 class Time:
-    """A clock that a test moves."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -46,7 +46,7 @@ def test_a_save_is_due_after_the_interval_and_the_time_of_saves_is_summed(monkey
 
 
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
-    """Train while a save is always or never due: ``due[0]`` is the answer on rank 0, ``due[1]`` on the other ranks."""
+    """Train with a fixed value of ``SaveClock.due``: ``due[0]`` on rank 0, and ``due[1]`` on the other ranks."""
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveClock, "due", due[min(backend.rank, 1)])
@@ -59,8 +59,8 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
 
 @pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
 def test_all_ranks_save_by_time_at_the_same_steps_without_changing_the_weights(processes, tmp_path, flags):
-    # On torch, ``processes`` has three ranks: with two virtual ranks, one rank computes nothing, so a separate all-reduce
-    # sums the control flags.
+    # On torch, ``processes`` has three ranks. With two virtual ranks, one of the ranks computes nothing, and a separate
+    # all-reduce sums the control flags.
     without = processes(saved_steps, str(tmp_path / "without"), [False, False], flags)
     by_time = processes(saved_steps, str(tmp_path / "by time"), [True, False], flags)
     others = processes(saved_steps, str(tmp_path / "others"), [False, True], flags)

@@ -24,7 +24,7 @@ from dualtrain.training import start
 from tests.hvd.worlds import worlds
 
 #: With this batch size, an epoch has two steps. Each epoch ends with an evaluation. ``--log-seconds 0`` switches progress
-#: lines off: the tests compare the printed lines, and the time that a step takes would determine which lines are printed.
+#: lines off, because they depend on time, and the tests compare the printed lines.
 FLAGS = (
     *("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0"),
     *("--log-every", "1", "--log-seconds", "0"),
@@ -245,8 +245,8 @@ def test_resume_takes_a_path_that_ends_in_auto_as_a_path(tmp_path, monkeypatch):
         alone(tmp_path / "run", 1, "--resume", "./auto")
 
 
-def test_of_two_checkpoints_of_a_step_the_one_of_the_newer_generation_is_used(monkeypatch):
-    """Each rank has a run folder of its own. Each process that uses such a folder gets a higher number, its generation.
+def test_the_checkpoint_of_the_newer_generation_is_used_if_two_have_the_same_step(monkeypatch):
+    """Each rank has a run folder of its own. Each process that uses such a folder gets a new, higher generation number.
 
     Generation 1 wrote the checkpoint in rank 0's folder. Generation 2, a later process, wrote the one in rank 1's folder.
     """

@@ -63,7 +63,7 @@ def steps_of(
     return model
 
 
-def close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
+def assert_close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
 
@@ -86,7 +86,7 @@ def unequal_shares(backend) -> None:
         4,
         change=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     )
-    close(alone, model)
+    assert_close(alone, model)
 
 
 def test_a_clipped_step_of_ranks_with_unequal_batches_and_several_passes_equals_that_of_one_process(spmd):
@@ -134,7 +134,7 @@ def averages(backend) -> None:
         trainer.step([tuple(part_of(backend, data()))], 23.0)
         for mean, now in zip(kept.parameters(), model.parameters(), strict=True):
             mean.data = now.data.clone() if number == 0 else decay * mean.data + (1 - decay) * now.data
-    close(kept, trainer.evaluated)
+    assert_close(kept, trainer.evaluated)
     loss = functional.cross_entropy(kept(data()[0]), data()[1]).item()
     assert trainer.evaluate([part_of(backend, data())])["val_loss"] == pytest.approx(loss, abs=1e-6)
 
@@ -149,7 +149,7 @@ def compressed(backend) -> list[float]:
     done = trainer.step([tuple(part_of(backend, data()))], 23.0)
     alone = net()
     steps_of(alone, torch.optim.SGD(alone.parameters(), 0.1), 1)
-    close(alone, model, 1e-3)
+    assert_close(alone, model, 1e-3)
     return [done.loss, functional.cross_entropy(net()(data()[0]), data()[1]).item()]
 
 
@@ -217,7 +217,7 @@ def whole_norm(backend) -> None:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=0.5)
     for _ in range(3):
         trainer.step([tuple(part_of(backend, data()))], 23.0)
-    close(steps_of(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
+    assert_close(steps_of(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
     assert trainer.evaluate([part_of(backend, data())])["val_loss"] > 0
 
 
@@ -327,7 +327,7 @@ def own_objective(backend) -> tuple[list[float], dict[str, float]]:
     done = trainer.step([batch], 23.0)
     alone = net()
     steps_of(alone, torch.optim.SGD(alone.parameters(), 0.1), 1, loss=lambda *both: Margin()(*both)[0])
-    close(alone, model)
+    assert_close(alone, model)
     return done.totals, trainer.evaluate([batch])
 
 
@@ -379,7 +379,8 @@ def test_outputs_with_other_axes_than_the_targets_are_refused():
         for use in (lambda: trainer.step([batch], 20.0), lambda: trainer.evaluate([batch])):
             with pytest.raises(UserError, match=r"outputs have the shape \(5, 4, 3\), and the targets \(4, 5\): return"):
                 use()
-        trainer.step([(torch.randn(1, 5, 4), torch.zeros(1, 5, dtype=torch.int64))], 5.0)  # the order is the same
+        # With one sample, an exchange of the axes does not change the order of the elements.
+        trainer.step([(torch.randn(1, 5, 4), torch.zeros(1, 5, dtype=torch.int64))], 5.0)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
@@ -413,7 +414,7 @@ def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
         ({"schedule": lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0), 1)}, "a different optimizer"),
     ],
 )
-def test_options_without_a_meaning_are_refused(options, words):
+def test_invalid_options_are_refused(options, words):
     model = net()
     with connect("local") as backend, pytest.raises(ValueError, match=words):
         Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, **options)
@@ -470,7 +471,7 @@ def test_a_trainer_is_freed_without_the_garbage_collector():
 
 def test_clip_norm_applies_to_the_unscaled_gradients_with_fp16():
     weights = []
-    for clip_norm in (None, 100.0):  # above the norm of the gradients, and below that of the scaled gradients
+    for clip_norm in (None, 100.0):  # 100 is between the gradients' norm and the scaled gradients' norm
         model = net()
         with connect("local") as backend:
             optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -499,14 +500,14 @@ def test_an_empty_batch_changes_no_weights(loss):
     assert all(map(torch.equal, *weights))
 
 
-def steps_with_an_empty_first_batch(backend, together: list[torch.Tensor]):
+def steps_with_an_empty_first_batch(backend, expected: list[torch.Tensor]):
     """Rank 1's first batch is empty, so it must get the number of targets per sample from rank 0."""
     model = net()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.CrossEntropyLoss(), backend=backend)
     for _ in range(2):  # in these two steps, no rank has a target
         trainer.step([data(0)], 1.0)
     trainer.step([data(0) if backend.rank else data(8)], 8.0)
-    torch.testing.assert_close(list(model.parameters()), together)
+    torch.testing.assert_close(list(model.parameters()), expected)
 
 
 def test_the_first_batch_may_be_empty_on_some_ranks():
@@ -805,7 +806,7 @@ def rates(arguments: list[str], steps: int) -> list[float]:
     return found
 
 
-def torchs(build, steps: int) -> list[float]:
+def torch_rates(build, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(net().parameters(), 0.5)
     schedule = build(optimizer)
     found = []
@@ -830,7 +831,7 @@ def torchs(build, steps: int) -> list[float]:
     ],
 )
 def test_schedules_give_the_learning_rates_of_torchs_schedulers(arguments, build):
-    assert rates(arguments, 20) == pytest.approx(torchs(build, 20), abs=1e-9)
+    assert rates(arguments, 20) == pytest.approx(torch_rates(build, 20), abs=1e-9)
 
 
 def test_the_warmup_raises_the_learning_rate_linearly_to_that_of_the_schedule():
@@ -899,7 +900,7 @@ def test_deterministic_algorithms_are_disabled_at_the_end_of_the_block():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def trains_compiled_as_plain(tmp_path):
+def train_compiled_and_plain(tmp_path):
     import dualtrain.training.loop as loop
 
     summaries = []
@@ -940,7 +941,7 @@ def test_reentrant_activation_checkpointing_changes_neither_counts_nor_weights()
         torch.testing.assert_close(found, weights)
 
 
-def refuses_what_cannot_be_compiled():
+def check_errors_of_the_compiler():
     """Check that an error of the compiler becomes one line, and an error of the model is raised unchanged."""
 
     def failing(graph, inputs):
@@ -971,10 +972,10 @@ import torch
 from tests.training import test_trainer
 models, plain = [], torch.compile
 torch.compile = lambda model: models.append(model) or plain(model, backend="eager")
-test_trainer.trains_compiled_as_plain(Path(sys.argv[1]))
+test_trainer.train_compiled_and_plain(Path(sys.argv[1]))
 assert len(models) == 1
 torch.compile = plain
-test_trainer.refuses_what_cannot_be_compiled()
+test_trainer.check_errors_of_the_compiler()
 print("done")
 """
 

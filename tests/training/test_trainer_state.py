@@ -369,7 +369,7 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse fails with SystemError if two threads are in it
+SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse raises SystemError if two threads call it at once
 
 
 def scripted(backend, virtual_ranks, folder):
@@ -520,7 +520,7 @@ def test_the_forward_of_a_cross_entropy_subclass_is_used():
 
 
 class Counted(nn.Module):
-    """A loss with a buffer that it changes in training."""
+    """A loss with a buffer that it changes in training mode."""
 
     def __init__(self):
         super().__init__()
@@ -533,7 +533,7 @@ class Counted(nn.Module):
 
 
 class Noisy(nn.Module):
-    """A loss without buffers, or a function's part of the forward pass. It has another value in training."""
+    """A module that the tests use as a loss or in ``forward``. Its output is 100 times as large in training mode."""
 
     def forward(self, outputs, targets=None):
         factor = 100.0 if self.training else 1.0
@@ -552,7 +552,7 @@ def test_a_loss_is_evaluated_in_evaluation_mode():
         assert loss.seen.item() == 6
 
 
-def test_an_evaluation_of_the_average_leaves_the_trained_model_alone():
+def test_an_evaluation_of_averaged_weights_does_not_call_train_of_the_trained_model():
     """A model may do more in ``train()`` than set the mode: it may merge weights."""
     model, modes = net(), []
     with connect("local") as backend:

@@ -80,8 +80,8 @@ def test_the_default_job_learns(tmp_path):
     assert train_alone("--run-dir", str(tmp_path))["val_accuracy"] >= 0.97
 
 
-# Batches of 240 samples can be split evenly over 2 or 3 ranks, those of 250 only over 2. The last batch of an epoch, the
-# sixth, is smaller.
+# Batches of 240 samples can be split evenly over 2 and over 3 ranks, batches of 250 samples only over 2. The sixth and
+# last batch of an epoch is smaller.
 @pytest.mark.parametrize("batch", ["240", "250"])
 def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch):
     flags = ("--max-steps", "10", "--global-batch-size", batch)
@@ -193,8 +193,8 @@ def rates(folder: Path) -> dict[int, float]:
 def test_the_first_step_after_a_resume_with_other_epochs_has_the_rate_of_the_new_schedule(tmp_path):
     flags = ("--schedule", "cosine", "--global-batch-size", "480", "--log-every", "1")  # an epoch has 3 steps
     train_alone(*flags, "--epochs", "4", "--run-dir", str(tmp_path / "whole"))
-    # The file of the best weights is deleted here. The second resume below restores it: for this, it loads the checkpoint
-    # of step 3, which is the best one. Then it loads the checkpoint of step 6, from which it continues.
+    # The second resume below must restore the deleted file of the best weights. To do so, it loads the best checkpoint
+    # (step 3), then again the checkpoint from which it continues (step 6). Both contain learning rates.
     train_alone(*flags, "--lr", "1e-30", "--epochs", "2", "--run-dir", str(tmp_path / "best"))
     (tmp_path / "best" / BEST_WEIGHTS).unlink()
     train_alone(*flags, "--epochs", "2", "--run-dir", str(tmp_path / "part"))
@@ -375,7 +375,7 @@ def diverge(backend, folder: str) -> str:
 def test_a_loss_that_is_not_finite_stops_all_ranks_in_the_same_step(processes, tmp_path):
     messages = processes(diverge, str(tmp_path))
     # After the last semicolon, messages differ: only the last rank finds a bad sample in its data.
-    # Only rank 0 says which checkpoint there is.
+    # Only rank 0 names the last checkpoint, or says that there is none.
     what = {message.rpartition("; ")[0].replace("; there is no checkpoint yet", "") for message in messages}
     assert len(what) == 1
     assert "; training sample " in messages[-1]

@@ -21,9 +21,9 @@ from tests.threads import run_threads
 from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
 
 ALL = tuple(CASES)
-#: Cases that run in Horovod's worlds, by world size. They are few, because Horovod's operations take ten times as long as
-#: those of the other worlds, which run all cases. tests/backends/test_sum_order.py also tests the sums of shards on
-#: Horovod. "transformer" has the most buckets. It has 3 shards, so in a world of 4 one rank has none.
+#: Cases for Horovod's worlds, by world size; the other worlds run all cases. Horovod's operations take ten times as long.
+#: tests/backends/test_sum_order.py also tests the sums of shards on Horovod. "transformer" has the most buckets. It has 3
+#: shards, so in a world of 4 ranks, one rank has none.
 ON_HOROVOD = {2: ("convnet", "drawing"), 3: ("branches", "bf16"), 4: ("transformer",)}
 
 
@@ -376,11 +376,11 @@ def contrast(backend):
         except UserError as error:
             found.append(str(error))
     trainer.close()
-    functional.allreduce(torch.ones(1), backend)  # is refused in shards only
+    functional.allreduce(torch.ones(1), backend)  # accepted: this call is not made during a shard
     return found
 
 
-def test_a_loss_over_all_ranks_is_refused_unless_there_are_as_many_ranks_as_shards():
+def test_a_loss_over_all_ranks_needs_as_many_ranks_as_shards():
     ((found, evaluated),) = run_threads(1, contrast)
     assert found == evaluated
     assert "dualtrain.functional" in found
@@ -391,7 +391,7 @@ def test_a_loss_over_all_ranks_is_refused_unless_there_are_as_many_ranks_as_shar
 
 
 def test_a_trainer_can_be_evaluated_in_a_step_of_another_one():
-    """Batches that are computed during the step may use a model that another trainer has."""
+    """A generator of batches may evaluate the model of another trainer."""
     with connect("local") as backend:
         models = [seeded(nn.Linear(4, 3)) for _ in range(2)]
         one, other = (

@@ -1,4 +1,4 @@
-"""Cases of training with virtual ranks, and hashes of the results, which must have the same bits in every world."""
+"""Cases of training with virtual ranks, and hashes of their results. The hashes must be the same in every world."""
 
 from __future__ import annotations
 
