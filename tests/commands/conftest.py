@@ -12,9 +12,7 @@ from tests.commands.setups import Setup
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a cache. In these tests, the command ``python`` is a script. For ``python -c``, it runs the real
-    Python once for each list of arguments, and stores its output in this folder.
-    """
+    """Return the folder in which the fake interpreters keep the outputs of ``python -c``; see ``setups.ONCE``."""
     return tmp_path_factory.mktemp("answers")
 
 

@@ -85,7 +85,7 @@ def test_a_job_of_one_rank_gets_no_fault_that_only_another_rank_would_detect(tmp
 SUMMARY = {"weights_sha256": "a" * 64, "steps": 7, "val_loss": 0.5, "best": {"step": 3}}
 
 
-def finished(folder, **changes):
+def write_summary(folder, **changes):
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
 
@@ -102,7 +102,7 @@ def finished(folder, **changes):
 def test_results_that_differ_are_named(changes, problem, tmp_path):
     drill = exercise(tmp_path)
     drill.report.undisturbed, drill.report.rows = SUMMARY, [Row("SIGKILL of a rank", "rank 1", "after step 3")]
-    finished(tmp_path / "disturbed", **changes)
+    write_summary(tmp_path / "disturbed", **changes)
     drill._compare(Job(tmp_path / "disturbed", [], 2, horovod=False, restarts=0))
     assert [problem is not None] * len(drill.report.problems) == [True] * (problem is not None)
     assert all(str(problem) in found for found in drill.report.problems)
@@ -119,7 +119,7 @@ def test_a_run_without_a_summary_is_a_problem(tmp_path):
 def test_a_drill_that_injected_no_fault_is_a_problem(tmp_path):
     drill = exercise(tmp_path)
     drill.report.undisturbed = SUMMARY
-    finished(tmp_path / "disturbed")
+    write_summary(tmp_path / "disturbed")
     drill._compare(Job(tmp_path / "disturbed", [], 2, horovod=False, restarts=0))
     assert drill.report.problems == ["no fault was carried out: the job ended too early; give it more steps"]
 
@@ -158,7 +158,7 @@ RANK = "import sys, time; print('--resume auto: resuming from step 46, since', f
 
 
 @pytest.fixture
-def rank(tmp_path):
+def running_job(tmp_path):
     """Yield a running job. Its only process looks like rank 1."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
     job._command = ["env", "RANK=1", sys.executable, "-c", RANK, "dualtrain.main"]
@@ -169,18 +169,18 @@ def rank(tmp_path):
     job.end()
 
 
-def test_the_ranks_of_a_job_are_found_by_its_mark(rank):
-    assert rank.ranks() == {1: rank.launcher}
-    assert rank.starts() == [46]
-    other = Job(rank.folder, [], 2, horovod=False, restarts=0)
+def test_the_ranks_of_a_job_are_found_by_its_mark(running_job):
+    assert running_job.ranks() == {1: running_job.launcher}
+    assert running_job.starts() == [46]
+    other = Job(running_job.folder, [], 2, horovod=False, restarts=0)
     assert other.ranks() == {}
 
 
-def test_remaining_processes_of_a_job_are_ended(rank):
-    os.kill(rank.launcher, signal.SIGSTOP)
-    assert rank.end() == []  # SIGTERM has ended the process after SIGCONT; no SIGKILL was needed
-    assert rank.ranks() == {}
-    assert rank.status() == -signal.SIGTERM
+def test_remaining_processes_of_a_job_are_ended(running_job):
+    os.kill(running_job.launcher, signal.SIGSTOP)
+    assert running_job.end() == []  # SIGTERM has ended the process after SIGCONT; no SIGKILL was needed
+    assert running_job.ranks() == {}
+    assert running_job.status() == -signal.SIGTERM
 
 
 def test_a_signal_to_the_drill_ends_the_job(tmp_path, monkeypatch, capsys):
@@ -224,24 +224,24 @@ def test_ending_a_job_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the launcher"])
-def test_every_sigkill_fault_kills_its_process(name, rank):
+def test_every_sigkill_fault_kills_its_process(name, running_job):
     fault = next(fault for fault in FAULTS if fault.name == name)
-    fault.inject(rank, random.Random(0))
-    assert rank._launcher.wait(20) == -signal.SIGKILL
+    fault.inject(running_job, random.Random(0))
+    assert running_job._launcher.wait(20) == -signal.SIGKILL
 
 
-def test_the_fault_damages_the_newest_checkpoint_but_not_the_best_one(rank):
-    folder = rank.folder / "checkpoints"
+def test_the_fault_damages_the_newest_checkpoint_but_not_the_best_one(running_job):
+    folder = running_job.folder / "checkpoints"
     folder.mkdir(parents=True)
     for step in (3, 7):
         checkpoint.write(checkpoint.path_of(folder, step), {"step": step})
     os.link(checkpoint.path_of(folder, 7), folder / "best.safetensors")
     fault = next(fault for fault in FAULTS if fault.name == "newest checkpoint damaged")
-    assert fault.inject(rank, random.Random(0)) == "step-00000007.safetensors"
+    assert fault.inject(running_job, random.Random(0)) == "step-00000007.safetensors"
     with pytest.raises(UserError, match="damaged"):
         checkpoint.load(checkpoint.path_of(folder, 7))
     assert checkpoint.load(folder / "best.safetensors") == {"step": 7}
-    assert rank._launcher.wait(20) == -signal.SIGKILL
+    assert running_job._launcher.wait(20) == -signal.SIGKILL
 
 
 #: Program that mounts a small file system, fills it by injecting the fault FULL_DISK, and prints the effects.
@@ -342,10 +342,10 @@ def test_the_position_of_a_job_is_read_from_the_last_complete_line(tmp_path):
     assert job.position() == (path.stat().st_ino, 2)
 
 
-def test_no_process_of_another_job_is_ended(rank):
+def test_no_process_of_another_job_is_ended(running_job):
     env = {**os.environ, MARK: "another", "RANK": "1"}
     with subprocess.Popen([sys.executable, "-c", "input()", "dualtrain.main"], stdin=subprocess.PIPE, env=env) as other:
-        rank.end()
+        running_job.end()
         assert other.poll() is None
         other.communicate(b"\n")
         assert other.returncode == 0

@@ -90,7 +90,8 @@ def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_pa
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(60) == 1
         # The timeout of 6 s starts with rank 0's next operation. With Horovod, Gloo's own timeout of 9 s starts when
-        # rank 1 stops. If rank 0 computes for 3 s in between, Gloo's expires first, and the message has no " 6 s".
+        # rank 1 stops. If rank 0 computes for 3 s before that operation, Gloo's timeout expires first, and the message has
+        # no " 6 s".
         said = r"error \(rank 0 of 2\): after step [0-9]+: .* failed on rank 0 of 2: waited( 6 s)? for rank 1, which has "
         assert re.search(said, ranks[0].errors), ranks[0].errors
     finally:

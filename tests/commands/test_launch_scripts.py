@@ -32,7 +32,7 @@ def make_environment(folder: Path, name: str, program: str = 'echo "$*"') -> Non
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_is_the_head_comment(name):
+def test_help_prints_the_comment_at_the_top_of_the_script(name):
     end = start(name, "--help")
     assert end.returncode == 0, end.stderr
     variables = [line.split()[0] for line in end.stdout.splitlines() if line[:1].isupper() and line.split()[0].isupper()]

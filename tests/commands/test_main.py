@@ -169,9 +169,9 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
     ],
 )
 def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
-    """Under torchrun, which restarts after any error, every error that a restart would repeat says "do not restart".
+    """torchrun restarts after any error. Under torchrun, every error that a restart would repeat says "do not restart".
 
-    Under other launchers, an error says so only if the run's folder refuses later starts because of it.
+    Under other launchers, only an error that makes the run's folder refuse later starts says this.
     """
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)

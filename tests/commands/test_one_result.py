@@ -172,7 +172,7 @@ def script(tmp_path):
     return Script(tmp_path, os.path.realpath(shutil.which("python") or "python3"))
 
 
-def test_help_is_the_head_comment(script):
+def test_help_prints_the_comment_at_the_top_of_the_script(script):
     end = script.run("--help")
     assert (end.returncode, end.stderr, script.started()) == (0, "", [])
     assert [line.split()[0] for line in end.stdout.splitlines() if line.split(" ")[0].isupper()] == [

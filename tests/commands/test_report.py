@@ -303,8 +303,7 @@ def test_names_of_any_kind_are_shown_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "value", ["</script><script>alert(1)", "</title><svg onload=alert(1)>", '"><img src=x onerror=alert(1)>']
 )
-def test_html_in_settings_and_metrics_is_shown_as_text(value, tmp_path):
-    """HTML in settings, in the summary and in metrics.jsonl is shown as text."""
+def test_html_in_settings_summary_and_metrics_is_shown_as_text(value, tmp_path):
     folder = Path(make(tmp_path / "run", {**SUMMARY, "backend": value, "launcher": value, "weights_sha256": value}))
     (folder / "config.json").write_text(
         json.dumps({"dataset": value, "model": value, value: value, "origin": {"command": value}})

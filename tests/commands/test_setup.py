@@ -127,7 +127,7 @@ def test_the_compiler_may_have_arguments_or_a_path_with_a_space(setup, tmp_path,
     assert (first, standard, file) == ("first", "-std=gnu++20", "x y.cc\n")
 
 
-def test_a_link_stands_for_the_folder_that_it_names(setup, tmp_path):
+def test_a_symbolic_link_to_the_environments_folder_is_resolved(setup, tmp_path):
     link, folder = tmp_path / "link", tmp_path / "large disk"
     link.symlink_to(folder)
     status, output, errors = setup.run(DUALTRAIN_VENV=str(link), DUALTRAIN_WITH="none")

@@ -86,7 +86,7 @@ def script(tmp_path: Path) -> Iterator[Script]:
     script.end()
 
 
-def names(lines: list[str]) -> list[str]:
+def first_words(lines: list[str]) -> list[str]:
     """Return the first word of each line, such as "not" of "not run: …". Leave out the lines about skipped tests."""
     return [line.split()[0] for line in lines if not line.startswith("skipped: tests of ")]
 
@@ -103,7 +103,7 @@ def test_mypy_runs_during_the_tests_and_its_output_follows_their_output(argument
     script.set(mypy=BESIDE.format(own="mypy", other="pytest"), pytest=BESIDE.format(own="pytest", other="mypy"))
     status, lines = script.run(*arguments)
     assert status == 0, lines
-    assert names(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
+    assert first_words(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
 
 
 def test_the_default_command_runs_only_the_smoke_test_of_tests_launch(script):
@@ -126,7 +126,7 @@ def test_a_failure_sets_the_exit_status_and_mypy_failures_are_reported_last(fail
     script.set(**failed)
     ended, lines = script.run(*arguments)
     assert ended == status
-    said = names(lines)
+    said = first_words(lines)
     assert ("test.sh:" in said) == ("mypy" in failed)
     if "mypy" in failed:
         assert "test.sh: error: mypy failed with exit status 3; its output is above" in lines
@@ -136,13 +136,13 @@ def test_a_failure_sets_the_exit_status_and_mypy_failures_are_reported_last(fail
 def test_mypys_output_is_printed_even_if_there_is_no_coverage_to_report(script):
     script.set(mypy="echo 'x.py:1: error: no'; exit 3", coverage='[ "$1" != combine ] || exit 7')
     status, lines = script.run("--all")
-    assert (status, names(lines).count("x.py:1:"), names(lines)[-1]) == (1, 1, "not")
+    assert (status, first_words(lines).count("x.py:1:"), first_words(lines)[-1]) == (1, 1, "not")
 
 
 def test_a_failure_of_ruff_ends_the_script_before_the_tests(script):
     script.set(ruff='[ "$1" = format ] || exit 5')
     status, lines = script.run()
-    assert (status, names(lines)) == (5, ["python", "ruff", "ruff"])
+    assert (status, first_words(lines)) == (5, ["python", "ruff", "ruff"])
 
 
 def test_selected_tests_run_without_the_checks(script):
@@ -150,7 +150,7 @@ def test_selected_tests_run_without_the_checks(script):
     assert script.run("tests/gradients", "-k", "sparse")[0] == 6
     script.set(pytest="")
     status, lines = script.run("tests/gradients", "-k", "sparse")
-    assert (status, names(lines)) == (0, ["python", "pytest"])
+    assert (status, first_words(lines)) == (0, ["python", "pytest"])
     assert lines[-1].endswith(" tests/gradients -k sparse")
 
 

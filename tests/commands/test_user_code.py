@@ -217,7 +217,7 @@ def test_an_exception_without_text_is_named_by_its_class():
         raise StopIteration
 
 
-def test_the_line_has_the_beginning_of_a_long_text_and_the_traceback_all_of_it():
+def test_a_long_error_text_is_cut_in_the_line_and_complete_in_the_traceback():
     said = r"^--model failed: ValueError: x{400}…, in test_user_code"
     with pytest.raises(UserError, match=said) as error, user_code("--model"):
         raise ValueError("x" * 5000)
@@ -235,7 +235,7 @@ def test_the_line_has_the_beginning_of_a_long_text_and_the_traceback_all_of_it()
         (ValueError("bad sample"), False),
     ],
 )
-def test_an_error_of_a_disk_or_a_network_forbids_no_restart(error, transient):
+def test_only_errors_of_a_disk_or_a_network_are_transient(error, transient):
     for cause in (None, error):
         with pytest.raises(UserError) as caught, user_code("sample 5 of the dataset"):
             raise error if cause is None else RuntimeError("the bucket cannot be read") from cause

@@ -90,7 +90,7 @@ class Versions:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree with only the files that the script itself reads, because each run copies the whole tree."""
+    """Make a tree of only the files that the script itself reads, because each run copies the whole tree."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("setup.cfg", "launch/versions.txt", "tests/versions.py", "tests/versions.sh"):
         (tree / name).parent.mkdir(exist_ok=True)
@@ -246,7 +246,7 @@ def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(versions):
-    # The fake flock removes the lock file once, as if an earlier run had ended after the first run here opened the file.
+    # The fake flock removes the lock file once. An earlier run may do this at its end, after this run has opened the file.
     ended, real = versions.folder / "ended", shutil.which("flock")
     flock = f'#!/bin/bash\n[ -e {ended} ] || {{ touch {ended}; rm "{versions.into}/lock"; }}\nexec {real} "$@"'
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600', flock=flock)
