@@ -115,7 +115,7 @@ def require_horovod() -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Horovod: bash launch/setup.sh")
 
 
-#: Contains the pool of processes after a test has used it.
+#: The pool of processes, once a test has requested it.
 _POOLS: list[Pool] = []
 
 
@@ -216,8 +216,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests by world, because opening a world takes time.
 
-    Under pytest-xdist, the group ``processes``, which takes longest, comes first, and tests/launch comes second, so that
-    all of xdist's processes have tests until the end. The other tests keep the order of their files.
+    Under pytest-xdist, the longest tests come first, so that all of xdist's processes have tests until the end: the group
+    ``processes``, then tests/launch. The other tests keep the order of their files.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         items.sort(key=_world_index)

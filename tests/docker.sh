@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the images of docker/Dockerfile, runs all services of compose.yaml that need no GPU, and checks the results. This
 # takes 15 minutes, and 15 minutes more if the images were never built on this machine. The script does not remove the
-# images that it builds. These are dualtrain and dualtrain:test; with GPU=1, only dualtrain:gpu.
+# images that it builds: dualtrain and dualtrain:test, or with GPU=1 only dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
@@ -12,8 +12,8 @@
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in the tests' image (default: three quick test files; empty: no arguments)
-# WEIGHTS            the first 16 digits of the hash that the weights must have after a run with two ranks; the hash depends on
-#                    the CPU (default: the hashes of the two backends are only compared with each other)
+# WEIGHTS            expected hash of the weights after a run with two ranks, first 16 digits. The hash depends on the CPU
+#                    (default: none; the hashes of the two backends are compared in any case)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }

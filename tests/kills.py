@@ -20,7 +20,8 @@ FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--worke
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
 ONCE = ("start-up", "connect", "end")
 OF_RANK_0 = ("copy", "write", "rename", "end")
-#: Program with the arguments RANK PHASE NUMBER. The process of rank RANK kills itself at call NUMBER of PHASE.
+#: Program with the arguments RANK PHASE NUMBER, and then the arguments of ``train``. Rank RANK kills its own process at the
+#: start (PHASE ``start-up``), or in call NUMBER of a function that is called in PHASE.
 PROGRAM = """
 import os, signal, sys
 victim, phase, number, *arguments = sys.argv[1:]
@@ -86,7 +87,7 @@ sys.exit(dualtrain.main.main())
 
 
 def kills(first: int) -> list[tuple[int, str, int]]:
-    """Return one kill (rank, phase, call) per phase. Ranks alternate from ``first`` on, except in phases ``OF_RANK_0``."""
+    """Return one kill (rank, phase, call) per phase. ``first`` is the rank of the first one."""
     ranks = [0 if phase in OF_RANK_0 else (first + number) % 2 for number, phase in enumerate(PHASES)]
     return [(rank, phase, 1 if phase in ONCE else 2) for rank, phase in zip(ranks, PHASES, strict=True)]
 

@@ -20,7 +20,7 @@ EXACT = {"rtol": 0, "atol": 0}
 
 
 def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Initialize ``model`` from a generator of its own, because ranks that are threads share torch's generator."""
+    """Initialize ``model`` from a new generator, because ranks that are threads share torch's global generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -86,7 +86,7 @@ def of_every_rank(backend, loss):
 
 
 def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor] | None]) -> list[torch.Tensor]:
-    """Return the expected gradients: compute each rank's on a copy of ``model``, and average them as dense tensors.
+    """Return the average of all ranks' gradients as dense tensors, computed on copies of ``model``.
 
     A rank whose loss is ``None`` has no backward pass. Its gradients are zero, like those of unused parameters.
     """

@@ -255,7 +255,7 @@ def test_importing_the_rendezvous_and_the_commands_does_not_load_torch():
 CONVENTIONS = {"_step_supports_amp_scaling"}
 
 
-def private_methods(path):
+def private_names(path):
     """Yield each class of a file with its private names (methods and attributes with a leading underscore)."""
     for node in nodes_of(path):
         if isinstance(node, ast.ClassDef):
@@ -275,9 +275,9 @@ def overridden_privates(files):
     classes = {}  # full name of a class: its package, the full names of its bases, its private names
     for path in files:
         known = dict(bindings(path))
-        for node, names in private_methods(path):
+        for node, names in private_names(path):
             bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
-            local = {one.name for one, _ in private_methods(path)}
+            local = {one.name for one, _ in private_names(path)}
             full = [f"{module(path)}.{base}" if base in local else imported(base, known) for base in bases]
             classes[f"{module(path)}.{node.name}"] = (path.parent, full, names)
 

@@ -1,6 +1,6 @@
 """Bad files for every reader of files: a FIFO, a device, a loop of links, a folder, an empty file, and half of a file.
 
-The reader must refuse such a file with one line that names it, or accept it, and must not block or read without end.
+The reader must accept such a file, or refuse it in one line that names the file. It must not block or read without end.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Reader:
     fine: tuple[str, ...] = ()
 
 
-def status(command: Callable[[list[str]], int], *arguments: str) -> None:
+def run_command(command: Callable[[list[str]], int], *arguments: str) -> None:
     """Run a command; if its exit status is 2, raise a UserError with the line that the command prints to stderr."""
     errors = StringIO()
     with redirect_stderr(errors), redirect_stdout(StringIO()):
@@ -166,7 +166,7 @@ def continue_metrics(folder: Path) -> None:
 
 
 def predicted(folder: Path) -> None:
-    status(predict.main, str(folder), str(folder / "image.png"))
+    run_command(predict.main, str(folder), str(folder / "image.png"))
 
 
 def read_mnist_of(folder: Path) -> None:
@@ -201,13 +201,13 @@ READERS = {
     "predict's settings": Reader(make_run, "config.json", predicted),
     "predict's task": Reader(make_run, "task.json", predicted),
     "predict's weights": Reader(make_run, "model.safetensors", predicted),
-    "compare": Reader(make_run, "summary.json", lambda folder: status(compare.main, str(folder))),
+    "compare": Reader(make_run, "summary.json", lambda folder: run_command(compare.main, str(folder))),
     "report": Reader(make_run, "metrics.jsonl", lambda folder: read_runs([str(folder)])),
     "report's settings": Reader(make_run, "config.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
     "report's summary": Reader(make_run, "summary.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
     "script to run": Reader(make_script, "script.py", load_script_of, fine=("empty", "half")),
     "check of a script": Reader(
-        make_script, "script.py", lambda folder: status(check, str(folder / "script.py")), fine=("empty",)
+        make_script, "script.py", lambda folder: run_command(check, str(folder / "script.py")), fine=("empty",)
     ),
 }
 
@@ -534,11 +534,11 @@ def test_settings_and_summaries_of_wrong_types_are_refused(tmp_path):
         before = (tmp_path / file).read_text()
         (tmp_path / file).write_text(json.dumps({**json.loads(before), name: value}))
         with pytest.raises(UserError) as refusal:
-            status(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
+            run_command(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
         assert "\n" not in str(refusal.value)
         (tmp_path / file).write_text("[" * 10**5)
         with pytest.raises(UserError):
-            status(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
+            run_command(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
         (tmp_path / file).write_text(before)
 
 

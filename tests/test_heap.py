@@ -60,7 +60,7 @@ def measured(setup=KEPT, **env):
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
 @pytest.mark.skipif(
-    HUGE.exists() and "[always]" in HUGE.read_text(), reason="needs small pages: with huge ones there are few faults"
+    HUGE.exists() and "[always]" in HUGE.read_text(), reason="needs small pages: with huge pages there are few faults"
 )
 def test_freed_memory_is_reused_with_few_faults_and_little_growth():
     plain_faults, _ = measured("pass")

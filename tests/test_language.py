@@ -70,7 +70,7 @@ def findings(path: str, text: str) -> list[str]:
     A docstring that starts as in ``NO_START``, with "Whether" for example, is a finding too.
     """
     found = [f"{path}: its name: {word}" for word in banned(path.removesuffix(".py").replace("/", "_"))]
-    shown = re.sub(r"\\[a-z]", " ", text)  # in "\n", n is no part of a word
+    shown = re.sub(r"\\[a-z]", " ", text)  # the n of the escape \n is not part of the next word
     words = any(map(banned, set(re.findall(r"\w+", text))))
     if not (words or IN_PROSE.search(shown) or NO_START_IN_TEXT.search(text)):
         return found  # nothing in the whole text matches, so nothing in a name, comment or docstring does

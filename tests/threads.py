@@ -1,4 +1,4 @@
-"""A world whose ranks are threads of one process: fast, easy to debug, and the strictest of the backends.
+"""A world whose ranks are threads of one process: fast, easy to debug, and with the strictest checks of all backends.
 
 Every primitive asserts that all ranks make the same call, with tensors of the same shape (except for an all-to-all), and
 that tensors meet the contract of ``dualtrain.backends.base``. Results appear when the last rank has made the call, as with

@@ -8,7 +8,7 @@ import importlib.util
 
 import torch
 
-#: The list has neither dualtrain.main, which tests run as __main__, nor Horovod, which horovodize replaces.
+#: Not in this list: dualtrain.main, because tests run it as __main__; Horovod, because horovodize replaces it.
 MODULES = [
     *("torch._dynamo", "torch.distributed", "torchinfo", "safetensors.torch", "PIL.Image"),
     *("dualtrain.training.loop", "dualtrain.hvd.elastic", "dualtrain.predict", "tests.models_for_tests"),
