@@ -9,7 +9,7 @@ from tests.conftest import Spmd
 
 @pytest.fixture
 def fresh(real: Spmd) -> Spmd:
-    """The world ``real``; if it is Horovod's, it is opened anew.
+    """The world ``real``. A world of Horovod is opened again before the test.
 
     Other tests can leave behind process sets, and counters of calls that differ between ranks. With these counters,
     Horovod's unnamed calls would hang.

@@ -55,7 +55,7 @@ def integers(backend):
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
 
-        def average(*values, dtype=torch.int64, **options):
+        def allreduced(*values, dtype=torch.int64, **options):
             name = f"{values} {dtype} {options}"
             return lambda: hvd.allreduce(torch.tensor([values[me % len(values)]], dtype=dtype), name=name, **options)
 
@@ -68,18 +68,18 @@ def integers(backend):
 
         big = 2**60 + 1
         rows = [
-            same(f"{v} {d}", average(*v, dtype=d), wanted(*v)) for v in [(3, 4), (-3, -4), (7, -8)] for d in REDUCED[:2]
+            same(f"{v} {d}", allreduced(*v, dtype=d), wanted(*v)) for v in [(3, 4), (-3, -4), (7, -8)] for d in REDUCED[:2]
         ]
         check(
             hvd,
             *rows,
             # Horovod computes averages in doubles, which have only 53 significant bits.
-            ("large", average(big, big), [2**60], [big]),
-            ("large and negative", average(-big, -big), [-(2**60)], [-big]),
-            same("each rank truncates before the sum", average(3, op=hvd.Sum, prescale_factor=0.5), [size]),
-            same("after the sum", average(3, 4, op=hvd.Sum, postscale_factor=0.5), [total(3, 4)[0] // 2]),
-            same("negative", average(-3, op=hvd.Sum, prescale_factor=0.5), [-size]),
-            same("32 bits", average(-3, dtype=torch.int32, op=hvd.Sum, prescale_factor=2.5), [-7 * size]),
+            ("large", allreduced(big, big), [2**60], [big]),
+            ("large and negative", allreduced(-big, -big), [-(2**60)], [-big]),
+            same("each rank truncates before the sum", allreduced(3, op=hvd.Sum, prescale_factor=0.5), [size]),
+            same("after the sum", allreduced(3, 4, op=hvd.Sum, postscale_factor=0.5), [total(3, 4)[0] // 2]),
+            same("negative", allreduced(-3, op=hvd.Sum, prescale_factor=0.5), [-size]),
+            same("32 bits", allreduced(-3, dtype=torch.int32, op=hvd.Sum, prescale_factor=2.5), [-7 * size]),
         )
 
 
@@ -195,19 +195,19 @@ def halves(backend):
     with library(backend) as hvd:
         size = hvd.size()
         f16, f32 = torch.tensor([60000.0]).half(), torch.tensor([2e38])
-        average = lambda x, name, **options: lambda: hvd.allreduce(x, name=name, **options)  # noqa: E731
+        allreduced = lambda x, name, **options: lambda: hvd.allreduce(x, name=name, **options)  # noqa: E731
         split = {"op": hvd.Sum, "prescale_factor": 1 / size, "postscale_factor": 1.0}
         check(
             hvd,
             # Horovod sums in 16 bits. dualtrain sums in 32 bits, and rounds once.
-            ("fp16", average(f16, "a"), [inf], [60000.0]),
-            ("compressed", average(f16.float(), "b", compression=hvd.Compression.fp16), [inf], [60000.0]),
-            same("sums overflow", average(f16, "c", op=hvd.Sum), [inf]),
-            same("fp32", average(f32, "d"), [inf]),
-            same("divided before", average(torch.tensor([49152.0]).half(), "e", **split), [49152.0]),
+            ("fp16", allreduced(f16, "a"), [inf], [60000.0]),
+            ("compressed", allreduced(f16.float(), "b", compression=hvd.Compression.fp16), [inf], [60000.0]),
+            same("sums overflow", allreduced(f16, "c", op=hvd.Sum), [inf]),
+            same("fp32", allreduced(f32, "d"), [inf]),
+            same("divided before", allreduced(torch.tensor([49152.0]).half(), "e", **split), [49152.0]),
             same(
                 "both factors",
-                average(f16[:1] * 0 + 3, "f", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+                allreduced(f16[:1] * 0 + 3, "f", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
                 [6.0 * size],
             ),
         )

@@ -41,10 +41,10 @@ class Program:
 
 
 def uneven(backend, op, steps_before, numel, passes):
-    """Discard three steps, and check the two steps after each of them.
+    """Discard three steps, and check the two steps that follow each discarded step.
 
     In the first and the third discarded step, only one rank uses both parameters. If a step has two passes, only rank 0
-    runs the second pass.
+    runs the second pass before the step is discarded.
     """
     with library(backend) as hvd:
         rank, size = hvd.rank(), hvd.size()
@@ -143,7 +143,7 @@ def while_joined(backend, op):
 
 
 def before_join(backend):
-    """Discard a step on the last rank while the other ranks have joined, then join."""
+    """Discard a step on the last rank after the other ranks have joined, then join."""
     with library(backend) as hvd:
         table = torch.nn.Embedding(3, 2, sparse=True)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters())

@@ -25,7 +25,7 @@ from tests.short_waits import short_waits
 
 
 class Lines(logging.Handler):
-    """Recorded messages of the logger ``dualtrain.hvd``."""
+    """Handler that records the messages of the logger ``dualtrain.hvd``."""
 
     def __init__(self):
         super().__init__()

@@ -68,9 +68,9 @@ def table(backend):
             if found != pytest.approx(expected):
                 wrong[title] = found, expected
         assert not wrong
-        # Not on Horovod. Its gradient of this alltoall lacks the rows that were not sent, so torch raises an error. Horovod
-        # cannot gather a scalar either, and has no Compression.bf16. Without fusion, a reducescatter with a prescale_factor
-        # fails.
+        # Horovod cannot run these cases. Its gradient of this alltoall lacks the rows that were not sent, so torch raises
+        # an error. It cannot gather a scalar, and has no Compression.bf16. Without fusion, its reducescatter with a
+        # prescale_factor fails.
         if backend.name != "horovod":
             kept = gradient(lambda x: hvd.alltoall(x, [1] * size)[0], torch.ones(size + 2), me + 1.0)
             assert kept == [*rows, 0, 0]

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#join: a rank without more data joins, and the other ranks continue."""
+"""dualtrain/hvd/README.md#join: a rank that has no data left joins, and the other ranks continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILS = "HorovodInternalError"
 
 
 def identities(backend):
-    """Join on the last rank; check results on other ranks, whose inputs are 5, 6, …; return the rank that joined last."""
+    """Join on the last rank, and check results on the other ranks (inputs 5, 6, …). Return the rank that joined last."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         if me == size - 1:
@@ -115,7 +115,7 @@ def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
         q = torch.nn.Parameter(torch.zeros(2))
-        # With a factor of ``size``, the factor after the sum is 1, as for sums.
+        # The predivide factor ``size`` makes the factor after the sum 1 for averages, as it is for sums.
         options = {"op": getattr(hvd, op_name), "gradient_predivide_factor": size if op_name == "Average" else 1.0}
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([p, q], 1.0), [("p", p), ("q", q)], backward_passes_per_step=passes, **options
@@ -201,7 +201,7 @@ def test_a_rank_may_join_with_frozen_parameters(real):
 
 
 def after_another_world(backend, steps):
-    """Use an optimizer of an earlier world. In the new one, rank 0 joins after ``steps`` steps, others after one more."""
+    """Step an optimizer of an earlier world. Rank 0 joins after ``steps`` steps, the other ranks after one more."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)

@@ -223,9 +223,9 @@ def test_calls_before_init_raise(real):
 
 
 def asymmetric(backend):
-    """Make some calls on some ranks only. After such a call, Horovod's unnamed calls would hang.
+    """Make some calls on some ranks only. Afterwards, Horovod's unnamed calls would hang.
 
-    On Horovod, each process names its unnamed calls by a counter of all its calls.
+    Horovod names an unnamed call by a counter of all calls of its process, so the names would differ between ranks.
     """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()

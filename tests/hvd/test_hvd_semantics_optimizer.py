@@ -83,7 +83,7 @@ CASES = {
 def train(backend, cases):
     """Return the weights after a few steps with each set of options.
 
-    Horovod hangs if only some ranks use a parameter of a group, so with groups, all ranks use the parameter ``sometimes``.
+    Horovod hangs if only some ranks use a parameter of a group. So with groups, all ranks use the parameter ``sometimes``.
     """
     with library(backend) as hvd:
         me, found = hvd.rank(), {}
@@ -347,7 +347,7 @@ def test_a_second_optimizer_may_step_parameters_of_the_first_once_they_are_unfro
 
 
 def trained_in_turns(wrap, ranks):
-    """Train the last layer and the first layer in turns, with an optimizer of the last layer and one of both layers."""
+    """Train two layers in turns: the last one with an optimizer of its own, the first one with an optimizer of both."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizers = []
@@ -365,7 +365,7 @@ def trained_in_turns(wrap, ranks):
 
 
 @PAIR
-def test_optimizers_may_share_parameters_that_are_frozen_in_steps_of_the_newer_one(real):
+def test_optimizers_may_share_parameters_that_are_frozen_when_the_newer_optimizer_steps(real):
     check_against_one_process(real, trained_in_turns)
 
 

@@ -96,8 +96,8 @@ def test_shared_memory_adds_in_rank_order(real):
 def away(backend, folder):
     """Let rank 0 make no call of ``hvd`` between its backward and the end of rank 1's step.
 
-    A step has 12 operations. The engine's thread of rank 0 must advance all of them meanwhile, after a single request
-    ("progress") of rank 1: from the second step on, the test discards the other requests.
+    A step has 12 operations. Rank 0's engine thread must advance all of them in this time. From the second step on, rank 1
+    can send only one request ("progress") per step, because the test discards further requests.
     """
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]
