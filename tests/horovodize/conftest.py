@@ -10,12 +10,12 @@ from dualtrain.horovodize.rules.undefined import undefined_names
 
 
 @pytest.fixture(autouse=True)
-def snippets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the rule on undefined names, since snippets use names without a definition (see ``all_rules``)."""
+def no_rule_on_undefined_names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the rule on undefined names, because the tests' snippets do not define all names that they use."""
     if "all_rules" not in request.fixturenames:
         monkeypatch.setattr(check, "RULES", [rule for rule in RULES if rule is not undefined_names])
 
 
 @pytest.fixture
 def all_rules() -> None:
-    """Keep all rules in a test that requests this fixture."""
+    """Keep the rule on undefined names in a test that requests this fixture."""

@@ -1,4 +1,4 @@
-"""Pairs of scripts for the rules of ``--check``: in one, a rule finds a mistake; in the other, it cannot be certain."""
+"""Pairs of scripts for the rules of ``--check``: in one, a rule finds a mistake; in the other, it must not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ FIRST = "class T:\n    @property\n    def first(self):\n        return hvd.rank(
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
 
-#: (rule, script with a finding, script without a finding)
+#: (rule, script with a finding, script without a finding). A comment names the subject of both scripts, or says why the
+#: second script has no finding.
 CASES = [
     (
         "padded_evaluation",  # the test loader that a function returns
@@ -202,14 +203,14 @@ CASES = [
         "first = first and args.log\nif first:\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a property that is true on rank 0, and without Horovod
+        "collective_on_some_ranks",  # a property that is true on rank 0, and in runs without Horovod
         "class T:\n    @property\n    def first(self):\n        return not args.horovod or hvd.rank() == 0\n"
         "    def f(self):\n        if self.first:\n            hvd.barrier()",
         "class T:\n    @property\n    def first(self):\n        return args.debug or hvd.rank() == 0\n"
         "    def f(self):\n        if self.first:\n            hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a function that is true on rank 0, and without Horovod
+        "collective_on_some_ranks",  # a function that is true on rank 0, and in runs without Horovod
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
         "def first():\n    if not parallel:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
@@ -231,12 +232,12 @@ CASES = [
         f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0, seed=hvd.rank())",
     ),
     (
-        "inner_given",  # a wrapper in a dictionary, which may be stepped with the others
+        "inner_given",  # no finding for a wrapper in a dictionary, because a loop may use it
         "base = torch.optim.SGD(p, 1)\nif args.horovod:\n    wrapper = hvd.DistributedOptimizer(base)\nregister(base)",
         "base = torch.optim.SGD(p, 1)\nif args.horovod:\n    some['a'] = hvd.DistributedOptimizer(base)\nregister(base)",
     ),
     (
-        "collective_on_some_ranks",  # a constant with a name
+        "collective_on_some_ranks",  # a named constant
         "ROOT = 0\nif hvd.rank() == ROOT:\n    hvd.barrier()",
         "ROOT = args.root\nif hvd.rank() in ROOT:\n    hvd.barrier()",
     ),
@@ -254,12 +255,12 @@ CASES = [
     ),
     ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
     (
-        "step_skipped_by_own_loss",  # no finding if all ranks get one value, in place
+        "step_skipped_by_own_loss",  # no finding if an in-place allreduce gives all ranks the same value
         f"{LOSS}    shown = hvd.allreduce(loss.detach())\n    if torch.isnan(loss).any().item():\n        continue\n{STEP}",
         f"{LOSS}    value = loss.detach()\n    hvd.allreduce_(value)\n    if torch.isnan(value):\n        continue\n{STEP}",
     ),
     (
-        "step_skipped_by_own_loss",  # no finding if a function asks all ranks
+        "step_skipped_by_own_loss",  # no finding if a function of another file may combine the ranks' values
         f"{LOSS}    if bool(torch.isnan(loss)):\n        continue\n{STEP}",
         f"from utils import any_worker\n{LOSS}    if any_worker(torch.isnan(loss)):\n        continue\n{STEP}",
     ),
@@ -282,7 +283,7 @@ CASES = [
         f"        continue\n{STEP}",
     ),
     (
-        "step_skipped_by_own_loss",  # no finding if a function of the script ends it
+        "step_skipped_by_own_loss",  # no finding if a function ends the script
         f"def end():\n    print('nan')\n{LOSS}    if loss > 9:\n        end()\n    else:\n        loss.backward()\n"
         "        optimizer.step()",
         f"def end():\n    raise SystemExit\n{LOSS}    if loss > 9:\n        end()\n    else:\n        loss.backward()\n"
@@ -315,7 +316,7 @@ CASES = [
         "o.param_groups[0]['lr'] = hvd.broadcast_object(o.param_groups[0]['lr'])",
     ),
     (
-        "saved_by_all_ranks",  # an exit in a branch that all runs with Horovod take
+        "saved_by_all_ranks",  # a return in a branch that all runs with Horovod take
         f"{INIT}def run():\n    if args.horovod:\n        print()\n    torch.save(x, 'x')\nrun()",
         f"{INIT}def run():\n    if args.hvd:\n        if hvd.rank():\n            return\n    torch.save(x, 'x')\nrun()",
     ),
@@ -331,12 +332,12 @@ CASES = [
         "decay = 0\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
     ),
     (
-        "half_precision",  # an operation that may be Average, and one that may not
+        "half_precision",  # an operation that may be Average, and one that cannot be Average
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Average)",
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
     (
-        "schedule_on_some_ranks",  # a schedule, or none
+        "schedule_on_some_ranks",  # a schedule that may be None
         "if args.s:\n    s = torch.optim.lr_scheduler.StepLR(o, 1)\nelse:\n    s = None\nif hvd.rank() == 0:\n    s.step()",
         "s = make(o)\nif hvd.rank() == 0:\n    s.step()",
     ),
@@ -445,7 +446,8 @@ def test_code_under_a_comparison_that_is_never_true_has_no_findings(made, count)
     assert len(findings(script)) == count
 
 
-def calls_to_check(text):
+def count_profile_events(text):
+    """Return the number of calls and returns of functions during a check."""
     script, calls = source(text), 0
 
     def count(*_):
@@ -467,4 +469,4 @@ def calls_to_check(text):
 def test_the_work_of_a_check_grows_with_the_length_of_the_script_and_not_with_its_square(all_rules, line):
     short, long = ("".join(line.format(n=n) for n in range(count)) for count in (20, 40))
     start = "from lib import a, b, c, foo, q\nhvd.shutdown()\n"
-    assert calls_to_check(start + long) < 2.5 * calls_to_check(start + short)
+    assert count_profile_events(start + long) < 2.5 * count_profile_events(start + short)

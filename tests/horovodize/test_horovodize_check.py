@@ -18,7 +18,8 @@ from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
-#: (rule, script in which the rule has one finding (in the line marked HERE), script in which the rule has no finding)
+#: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
+#: names the subject of the scripts, or says when the rule has a finding or none.
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
@@ -72,7 +73,7 @@ CASES = [
     ("threads_of_mpi", "print(hvd.mpi_built(), hvd.mpi_threads_supported())  # HERE", "x = hvd.size()"),
     ("unknown_name", "hvd.other.calls = 1  # HERE", "hvd.other = f\nhvd.other.calls = 1"),
     (
-        "unknown_name",  # the compressors have other names than their classes
+        "unknown_name",  # a compressor's name differs from the name of its class
         "c = hvd.Compression.FP16Compressor if half else hvd.Compression.none  # HERE",
         "c = hvd.Compression.fp16.compress(x)\nhvd.compression.Compression.bf16\nclass Mine(hvd.Compression): ...",
     ),
@@ -410,7 +411,7 @@ CASES = [
         WRAP + "epochs = 90 // hvd.size()\nloader = torch.utils.data.DataLoader(data, shuffle=True)",
     ),
     (
-        "same_order_every_epoch",  # a constant gives all epochs the same order, too
+        "same_order_every_epoch",  # set_epoch() with a constant gives all epochs the same order, too
         "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nfor epoch in range(3):\n    s.set_epoch(0)\n"
         "    for x in torch.utils.data.DataLoader(d, sampler=s): pass",
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ns.set_epoch(0)\nfor epoch in range(3):\n    s.set_epoch(epoch)\n"
@@ -427,7 +428,7 @@ CASES = [
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())",
     ),
     (
-        "sampler_by_local_rank",  # a constant; no finding for a sampler of test data
+        "sampler_by_local_rank",  # a finding if the rank is a constant; none for a sampler of test data
         f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0)  # HERE",
         f"{WRAP}s = torch.utils.data.DistributedSampler(d, 2, rank=hvd.rank())\n"
         "if hvd.rank() == 0:\n    s = torch.utils.data.DistributedSampler(d, 1, 0)\n"
@@ -907,7 +908,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # no finding if x may be no parameter, if gradients are zeroed, or after the step
+        "clip_before_synchronize",  # no finding if x may not be a parameter, if gradients are zeroed, or if step() is first
         WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
         "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",
@@ -1154,12 +1155,12 @@ CASES = [
         "class A:\n    b = 1\n    c = b\nlater = [y for y in range(3) if (z := y) > 1] + [z]",
     ),
     (
-        "undefined_names",  # an import in one function does not define the name in a different one
+        "undefined_names",  # an import in one function does not define the name in another function
         "def a():\n    import numpy as np\n    np.ones(1)\ndef b():\n    np.zeros(1)  # HERE",
         "from helpers import *\nnp.zeros(1)",
     ),
     (
-        "rate_times_size",  # the schedule's own rates replace the optimizer's
+        "rate_times_size",  # the schedule's own rates replace the optimizer's rate
         "o = torch.optim.SGD(p, lr=0.1)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1 * hvd.size())  # HERE",
         "lr = 0.1 * hvd.size()\no = torch.optim.SGD(p, lr=lr)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1)",
     ),
@@ -1420,7 +1421,7 @@ def test_a_state_that_one_rank_loads_must_be_broadcast():
     assert found.message.endswith("; nothing to do")
 
 
-def test_the_never_broadcast_finding_has_an_exception_for_models_from_a_caller():
+def test_the_never_broadcast_finding_is_conditional_if_a_caller_passes_the_model():
     wrap = "hvd.init()\n    o = hvd.DistributedOptimizer(o, m.named_parameters())"
     (found,) = BY_NAME["never_broadcast"](source(f"def fit(m, o):\n    {wrap}"))
     assert "unless the code that makes the model gives all ranks the same weights" in found.message

@@ -142,7 +142,7 @@ WHOLE = [
         f"{HEAD}from torchvision import transforms\ntorch.manual_seed(args.seed + hvd.rank())\ntransforms.RandomCrop(3)\n"
         f"{START[len(HEAD) :]}",
     ),
-    (  # the parameter ``args`` of a function is not the variable ``args`` of another one
+    (  # the parameter ``args`` of ``f`` is not the module's variable ``args``
         f"{HEAD}def f(args):\n  {WRAP}  resume(model)\n  for i, x in d:\n    x.backward()\n{ACCUMULATE}",
         f"{HEAD}def f(args):\n  {WRAP[:-2]}, backward_passes_per_step=args.n)\n  resume(model)\n  for i, x in d:\n"
         f"    x.backward()\n{ACCUMULATE}",

@@ -286,14 +286,14 @@ speeds = [len(images) * 3 / timeit.timeit(step, number=3) for _ in range(2)]
 if hvd.rank() == 0:
     print(f"images/s on {hvd.size()}: {hvd.size() * np.mean(speeds):.1f} +- {1.96 * np.std(speeds):.1f}")
 statistics = hvd.allgather(model.bn1.running_mean[None], name="statistics")
-report(model, losses, one_batch=bool((statistics == statistics[0]).all()))
+report(model, losses, same_statistics=bool((statistics == statistics[0]).all()))
 """
 
 
 def test_a_torchvision_benchmark_runs_with_sync_batch_norm(tmp_path):
     reports, lines = start(tmp_path, BENCHMARK, "--fp16")
     learned(reports)
-    assert [report["one_batch"] for report in reports] == [True, True]
+    assert [report["same_statistics"] for report in reports] == [True, True]
     assert len(lines) == 1
     assert lines[0].startswith("images/s on 2: ")
 

@@ -44,14 +44,14 @@ from tests.pool import ROOT
 STEPS = 6
 
 
-class LeftError(Exception):
+class ExitError(Exception):
     """Exception that the patched ``os._exit`` raises instead of ending the test process."""
 
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
     """Return a function that trains with two optimizers, one rank after another in this process, and returns the record."""
-    monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
+    monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(ExitError))
     count = iter(range(99))
 
     def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=(), every=1, joins=0):
@@ -67,7 +67,7 @@ def simulated(tmp_path, monkeypatch):
             try:
                 train(library, rank, until, change, every)
                 watch.end("return", 0)
-            except LeftError:
+            except ExitError:
                 pass
             add_defects(folder / f"rank-{rank}.jsonl", defects)
         return read_record(folder, launched=0.0)
