@@ -56,7 +56,7 @@ def dies() -> None:
     time.sleep(SECONDS)
 
 
-def fails_beside(file: str) -> None:
+def fails_while_rank_0_sleeps(file: str) -> None:
     """Raise on rank 1 when rank 0 has written its process id to ``file``. Rank 0 then sleeps, outside of any collective."""
     if os.environ["RANK"] == "0":
         with open(f"{file}.new", "w") as new:

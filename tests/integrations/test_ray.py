@@ -77,7 +77,7 @@ with_two.start()
 failure(lambda: with_two.run(functions.dies))
 with_two.start()
 file = pathlib.Path("rank-0").resolve()
-failure(lambda: with_two.run(functions.fails_beside, [str(file)]))
+failure(lambda: with_two.run(functions.fails_while_rank_0_sleeps, [str(file)]))
 folder = pathlib.Path("/proc", file.read_text())
 deadline = time.monotonic() + 60
 while folder.exists() and time.monotonic() < deadline:
