@@ -41,6 +41,6 @@ def send_fewer_messages(config: pytest.Config) -> None:
 
 
 def _is_routine(report: dict[str, Any]) -> bool:
-    # The limit is 5 ms because pytest's --durations lists no shorter ones by default.
+    # The limit is 5 ms because pytest's --durations lists no shorter phases by default.
     passed = report["outcome"] == "passed" and report["when"] != "call" and not report["sections"]
     return passed and report["duration"] < 0.005

@@ -10,7 +10,7 @@ from unittest import mock
 
 
 def short_waits(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
-    """Make failed calls of ``backend`` stop waiting as soon as any report has arrived, and after ``limit`` seconds at most.
+    """Let failed calls of ``backend`` wait only until any report has arrived, and at most ``limit`` seconds.
 
     The report of a rank that leaves normally counts too.
     """

@@ -1,4 +1,4 @@
-"""Functions for differences between torch versions: their results, and that the oldest supported torch needs them."""
+"""Functions for differences between torch versions: their results, and whether the oldest supported torch needs them."""
 
 from __future__ import annotations
 

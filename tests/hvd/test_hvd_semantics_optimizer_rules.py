@@ -612,7 +612,7 @@ def own_attributes(backend):
         plain.register_step_pre_hook(lambda opt, args, kwargs: seen.append(q.grad[0].item()))
         (q * (me + 1)).sum().backward()
         plain.step()
-        # Horovod also runs the hook before gradients are combined: the first value in ``seen`` may be this rank's own.
+        # Horovod also runs the hook before gradients are combined: the first value in ``seen`` may be this rank's gradient.
         assert seen[-1] == mean
         assert len(seen) == (2 if backend.name == "horovod" else 1)
 

@@ -20,7 +20,7 @@ CHANGES = {
 
 
 def act(optimizer, params, actions, factor, passes=0):
-    """Run ``actions``: "b" is a backward pass, and a number is the new number of passes. Return the changes by each step.
+    """Run ``actions``: "b" is a backward pass, and a number is the new number of passes. Return each step's changes.
 
     The gradients of the first pass are ``factor``, those of the second are ten times as large, and so on.
     """

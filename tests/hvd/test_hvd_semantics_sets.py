@@ -155,7 +155,7 @@ def optimizer_of_a_set(backend):
             optimizer.zero_grad()
             (p.sum() * (me + 1)).backward()
             optimizer.step()
-        assert p.tolist() == [-4.0, -4.0]  # two steps, each by 2: on ranks 0 and 2 the mean of 1 and 3, on rank 1 its own 2
+        assert p.tolist() == [-4.0, -4.0]  # two steps by 2: the mean of 1 and 3 on ranks 0 and 2, and rank 1's own gradient
         factor = hvd.DistributedOptimizer(
             torch.optim.SGD([p], 1.0), [("p", p)], gradient_predivide_factor=2.0, process_set=pair
         )
