@@ -19,7 +19,7 @@ from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
 #: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
-#: names the subject of the scripts, or says when the rule has a finding or none.
+#: names the subject of the scripts, or says when the rule has a finding and when it has none.
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
@@ -908,7 +908,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # no finding if x may not be a parameter, if gradients are zeroed, or if step() is first
+        "clip_before_synchronize",  # no finding if x may be no parameter, if gradients are zeroed, or if step() comes first
         WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
         "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",

@@ -115,7 +115,7 @@ def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
         q = torch.nn.Parameter(torch.zeros(2))
-        # The predivide factor ``size`` makes the factor after the sum 1 for averages, as it is for sums.
+        # With the predivide factor ``size``, the factor after the sum is 1 for averages, as for sums.
         options = {"op": getattr(hvd, op_name), "gradient_predivide_factor": size if op_name == "Average" else 1.0}
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([p, q], 1.0), [("p", p), ("q", q)], backward_passes_per_step=passes, **options

@@ -212,8 +212,8 @@ def test_states_keep_their_dtypes(real):
 def learning_rates(backend, compat):
     """Change the learning rate after a broadcast; return the wrapper's learning rate after each change.
 
-    The first change is in the inner optimizer, as by a scheduler that was made before wrapping. The second change is in a
-    parameter group that the program got from the wrapper before the broadcast.
+    First change it in the inner optimizer, as a scheduler made before wrapping does. Then change it in a parameter group
+    that the program got from the wrapper before the broadcast.
     """
     with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:
         model = nn.Linear(2, 1)

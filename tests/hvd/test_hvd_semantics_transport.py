@@ -29,7 +29,10 @@ CASES = {
 
 
 def wrapped(hvd, name, dtypes=(torch.float32,), **options):
-    """Return zero parameters and their optimizer. Each dtype has one parameter above 16 KiB and one of 3 elements."""
+    """Return parameters filled with zeros, and their optimizer.
+
+    Each dtype has one parameter of more than 16 KiB and one of 3 elements.
+    """
     params = [nn.Parameter(torch.zeros(count, dtype=dtype)) for dtype in dtypes for count in (9000, 3)]
     named = [(f"{name}.{i}", p) for i, p in enumerate(params)]
     return params, hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named, **options)
