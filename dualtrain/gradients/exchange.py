@@ -101,8 +101,8 @@ class Exchange:
     def expect_sparse(self, found: Mapping[int, int]) -> None:
         """From now on, gather these sparse gradients (slot index → number of sparse dimensions).
 
-        With ``sparse_as_dense``, send them as dense ones instead. Without it, do nothing if the order of the sum is
-        fixed: the exchange then refuses a sparse gradient.
+        With ``sparse_as_dense``, send them as dense ones instead. If the order of the sum is fixed, and
+        ``sparse_as_dense`` is not set, do nothing: the exchange then refuses a sparse gradient.
         """
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)
@@ -231,7 +231,7 @@ class Exchange:
         if not changed:
             return None
         outside = [grad for bucket in self.schedule.buckets for grad in bucket.packed_outside()]
-        # The counter of such a gradient may have counted changes of other gradients. So ignore it.
+        # Ignore gradients that share a counter: it also counts changes of other gradients.
         shared = with_shared_counters(outside)
         return next((s for s in changed if id(s.param.grad) not in shared and len(reducers_of(s.param)) == 1), None)
 

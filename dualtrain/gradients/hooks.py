@@ -52,7 +52,7 @@ class Place:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the attribute is ``None`` where there was a module. A new module may be assigned to it later."""
+        """Return whether the attribute was a module and is ``None`` now. A new module may be assigned to it later."""
         owner = self.owner()
         # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
         return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
@@ -60,9 +60,9 @@ class Place:
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
         """Return what is in this place now ("parameter" or "module"), and whether it is in use.
 
-        Return ``None`` if each trained parameter in this place has a reducer, or is in ``known``: the ids of the caller's
-        parameters, some of which may have no hook yet. A parameter always counts as in use. A module may be a copy that
-        only computes targets: it is in use if one of its parameters without a reducer has a gradient.
+        Return ``None`` if each trained parameter in this place has a reducer or is in ``known``, the ids of the caller's
+        parameters. (Some of these may have no hook yet.) A parameter always counts as in use. A module counts as in use if
+        one of its parameters without a reducer has a gradient; a copy that only computes targets has none.
         """
         owner = self.owner()
         if owner is None:

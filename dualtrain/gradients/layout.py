@@ -34,8 +34,8 @@ class Transfer:
         groups: sets of parameters; parameters of the same set, dtype and device share a bucket, whatever its size.
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
         coalesce: whether a sparse gradient's entries that have equal indices are added. If not, the result has the entries
-            of all ranks in rank order. As in Horovod, the factors are then ignored, and the values are divided by the
-            number of ranks, unless both factors are 1.
+            of all ranks in rank order. As in Horovod, these entries are not scaled if both factors are 1. With any other
+            factors, they are divided by the number of ranks.
         average_first: whether gradients on the CPU may be multiplied by 1/size while they are copied to their bucket, as
             in DDP, instead of after the sum, as in Horovod. Affects only averages over 2, 4, 8, … ranks. The bits are
             equal, with two exceptions: an average is finite even if the sum would overflow, and subnormal numbers are
@@ -53,7 +53,7 @@ class Transfer:
 
     @property
     def sums(self) -> bool:
-        """Return whether the result is a plain sum. For an average, ``after`` may be 1, but ``before`` is not 1 then."""
+        """Return whether the result is a plain sum: both factors are 1."""
         return self.before == self.after == 1
 
     def factor_after(self, size: int) -> float:

@@ -32,9 +32,9 @@ class PackedGradients:
         self._grads, self._versions = [], []
 
     def changed(self) -> list[Slot]:
-        """Return the slots whose gradients, or tensors that share their counters of in-place changes, have changed.
+        """Return the slots whose gradients were replaced, or whose counters of in-place changes have changed.
 
-        Most gradients that lie in the bucket share one counter: a change of one marks all of these.
+        Most gradients in the bucket share one counter, so a change of one of them marks all of them.
         """
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):

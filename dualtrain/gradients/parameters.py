@@ -30,7 +30,7 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         reason = "is not initialized: run one batch through the model first"
     elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a different shard, and shards have no average"
-    # FSDP has no public mark of its parameters. Both attributes are private in torch 2.5 to 2.15. FSDP's flat parameters
+    # No public attribute marks FSDP's parameters. Both attributes are private in torch 2.5 to 2.15. FSDP's flat parameters
     # have both; the user's own parameters (use_orig_params=True) have only the second.
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         reason = "belongs to FullyShardedDataParallel: each rank has a different shard, and shards have no average"
@@ -43,7 +43,7 @@ def check_supported(name: str, p: torch.Tensor) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raise TypeError if ``optimizer`` is no optimizer, but the parameters of one, for example."""
+    """Raise TypeError if ``optimizer`` is not an optimizer, but a list of parameters, for example."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: give an optimizer, such as torch.optim.SGD")
 

@@ -52,11 +52,11 @@ class GradientReducer:
             average is then over the shards. ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
 
-    In the first reduction, the ranks also compare their layouts; a difference raises BackendError, which names the
-    parameter. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
-    ``param.grad`` becomes a view into a buffer. Three kinds of gradients stay ``param.grad``, and the average is copied
-    into them: those to which the program has a reference, those that share memory with another tensor, and those that have
-    a graph (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
+    In the first reduction, the ranks compare their layouts; a difference raises BackendError, which names the parameter.
+    They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
+    ``param.grad`` becomes a view into a buffer. Some gradients are not replaced, and the average is copied into them: those
+    to which the program has a reference, those that share memory with another tensor, and those that have a graph
+    (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
     If the program keeps a gradient after ``zero_grad()``, its values do not change, as in torch. But the next backward
     overwrites views of such a gradient (``param.grad.view(-1)``, ``param.grad.detach()``).
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
@@ -110,7 +110,7 @@ class GradientReducer:
         self.has_local = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
-        self._dropped = False  # whether ``zero_grad`` was called between the ``passes`` since the last step
+        self._dropped = False  # whether ``zero_grad`` was called after some of the step's ``passes``, before the last
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
@@ -251,7 +251,7 @@ class GradientReducer:
         :meth:`begin_shards` before, and run the shard's backward passes in :meth:`no_sync`. Not collective.
 
         Raises:
-            RuntimeError: all of this rank's shards but the last were added already.
+            RuntimeError: only this rank's last shard was left.
         """
         self._exchange.add_shard(self._scalars)
         self._exchange.reduced = False
@@ -277,8 +277,8 @@ class GradientReducer:
         sent = self._exchange.schedule.next > 0
         self._dropped_sent = sent and not self._is_running
         if not sent and not self._is_running:
-            # The program may have dropped the gradients of some of the ``passes``: on all ranks, which then start anew, or
-            # on this rank only, so that the others count on. So count on, and exchange in every later pass of the step too.
+            # The program may call ``zero_grad`` between the ``passes`` of a step, on all ranks or on this rank only. This
+            # rank cannot know which. So it keeps its count, and exchanges in every later pass until the step.
             self._dropped = 0 < self._seen < self.passes and not stepped
             self._seen = self._seen if self._dropped else 0
         if not self.closed:
@@ -319,7 +319,7 @@ class GradientReducer:
         exchange.reduced, self.has_local = False, True
         running = self._is_running
         if self._paused:
-            # An exchange of a failed pass still has that pass's gradients, which would overwrite those of this pass.
+            # A failed pass may have sent some of its gradients. Their sums would overwrite the gradients of this pass.
             if exchange.schedule.next and not running and exchange.is_unfinished:
                 self._forget_failed_pass()
             return

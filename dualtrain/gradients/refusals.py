@@ -35,8 +35,8 @@ class Refusals:
     """The checks of a reducer in every exchange.
 
     Each rank sends a flag: NaN if it has a reason to refuse; otherwise infinity after an odd number of optimizer steps, and
-    minus infinity after an even number. The sum of the flags is NaN, for any dtype and number of ranks, if a rank has a
-    reason, or if some ranks have taken a step that others have not, so that their weights differ.
+    minus infinity after an even number. The sum of the flags is NaN if a rank has a reason, or if some ranks have taken a
+    step that others have not, so that their weights differ. This holds for any dtype and number of ranks.
 
     Attributes:
         optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
@@ -247,7 +247,7 @@ class Refusals:
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]], members: Sequence[int]) -> NoReturn:
-    """Raise BackendError with the reason of the first rank that has one. If none has, name two different step counts.
+    """Raise BackendError with the reason of the first rank that has one, or else with two ranks' different step counts.
 
     ``members`` are the ranks' numbers in the job.
     """

@@ -186,7 +186,7 @@ def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
 
 @torch.no_grad()
 def separate_gradients(slots: Sequence[Slot]) -> None:
-    """Copy each dense gradient that the program may use later, that shares memory, or that is a part of a larger tensor.
+    """Copy the dense gradients that share memory, are parts of larger tensors, or may be used by the program later.
 
     Autograd makes gradients that share memory, for example for the parameters ``p`` and ``q`` in
     ``p.view(-1) + q.view(-1)``.

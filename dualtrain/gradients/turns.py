@@ -85,7 +85,7 @@ class Turns:
         due, odd, dropped = self._gather(backend, self._state(number))
         wanted = reduce(or_, due)
         _refuse_dropped(wanted, dropped, backend.members)
-        _refuse_other_order(wanted, odd)
+        _refuse_other_steps(wanted, odd)
         for each in _numbers_in(reduce(and_, dropped)):
             self.leave(each)
         numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
@@ -133,7 +133,7 @@ def _refuse_dropped(wanted: int, dropped: list[int], ranks: Sequence[int]) -> No
         )
 
 
-def _refuse_other_order(wanted: int, odd: list[int]) -> None:
+def _refuse_other_steps(wanted: int, odd: list[int]) -> None:
     """Raise BackendError if some ranks are a step ahead: the ranks would average gradients of different steps."""
     if len({each & wanted for each in odd}) > 1:
         raise BackendError(
