@@ -25,7 +25,7 @@ def add_buffers(average: nn.Module, model: nn.Module) -> None:
 def copy_extra_state(average: nn.Module, model: nn.Module) -> None:
     """Copy the modules' extra state from ``model`` to ``average``."""
     found = with_extra_state(model)
-    modules = dict(average.named_modules()) if found else {}  # not get_submodule(), which modules of TorchScript refuse
+    modules = dict(average.named_modules()) if found else {}  # TorchScript modules do not support get_submodule()
     for name, module in found.items():
         modules[name].set_extra_state(copy.deepcopy(module.get_extra_state()))
 
@@ -39,7 +39,7 @@ def wraps(forward: object, model: nn.Module) -> bool:
 
 @contextmanager
 def parameters_of(model: nn.Module, average: nn.Module) -> Iterator[None]:
-    """Give ``model`` the parameters' values of ``average`` for the block, and its own values back after it."""
+    """Copy the parameters of ``average`` into ``model`` for the block; restore the model's own values after it."""
     params = [p.detach() for p in model.parameters()]
     own = [p.clone() for p in params]
     copy_all(params, [p.detach() for p in average.parameters()])

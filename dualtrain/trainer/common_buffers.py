@@ -44,7 +44,7 @@ class _Place:
         # ``_buffers`` is private, and the same in torch 2.5 to 2.15. It is ten times as fast as getattr(), which looks for
         # an ordinary attribute first.
         try:
-            tensor = self.module._buffers[self.key]  # not get(), which modules of TorchScript lack
+            tensor = self.module._buffers[self.key]  # not get(): TorchScript modules do not have it
         except KeyError:
             tensor = None
         if tensor is None:

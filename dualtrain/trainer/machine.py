@@ -94,7 +94,7 @@ def onednn_set(flags: Collection[str], limit: str) -> str | None:
     return next((name for name in reversed(allowed) if _SETS[name] <= {*flags}), None)
 
 
-def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
+def warn_of_other_platform(written: Mapping[str, str | None], here: Facts) -> None:
     """Log one warning if a checkpoint was made on a different kind of processor, or with a different build of torch.
 
     Args:
@@ -104,11 +104,11 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
     unlike = [name for name, value in here.items() if name in written and written[name] != value]
     if unlike:
         both = "; ".join(f"{name} was {written[name] or 'none'} and is {here[name] or 'none'}" for name in unlike)
-        log.warning(f"results may differ in the last digits from those before the checkpoint: {both}{pin_cpus(unlike)}")
+        log.warning(f"results may differ in the last digits from those before the checkpoint: {both}{cpu_advice(unlike)}")
 
 
-def pin_cpus(unlike: Collection[str]) -> str:
-    """Return advice for a warning that the facts named in ``unlike`` differ; "" if there is none."""
+def cpu_advice(unlike: Collection[str]) -> str:
+    """Return advice for a warning that the facts named in ``unlike`` differ; "" if no CPU fact is among them."""
     if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
         return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let different CPUs use the same instructions"
     return ""

@@ -184,10 +184,11 @@ class Adapted:
 
 
 def _without_weight(outputs: Any, loss: Any, sums: list[float]) -> tuple[Any, list[float]]:
-    """Return a pair of weight 0 as it is if it is finite; else a loss of 0 with a gradient of zeros, and sums of 0.
+    """Return a pair of weight 0; if it is not finite, replace the loss and the sums by 0.
 
-    The gradient of ``loss * 0.0`` could be NaN. If no output requires a gradient, return ``loss`` itself, with sums of 0.
-    If gradients are disabled, do the same if the sums are not finite; ``loss`` is not used then, and may be of any type.
+    The new loss has a gradient of zeros for the outputs, whereas the gradient of ``loss * 0.0`` could be NaN. If no output
+    requires a gradient, only the sums are replaced. With gradients disabled, ``loss`` is returned unread, since it may be
+    of any type; the sums are replaced if they are not finite.
     """
     training = torch.is_grad_enabled()
     if math.isfinite(loss.item() if training else sum(sums)):

@@ -111,7 +111,7 @@ class RankParts:
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :class:`Parts`: statistics are averaged over the ranks; at the end, each rank gets its own values back.
 
-        Ranks that have never computed a batch do not count.
+        Ranks that have never computed a batch are left out of the average.
         """
         return averaged_buffers(model, self._backend, trained=self._trained)
 
@@ -128,6 +128,6 @@ class RankParts:
                 "the same number"
             )
         restore_local_state(self._model, state["ranks"], self._backend)
-        # At a different world size, all ranks begin with the average, and a rank counts again after its first batch.
+        # At a different world size, all ranks start from the average. A rank then counts as trained after its next batch.
         trained = trained_ranks(state["ranks"])
         self._trained = len(trained) == self._backend.size and trained[self._backend.rank]

@@ -114,8 +114,8 @@ class Passes:
     def _agree(self, mine: float) -> None:
         """Set :attr:`targets_per_sample` to ``mine`` of the first rank on which ``mine`` is not 0. Collective.
 
-        With virtual ranks, if no batch is empty, this value is from the first batch of the step at any world size, because
-        ranks have consecutive shards.
+        Ranks have consecutive shards. So with virtual ranks, this value is from the first batch of the step at any world
+        size, if that batch is not empty.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()

@@ -97,13 +97,13 @@ def restore_buffers(
     """Restore this rank's entry of ``ranks``.
 
     If the state is of a different world size, average each floating-point buffer that has the same shape on all of
-    that world's ranks. Every other buffer gets the value that it had on the first rank. Ranks that are false in
-    ``trained`` do not count, unless all are false.
+    that world's ranks. Every other buffer gets the value that it had on the first rank. Ranks whose entry in
+    ``trained`` is false are ignored, unless all entries are false.
     """
     same = len(ranks) == backend.size
     if not same and any(trained):
         ranks = [rank for rank, counts in zip(ranks, trained, strict=True) if counts]
-    modules = dict(module.named_modules())  # not get_submodule(), which modules of TorchScript refuse
+    modules = dict(module.named_modules())  # TorchScript modules do not support get_submodule()
     # States of versions before 0.3.0 have floating-point buffers only.
     for name, value in ranks[backend.rank if same else 0].items():
         path, _, key = name.rpartition(".")

@@ -26,7 +26,7 @@ from dualtrain.data.sources import contents_of
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError, one_line
 from dualtrain.trainer.description import Text, class_name, describe, of_module, of_object, of_weights
-from dualtrain.trainer.machine import PROCESSOR, pin_cpus, processor
+from dualtrain.trainer.machine import PROCESSOR, cpu_advice, processor
 from dualtrain.version import __version__
 
 log = logging.getLogger("dualtrain")
@@ -97,7 +97,7 @@ def compare_task(task: Task, backend: Backend) -> None:
 
 
 def changed_samples(task: Task, earlier: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
-    """Yield, for each split with a changed sample, the sample's name, and the split's ``source.stored``.
+    """Yield, for the first changed sample of each split, the sample's name and the split's ``Source.stored``.
 
     Splits whose samples differ at each read are left out.
 
@@ -168,7 +168,7 @@ def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, o
         raise RanksDifferError(f"the ranks do not have the same {what}: {in_words(others)}; {', and '.join(cures)}")
     if unlike and backend.rank == 0:
         text = f"the ranks have different processors, whose results differ in the last digits: {in_words(unlike)}"
-        _warn_once(text + pin_cpus([difference.name for difference in unlike]))
+        _warn_once(text + cpu_advice([difference.name for difference in unlike]))
 
 
 def versions(backend: Backend) -> dict[str, str]:

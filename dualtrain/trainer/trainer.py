@@ -63,10 +63,11 @@ class Trainer:
         optimizer: any torch optimizer of these parameters that needs no closure. A parameter that no rank uses in a step
             gets a gradient of zeros, as in Horovod, so weight decay and momentum change it.
         loss: one of three kinds; cross entropy by default. A function ``loss(outputs, targets)`` returns the mean over
-            ``len(targets)`` samples (of its first tensor, if ``targets`` is a dict). A loss of torch returns the mean over
-            its targets, of which a sample may have any number. An ``Objective`` returns the pair of the mean loss and four
-            sums, as numbers or detached tensors: the loss, its weight (the number of samples), the correct predictions, and
-            the targets among the five likeliest classes. Each of the last two is -1 if predictions are not counted.
+            ``len(targets)`` samples. (If ``targets`` is a dict, the length of its first tensor counts.) A loss of torch
+            returns the mean over its targets, of which a sample may have any number. An ``Objective`` returns a pair: the
+            mean loss, and four sums as numbers or detached tensors. The sums are the loss, its weight (the number of
+            samples), the correct predictions, and the targets among the five likeliest classes. Each of the last two is -1
+            if predictions are not counted.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
             after batches in which no target counts.
@@ -76,8 +77,8 @@ class Trainer:
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
         forward: computes the outputs in place of ``model``: the compiled model, an ``nn.DataParallel`` of it, or a function
             that calls ``model``.
-        measure: in training, replaces ``forward`` and ``loss``: is called with (inputs, targets), and returns what a
-            function or an ``Objective`` may return as ``loss``.
+        measure: called with (inputs, targets) in training, in place of ``forward`` and ``loss``. Returns what ``loss`` may
+            return.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, if the kind of processor and torch's number of threads are the same. With
             several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
@@ -86,7 +87,7 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, ``backend`` is not what ``connect()`` returns, or ``loss`` cannot be
+        TypeError: ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()`` returns, or ``loss`` cannot be
             called.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
             SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
@@ -202,10 +203,10 @@ class Trainer:
             The sums over all ranks; its attribute ``loss`` is the mean loss.
 
         Raises:
-            ValueError: ``expected`` is not above 0, or not finite; there are not ``CONTROL_FLAGS`` control flags; or, on
-                every rank, forward has changed state that the shards of a step share (see
-                :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional``, although the
-                numbers of ranks and shards differ.
+            ValueError: ``expected`` is not a finite number above 0, or the number of control flags is not
+                ``CONTROL_FLAGS``. With virtual ranks also, on every rank: forward has changed state that the shards of a
+                step share (see :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional``
+                while the numbers of ranks and shards differ.
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
                 ``compress="fp16"``, gradients do not fit into fp16.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
@@ -271,8 +272,8 @@ class Trainer:
     def advance_schedule(self, *, updated: bool = False) -> None:
         """Step the schedule, if there is one. Not collective: call it on every rank.
 
-        :meth:`step` calls it after each optimizer step. If your schedule also counts steps in which no target counted,
-        call it after these. ``updated`` is true if the optimizer has certainly stepped before.
+        :meth:`step` calls this after each optimizer step. If your schedule must also count steps in which no target
+        counted, call this after such steps. ``updated`` is true if the optimizer has certainly stepped before.
         """
         if self.schedule is not None:
             # Filter warnings only if necessary: the filter can take longer than ``schedule.step()``.

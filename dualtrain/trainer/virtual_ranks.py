@@ -142,7 +142,7 @@ class VirtualRanks:
         self._seed_after("step")
 
     def _without_collectives(self) -> AbstractContextManager[None]:
-        """Refuse differentiable collectives in the block, unless they combine all shards: unless there are V ranks."""
+        """Refuse differentiable collectives in the block. With V ranks, allow them: they then combine all shards."""
         if self._backend.size == self.count:
             return nullcontext()
         return without_collectives(

@@ -37,7 +37,7 @@ from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.restarts import allow_restart, recorded
 from dualtrain.run_folder.run_dir import claim
 from dualtrain.run_folder.save_clock import SaveClock
-from dualtrain.trainer.machine import platform_of, threads, use_threads, warn_of_another
+from dualtrain.trainer.machine import platform_of, threads, use_threads, warn_of_other_platform
 from dualtrain.trainer.objective import CrossEntropy, training_metrics
 from dualtrain.trainer.passes import Tensors
 from dualtrain.trainer.same_run import compare_settings
@@ -259,7 +259,7 @@ class Run:
         compare_batches_and_data(saved, self.sampler.global_batch, data, folder)
         on_rank_zero(self.backend, "data", lambda: compare_samples(saved, self.task, folder))
         if self.backend.rank == 0:
-            warn_of_another(saved.get("platform", {}), self.platform)
+            warn_of_other_platform(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
         if self.cursor.step > self.total_steps:
             raise UserError(

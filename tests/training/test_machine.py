@@ -209,10 +209,10 @@ def test_a_resume_on_another_platform_causes_one_warning_on_rank_0(real, tmp_pat
 
 
 def test_only_platform_facts_that_the_checkpoint_recorded_are_compared(caplog):
-    machine.warn_of_another({}, HERE)
-    machine.warn_of_another({"CPU capability": "AVX2"}, HERE)
+    machine.warn_of_other_platform({}, HERE)
+    machine.warn_of_other_platform({"CPU capability": "AVX2"}, HERE)
     assert caplog.messages == []
-    machine.warn_of_another({**HERE, "torch": "2.12.0"}, HERE)
+    machine.warn_of_other_platform({**HERE, "torch": "2.12.0"}, HERE)
     (line,) = caplog.messages
     assert line.endswith("from those before the checkpoint: torch was 2.12.0 and is 2.13.0+cpu")
 
