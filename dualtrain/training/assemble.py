@@ -72,7 +72,7 @@ def _check_sizes(task: Task, name: str) -> Task:
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     """Find out, before the run begins, whether the model fits the data, and whether its state can be saved.
 
-    This runs the model on one validation sample, and on one training sample unless it may need a transform.
+    The model is run on one validation sample and, if training samples need no transform, on one training sample.
 
     Args:
         task: the data.

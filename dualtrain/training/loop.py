@@ -222,7 +222,7 @@ class Run:
             if saved is not None:
                 self._restore_best(saved, output.resume_file)
                 assert isinstance(self.trainer.schedule, LambdaLR)
-                # Set the learning rates of this run's --epochs last, because the calls above load states with saved rates.
+                # Set the learning rates last: the calls above load saved rates, and this run may have a different --epochs.
                 restore_rates(self.trainer.schedule)
             self.attempt.begin(self.folder, self.cursor.step, self.backend)
         except BaseException:

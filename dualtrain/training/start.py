@@ -227,7 +227,7 @@ def _newest(
             compare_with_checkpoint(saved, settings, folder)
         except UserError as error:
             raise UserError(str(error), shared=True) from error
-        _warn_of_another(file, files, backend)
+        _warn_of_different_checkpoints(file, files, backend)
         sent = all(other.rank or other.identity != file.identity for other in files)
         sender = f", sent by rank {file.rank} of {backend.size}" if sent else ""
         path = folder / "checkpoints" / file.name
@@ -244,7 +244,7 @@ def _newest(
     return None, {}
 
 
-def _warn_of_another(file: _File, files: Sequence[_File], backend: Backend) -> None:
+def _warn_of_different_checkpoints(file: _File, files: Sequence[_File], backend: Backend) -> None:
     """Warn if two ranks hold different checkpoints of one step: hosts without a common disk may hold two runs."""
     same = (other for other in files if (other.step, other.generation) == (file.step, file.generation) and other.digest)
     unlike = next((other for other in same if other.digest != file.digest), None)
