@@ -14,7 +14,7 @@ from urllib.error import URLError
 import numpy
 import torch
 
-from dualtrain.data.downloads import missing, unread
+from dualtrain.data.downloads import missing, why_unreadable
 from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
@@ -50,7 +50,7 @@ def _read(where: Path, names: tuple[str, ...]) -> Tensors:
         content = numpy.concatenate(parts)
     except (OSError, MemoryError) as error:
         raise UserError(
-            f"{str(where)!r} does not hold cifar10 ({unread(error)}): unpack {URL} into {str(where.parent)!r}"
+            f"{str(where)!r} does not hold cifar10 ({why_unreadable(error)}): unpack {URL} into {str(where.parent)!r}"
         ) from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)

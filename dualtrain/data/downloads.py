@@ -12,8 +12,8 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: a file is missing, and the download would write to something that is not a regular file: one of
-            ``files``, or one of the ``archives`` that it fetches.
+        UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched) is a link or a
+            special file, to which the download would write.
     """
     if all(path.is_file() for path in files):
         return False
@@ -23,7 +23,7 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     return True
 
 
-def unread(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
     """Return why the files of a dataset cannot be read, with the name of the file if ``error`` has it."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{Path(error.filename).name}: {error.strerror}"

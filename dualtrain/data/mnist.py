@@ -12,7 +12,7 @@ from urllib.error import URLError
 import numpy
 import torch
 
-from dualtrain.data.downloads import missing, unread
+from dualtrain.data.downloads import missing, why_unreadable
 from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
@@ -42,7 +42,7 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[T
     except (OSError, ValueError, MemoryError) as error:
         packed = any(path.with_name(f"{path.name}.gz").exists() for path in files if not path.exists())
         cure = f"unpack the .gz files in {str(raw)!r}" if packed else f"put its four idx files, unpacked, into {str(raw)!r}"
-        raise UserError(f"--data-dir {folder!r} does not hold {name} ({unread(error)}): {cure}") from error
+        raise UserError(f"--data-dir {folder!r} does not hold {name} ({why_unreadable(error)}): {cure}") from error
 
 
 def _read_part(images: Path, labels: Path) -> Tensors:
