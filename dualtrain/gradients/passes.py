@@ -22,7 +22,7 @@ class EndOfPass:
 
     @not_compiled
     def __call__(self) -> None:
-        """Call the function, or register for the end of the enclosing pass. Autograd calls this at a pass's end."""
+        """Call the function if the outermost pass has ended; after an inner pass, register for the enclosing pass."""
         # Private in torch 2.5 to 2.15: there is no public way to find out whether a backward pass runs inside of another.
         node = torch._C._current_autograd_node()
         if node is None:

@@ -251,7 +251,7 @@ class GradientReducer:
         :meth:`begin_shards` before, and run the shard's backward passes in :meth:`no_sync`. Not collective.
 
         Raises:
-            RuntimeError: only this rank's last shard was left.
+            RuntimeError: all shards of this rank before its last one were added already.
         """
         self._exchange.add_shard(self._scalars)
         self._exchange.reduced = False
@@ -278,7 +278,7 @@ class GradientReducer:
         self._dropped_sent = sent and not self._is_running
         if not sent and not self._is_running:
             # The program may call ``zero_grad`` between the ``passes`` of a step, on all ranks or on this rank only. This
-            # rank cannot know which. So it keeps its count, and exchanges in every later pass until the step.
+            # rank cannot know which. So it keeps its count, and exchanges in every later pass until the optimizer steps.
             self._dropped = 0 < self._seen < self.passes and not stepped
             self._seen = self._seen if self._dropped else 0
         if not self.closed:
@@ -310,7 +310,7 @@ class GradientReducer:
         return self._ending is not None and self._ending() is not None
 
     def parameter_replaced(self, place: Place, name: str) -> None:
-        """Note that the parameter ``name`` at ``place`` was replaced. Refuse exchanges until a reducer has the new one."""
+        """Record that parameter ``name`` was replaced. Refuse exchanges until a reducer has the new one in ``place``."""
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:
