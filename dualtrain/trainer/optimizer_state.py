@@ -10,7 +10,7 @@ from torch import nn
 
 _FACTORED = ("row_var", "col_var")  # Adafactor's second moments, factored into rows and columns
 #: Options that choose an implementation of the step. Some implementations cannot run on meta tensors.
-_HOW = ("capturable", "foreach", "fused")
+_IMPLEMENTATION = ("capturable", "foreach", "fused")
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +52,7 @@ def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: di
 def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """Return the state that a first step creates, as meta tensors; empty if the optimizer cannot step on meta tensors."""
     known = inspect.signature(type(optimizer)).parameters
-    options = {name: group[name] for name in optimizer.defaults if name in known and name not in _HOW}
+    options = {name: group[name] for name in optimizer.defaults if name in known and name not in _IMPLEMENTATION}
     twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
     twin.grad = torch.empty_like(twin)
     try:
