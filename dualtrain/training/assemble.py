@@ -110,7 +110,7 @@ def ready_samples(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
             yield sample
 
 
-def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
+def first_not_finite(source: Source, numbers: Sequence[int]) -> int | None:
     """Return the index of the first sample whose inputs are not all finite; ``None`` if no such sample is found.
 
     Only the first ``LARGEST_SEARCH`` of the indices ``numbers`` are searched.

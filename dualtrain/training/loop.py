@@ -47,10 +47,10 @@ from dualtrain.training.assemble import (
     check_batches,
     check_virtual_ranks,
     determinism,
+    first_not_finite,
     load_task,
     make_computation,
     make_model,
-    not_finite,
     try_out,
 )
 from dualtrain.training.batch_plan import BatchPlan
@@ -444,7 +444,7 @@ class Run:
                 saved = checkpoint.found(self.folder / "checkpoints")
                 last = f"the last good checkpoint is {saved[0]}; " if saved else "there is no checkpoint yet; "
         what, _, where = what.rpartition(" on ")
-        bad = None if source is None or numbers is None else not_finite(source, numbers.tolist())
+        bad = None if source is None or numbers is None else first_not_finite(source, numbers.tolist())
         lr = self.config.schedule.lr
         cure = f"try a lower --lr (now {lr:g})"
         if bad is not None:
