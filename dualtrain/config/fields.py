@@ -70,7 +70,7 @@ def setting(
         flag: the flag's name, with underscores, if it differs from the field's name.
         fixed: a resumed run must have the value with which the run was started.
         resumed: a resumed run takes the checkpoint's value if no value is given, and refuses a different value. If the
-            checkpoint has no value, any value may be given, unless the setting is also ``fixed``.
+            checkpoint has no value, any value is accepted, or only the default if the setting is also ``fixed``.
     """
     metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}
     return dataclasses.field(default=default, metadata=metadata)
