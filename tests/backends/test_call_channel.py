@@ -1,4 +1,4 @@
-"""Connections on which ranks compare calls: messages of any length; no outdated answers after a failure."""
+"""Channel on which ranks compare calls: messages of any length, data sent with them, and failed exchanges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def channels():
                 theirs = socket.create_connection(server.getsockname())
                 ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
                 for end in (theirs, ours[-1].socket):
-                    # CallChannel must turn this timeout off. Here it is 100 ms; connections of a job begin with 9 s.
+                    # CallChannel must turn this timeout off. It is 9 s in a job; here it is shorter than a test's wait.
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
                 made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
         made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
@@ -185,7 +185,7 @@ def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
-def test_chunks_that_are_reduced_one_by_one_have_the_same_bits(size, op, monkeypatch):
+def test_the_length_of_chunks_does_not_change_the_bits_of_a_reduction(size, op, monkeypatch):
     rows = torch.randn(size, 997, generator=torch.Generator().manual_seed(0))
     rows[0, ::7], rows[-1, ::11], rows[0, ::13] = math.nan, 0.0, -0.0
     results = []

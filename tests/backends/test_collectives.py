@@ -1,7 +1,7 @@
-"""Contract of the collective calls on every kind of world, compared with an oracle that knows all ranks' inputs.
+"""Collective calls on every backend, compared with results that each rank computes from all ranks' inputs.
 
-Inputs are a pure function of rank and seed, so every rank can compute the expected result. Most are small whole numbers,
-whose sums and products are exact in every dtype and in any order.
+Inputs are a pure function of rank and seed. Most are small whole numbers, whose sums and products are exact in every dtype
+and in any order.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 MOVABLE = [*DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.complex128, torch.float8_e4m3fn]
-#: Cases in Horovod's worlds for calls that only move tensors. A few dtypes are enough, because these calls move all
-#: tensors as bytes (tests/threads.py asserts this).
+#: Dtypes of calls on Horovod that do not reduce. A few are enough, because these calls send all tensors as bytes
+#: (tests/threads.py asserts this).
 AS_BYTES = [(dtype,) for dtype in (torch.bool, torch.float8_e4m3fn, torch.float32, torch.complex128)]
 OPS = list(ReduceOp)
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -271,8 +271,8 @@ def test_results_have_no_autograd_history_and_leaf_tensors_may_be_reduced_in_pla
 def same_bits_everywhere(backend):
     """Compare ``allreduce`` with the library's all-reduce.
 
-    ``allreduce`` uses the library's all-reduce only for long tensors. It sends short ones in the messages in which the
-    ranks compare their calls.
+    ``allreduce`` uses the library's all-reduce only for long tensors. Short tensors are sent in the messages that compare
+    the ranks' calls.
     """
     mine = torch.randn(270_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
@@ -885,7 +885,7 @@ def test_a_thread_with_a_channel_works_beside_the_first_thread(many):
 
 
 def sums_beside_calls(backend, count):
-    """Start a sum: on rank 0 before a call, on the other ranks after it. Repeat it with the call in a second thread."""
+    """Start a sum, on rank 0 before a call and on other ranks after it. Repeat both with the call in a second thread."""
     buffer = backend.new_buffer(1000, torch.float32, torch.device("cpu"))
     for threads in (False, True):
         values, buffer = torch.ones(count), buffer.fill_(1.0)
@@ -970,7 +970,8 @@ def done_by_itself(backend):
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
-    short = torch.ones(3)  # a sum along a tree, whose parts are gathered whole
+    # A tree sum of a short tensor is one operation. Longer tensors need a second one, which only ``wait`` starts.
+    short = torch.ones(3)
     work = backend.start_tree_sum(short, [], sum_order(backend.size, backend.size), "tree")
     await_done(work)
     work.wait()
@@ -1116,7 +1117,7 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
         assert message.endswith("rank 0: sum (float32, 2, meta); rank 1: sum (float32, 2, meta) after 1 sum of gradients")
 
 
-def counts_sums(backend):
+def counted_sums(backend):
     """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return ``sums_beside`` of both devices."""
     gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
@@ -1130,7 +1131,7 @@ def counts_sums(backend):
 
 def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
     pool.connect("torch", 2)
-    assert pool.run(counts_sums) == [(1, 0)] * 2
+    assert pool.run(counted_sums) == [(1, 0)] * 2
 
 
 class OneGroup(ThreadsBackend):
@@ -1230,7 +1231,7 @@ INVALID_CALLS = {
 
 
 class Loud:
-    """An argument whose text raises an exception that cannot be described either."""
+    """An argument whose ``str()`` raises an exception. The ``str()`` of this exception raises too."""
 
     def __str__(self):
         raise LoudError
@@ -1264,7 +1265,7 @@ def default_group_on_one_rank(backend):
             dist.destroy_process_group()
 
 
-def test_a_default_group_that_one_rank_has_already_is_an_error_on_all_ranks(pool):
+def test_a_default_group_that_already_exists_on_one_rank_is_an_error_on_all_ranks(pool):
     pool.connect("torch", 2)
     pool.run(default_group_on_one_rank)
 
@@ -1287,7 +1288,7 @@ def test_an_error_after_the_comparison_is_reported_and_ends_the_calls():
 
 
 def checks_behind_pending_calls(backend):
-    # The last rank broadcasts late. If calls ran in a different order on each rank, broadcasts would meet all-reduces.
+    # The last rank broadcasts late. With different orders of calls, its broadcast would be matched with an all-reduce.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
         time.sleep(0.2)

@@ -36,6 +36,7 @@ class SilentError(Exception):
     __repr__ = __str__
 
 
+#: Values of rank 0 and rank 1; and the expected differences, their number, or the start of the error.
 CASES = [
     ([{"a": 1, "b": "x"}, {"b": "x", "a": 1}], []),
     ([{"a": 1}, {"a": 1.0}], ["a is 1 on rank 0 and 1.0 on rank 1"]),

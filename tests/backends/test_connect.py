@@ -425,7 +425,7 @@ def test_connect_names_the_different_transports_of_the_ranks(pool):
 
 
 def longest_short_data(backend, port, cores):
-    """Return how many bytes a rank sends with the comparison of a call, in a new world on a host with ``cores`` cores."""
+    """Return the limits in bytes of data sent with comparisons of calls, in a new world on ``cores`` cores and a group."""
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
     with (
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
@@ -523,7 +523,7 @@ def test_short_waits_for_horovod_yield_only_at_first():
     yields.assert_not_called()
 
 
-def test_a_backend_may_be_closed_after_the_handler_that_ends_its_groups_at_exit():
+def test_a_backend_may_be_closed_after_the_exit_handler_has_ended_its_groups():
     program = "import atexit; atexit.register(lambda: b.close()); import dualtrain; b = dualtrain.connect('torch')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
@@ -642,7 +642,7 @@ def test_a_program_may_make_its_default_process_group_before_or_after_connect(po
     pool.run(free_of_the_default_group, free_port())
 
 
-def threads_of(backend):
+def closed_group_leaves_nothing(backend):
     """Check that a closed group leaves no thread and no socket behind."""
 
     def held():
@@ -671,10 +671,10 @@ def threads_of(backend):
 
 def test_a_closed_group_leaves_no_thread_and_no_socket(pool):
     pool.connect("torch", 2)
-    pool.run(threads_of)
+    pool.run(closed_group_leaves_nothing)
 
 
-def one_is_ordinary(backend):
+def calls_of_a_world_of_one(backend):
     group = backend.group([0])
     assert (group.size, backend.size, backend.local_size) == (1, 1, 1)
     for each in (group, backend):
@@ -690,15 +690,15 @@ def test_a_world_of_one_supports_all_calls(name, pool):
     if name == "horovod":
         require_horovod()
     pool.connect(name, 1)
-    pool.run(one_is_ordinary)
+    pool.run(calls_of_a_world_of_one)
 
 
-def own_place(backend):
+def launcher_and_transport(backend):
     return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
 
 
 def test_a_world_has_the_given_launcher_and_uses_gloo_on_the_cpu(real):
-    assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size
+    assert real(launcher_and_transport) == [((), "environment", "gloo", "cpu")] * real.size
 
 
 def test_a_rank_0_that_ends_while_the_ranks_connect_is_reported(monkeypatch):

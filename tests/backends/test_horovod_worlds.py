@@ -30,7 +30,7 @@ def name_of_an_exchange(backend):
 
 
 def exchange_after_a_kept_operation(backend):
-    """Make an exchange while rank 1 has an operation under the earlier exchange's name, as if Horovod had kept it."""
+    """Make an exchange while rank 1 has a pending operation with the name of the earlier world's exchange."""
     if backend.rank == 1:
         backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
     return exchange(backend)

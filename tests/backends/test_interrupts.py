@@ -18,7 +18,7 @@ from tests.threads import run_threads
 
 
 def before(owner, name, times=1):
-    """Replace a method of ``owner`` by one that raises KeyboardInterrupt ``times`` times before it does its work."""
+    """Patch a method of ``owner``: each of its first ``times`` calls raises KeyboardInterrupt and does nothing else."""
     original, left = getattr(owner, name), [None] * times
 
     def interrupted(*args, **kwargs):
@@ -31,7 +31,7 @@ def before(owner, name, times=1):
 
 
 def after(owner, name, when=lambda result: True):
-    """Replace a method of ``owner`` by one that raises KeyboardInterrupt once after its work, if ``when(result)``."""
+    """Patch a method of ``owner``: the first call whose result satisfies ``when`` raises KeyboardInterrupt at its end."""
     original, left = getattr(owner, name), [None]
 
     def interrupted(*args, **kwargs):
@@ -106,7 +106,7 @@ def test_every_rank_gets_an_error_after_one_rank_is_interrupted_in_a_call():
 
 
 def comparison_times_out(backend):
-    """Without the error, rank 1 would complete its first call's comparison, and get the data of rank 0's second call."""
+    """Without the errors, rank 1's first call would get the data of rank 0's second call."""
     if backend.rank == 0:
         backend.timeout = 0.5
         with pytest.raises(BackendError, match=r"waited 0\.5 s for"):

@@ -192,7 +192,7 @@ def test_when_a_sum_times_out_the_error_names_the_rank_that_did_not_start_it():
 
 
 def interrupted(backend, count):
-    """Interrupt rank 0 as Ctrl-C does: first during a wait, after which the sum still succeeds, then within a sum."""
+    """Raise KeyboardInterrupt on rank 0: first in a wait, which can be repeated, then within a sum, which cannot."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     tensor, interrupt = torch.ones(count), mock.Mock(side_effect=KeyboardInterrupt)
     if backend.rank == 0:
@@ -355,7 +355,10 @@ def group_between(backend):
 
 
 def sum_beside_a_call(backend):
-    """Start a sum before a call on rank 0, and after it on others. The call is a group's, or too long for shared memory."""
+    """On rank 0, start a sum before a call; on the other ranks, after the call.
+
+    One call is made in a group, the other has too many numbers for shared memory: both use the library.
+    """
     group = backend.group(range(backend.size))
     tensor = torch.ones(5000)
     for call in (group.barrier, partial(backend.exchange_short, [1] * 1000)):
@@ -388,7 +391,9 @@ def test_an_asynchronous_call_of_a_group_runs_during_other_calls(shared):
 
 def short_group_call(backend):
     group = backend.group(range(backend.size))
-    with mock.patch.object(group, "start_allreduce", side_effect=AssertionError("not in the messages of the comparison")):
+    with mock.patch.object(
+        group, "start_allreduce", side_effect=AssertionError("the tensor was not sent with the comparison")
+    ):
         assert group.allreduce(torch.ones(3), "sum").tolist() == [backend.size] * 3
 
 

@@ -40,7 +40,7 @@ def job():
 
 @pytest.fixture
 def join():
-    """Return a function that calls :func:`dial` for this host. After the test, close the clients that it made."""
+    """Yield a function that calls :func:`dial` for this host. Its clients are closed after the test."""
     found = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world="", size=3):
@@ -62,7 +62,7 @@ def is_open(port):
 
 
 def closes(port):
-    """Wait up to 20 s until the port is closed; return whether it is. The last rank's ``join`` may return before that."""
+    """Wait up to 20 s until the port is closed; return whether it is. The last rank's ``join`` may return earlier."""
     deadline = time.monotonic() + 20.0
     while is_open(port) and time.monotonic() < deadline:
         time.sleep(0.01)

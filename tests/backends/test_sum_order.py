@@ -81,8 +81,7 @@ def test_sums_equal_the_reference_tree_sum_bitwise_on_any_number_of_ranks(shards
 
 
 CASES = [(shards, numel) for shards in COUNTS for numel in (5, 9001)]
-#: The cases that run on Horovod. In some, there are fewer shards than ranks; in others, all ranks have the same number of
-#: shards, or some ranks have one more than others.
+#: Cases for Horovod: fewer shards than ranks, equally many shards on all ranks, and one more shard on some ranks.
 ON_HOROVOD = [(shards, numel) for shards, numel in CASES if shards in (1, 3, 4, 13)]
 
 

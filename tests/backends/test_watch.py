@@ -66,7 +66,7 @@ def killed_between_calls(backend, victim):
         for _ in range(20):
             backend.allreduce(torch.ones(1000))
         os.kill(os.getpid(), signal.SIGKILL)
-    # The victim's last all-reduce may not have ended on this rank when the victim is killed. Then it fails on this rank.
+    # The victim may be killed while this rank is still in the 20th all-reduce. So the 20th or the 21st call fails.
     return call_until_failure(backend, lambda: backend.allreduce(torch.ones(1000)))
 
 
@@ -75,7 +75,7 @@ def aborts(backend, victim):
         backend.barrier()
         backend.abort("ValueError: boom")
         os._exit(1)
-    # The victim's barrier may not have ended on this rank when the victim exits. Then it fails on this rank.
+    # The victim may exit while this rank is still in the first barrier. So the first or the second barrier fails.
     return call_until_failure(backend, backend.barrier)
 
 
@@ -194,7 +194,7 @@ def test_the_first_line_of_a_report_has_the_type_and_the_message_of_the_exceptio
 
 
 @pytest.mark.parametrize("cause", [KeyError(1), RemoteTraceback("Traceback (most …):\n  File …\nKeyError: 1")])
-def test_the_first_line_of_a_report_is_of_the_exception_and_not_of_a_cause_without_a_traceback(cause):
+def test_a_cause_without_a_traceback_is_not_the_first_line_of_a_report(cause):
     try:
         raise ValueError("no sample") from cause
     except ValueError as error:
@@ -372,7 +372,7 @@ def test_a_hanging_rank_0_is_the_only_rank_named():
 def test_a_library_error_names_the_ranks_that_have_not_reached_the_operation():
     failed = threading.Semaphore(0)
 
-    def the_library_gives_up(backend):
+    def library_error(backend):
         """Simulate an error of the library on ranks 0 and 1. Rank 2 reports nothing, like a process that hangs."""
         watch, said = backend.watch, ""
         if backend.rank < 2:
@@ -384,14 +384,14 @@ def test_a_library_error_names_the_ranks_that_have_not_reached_the_operation():
         backend.barrier()
         return said
 
-    first, second, _ = run_threads(3, the_library_gives_up)
+    first, second, _ = run_threads(3, library_error)
     said = "waited for rank 2, which has not reached this operation, or hangs (it was shut down)"
     assert (first, second) == tuple(f"sum of 'b' failed on rank {rank} of 3: {said}" for rank in (0, 1))
 
 
 # -- the class Watch alone; ranks are threads ---------------------------------------------------------------------------
 
-#: What unauthenticated peers send after they have received rank 0's nonce.
+#: Messages that unauthenticated peers send after they have received rank 0's nonce.
 UNAUTHENTICATED = [
     b'{"rank": 1, "nonce": "00", "proof": "guessed"}\n',
     b'{"rank": 1, "secret": "guessed"}\n',
@@ -612,12 +612,10 @@ def keeps_no_connection(watch):
     assert [connection.socket.fileno() for connection in watch._connections] == [-1]
 
 
-def forks_a_child(backend):
-    """Fork three children on rank 1: one leaves, one reports an error, one outlives the rank, whose connection must end.
+def forks_children(backend):
+    """Fork three children on rank 1, then report an error of rank 1 itself. Rank 0 returns the failure that it receives.
 
-    Then report an error of rank 1 itself.
-
-    Rank 0 returns the failure that it has received.
+    One child leaves, one reports an error, and one checks that its copy of rank 1's connection is closed.
     """
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
@@ -634,7 +632,7 @@ def forks_a_child(backend):
 
 
 def test_the_end_of_a_forked_child_is_not_reported_and_the_child_keeps_no_connection():
-    assert run_threads(2, forks_a_child)[0] == PeerFailure(1, "stopped: of the rank")
+    assert run_threads(2, forks_children)[0] == PeerFailure(1, "stopped: of the rank")
 
 
 def test_the_watch_of_a_world_of_one_does_nothing():
