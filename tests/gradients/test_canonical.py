@@ -57,13 +57,13 @@ def expected(size):
 
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 3), ("shm", 2), ("shm", 3))
-def test_canonical_sums_have_the_bits_of_the_tree_of_ranks(real):
+def test_canonical_sums_equal_the_tree_sum_over_the_ranks_bitwise(real):
     for found in real(averaged):
         assert found == expected(real.size)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_canonical_sums_have_the_bits_of_the_tree_of_ranks_in_threads(size):
+def test_canonical_sums_of_threads_equal_the_tree_sum_over_the_ranks_bitwise(size):
     for found in run_threads(size, averaged):
         assert found == expected(size)
 
@@ -153,7 +153,7 @@ def steps_with_a_closure(backend):
     return optimizer.step(closure).item()
 
 
-def test_a_closures_loss_is_averaged_along_the_tree_of_ranks():
+def test_a_closures_loss_is_averaged_by_a_tree_sum_over_the_ranks():
     losses = [torch.tensor(0.1 * (rank + 1)).double() for rank in range(3)]
     assert run_threads(3, steps_with_a_closure) == [(tree(losses) / 3).float().item()] * 3
 
@@ -251,7 +251,7 @@ def test_unknown_or_impossible_orders_of_sums_are_refused():
 
 
 def sharing(backend):
-    """Return both gradients after a step of four shards. After each shard except a rank's last, they share memory."""
+    """Return both gradients after a step of four shards. Before each ``add_shard``, they share memory."""
     one, two = (nn.Parameter(torch.zeros(shape)) for shape in (4, (2, 2)))
     optimizer = DistributedOptimizer(
         torch.optim.SGD([one, two], lr=0.0),

@@ -140,7 +140,7 @@ def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
 
 
 def norms_without_samples(backend):
-    """Normalize batches of different sizes; the first of several ranks has no samples."""
+    """Normalize batches of different sizes; rank 0 has no samples."""
     model, whole = torch.nn.Sequential(torch.nn.BatchNorm1d(2, momentum=None)), torch.nn.BatchNorm1d(2, momentum=None)
     synchronize_norms(model, backend)
     parts = [x.requires_grad_() for x in inputs(backend.size, lambda r: 3 * r)]

@@ -218,14 +218,14 @@ def test_the_average_of_large_16_bit_gradients_does_not_overflow(typical):
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.brain = nn.Linear(4, 5, dtype=torch.bfloat16)
+        self.bf16 = nn.Linear(4, 5, dtype=torch.bfloat16)
         self.single = nn.Linear(5, 6)
         self.wide = nn.Linear(6, 2, dtype=torch.float64)
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         self.last = nn.Linear(2, 1, dtype=torch.float16)
 
     def forward(self, x):
-        y = self.wide(self.single(self.brain(x.bfloat16()).float()).double())
+        y = self.wide(self.single(self.bf16(x.bfloat16()).float()).double())
         return self.last((y * self.phase).abs().half()).float()
 
 

@@ -506,7 +506,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
 
 
 def closure_of_sgd(backend):
-    """Step with closures. Losses are averaged; other values are returned unchanged; a loss on only some ranks raises."""
+    """Step with closures. Losses are averaged, other values returned as they are; a loss on only some ranks is refused."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [

@@ -20,7 +20,7 @@ from tests.models_for_tests import (
     wrap,
 )
 
-STEPS = 6  # one hash after the last step is enough: a bit that differs in any step changes it
+STEPS = 6  # only the weights after the last step are compared: a bit that differs in an earlier step changes them
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
     "adam": (torch.optim.Adam, {"lr": 3e-3}),

@@ -571,9 +571,9 @@ def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real,
 
 
 def unfrozen_without_buckets(backend):
-    """Freeze and unfreeze layers with ``op=Max``: as with buckets, every unfrozen parameter is reduced, and no frozen one.
+    """Freeze and unfreeze layers with ``op=Max``: only unfrozen parameters are reduced, as with buckets.
 
-    If only some ranks have frozen a parameter, the step on every rank raises an error that names it, and changes nothing.
+    If only some ranks have frozen a parameter, the step raises an error on every rank, and changes no parameter.
     """
     with library(backend) as hvd:
         model = perceptron()
@@ -613,7 +613,7 @@ def swap(model):
 
 
 def swapped(backend):
-    """Swap parameters, which drops their hooks. Every rank refuses the step unless ``zero_grad`` restores the hooks."""
+    """Swap parameters, which drops their hooks. ``zero_grad`` restores them; without it, every rank refuses the step."""
     model = perceptron()
     optimizer = sgd(model, backend)
     for step in range(4):
@@ -673,7 +673,7 @@ def tied_later(backend):
 
 
 def added_later(backend):
-    """Replace a parameter and a module, and add the new parameters to the optimizer before or after that."""
+    """Add parameters to the optimizer: a module's before the module is put into the model, a bias after it is put there."""
     model = seeded(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)))
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()

@@ -1,4 +1,4 @@
-"""If only some ranks take a step, all ranks raise an error, even if no rank can detect that gradients were zeroed."""
+"""A step that only some ranks take is an error on all ranks, even if they cannot detect that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Change nothing, to simulate gradients zeroed in place on a GPU, whose values are not read: they look unchanged."""
+    """Change nothing. On a GPU, gradients that were zeroed in place look unchanged, because their values are not read."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,8 +31,8 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    # The ranks normally exchange only whether their number of steps is odd. Before the extra step, this number is 3 here,
-    # and 0 in ``steps_alone``.
+    # The ranks normally compare only whether their numbers of steps are odd or even. Before the extra step, the number is
+    # odd here, and even in ``steps_alone``.
     for step in range(3):
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()

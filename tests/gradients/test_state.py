@@ -28,7 +28,7 @@ DTYPES = [
 
 
 class Normalised(nn.Module):
-    """A model with running statistics, a counter, a buffer that no state_dict holds, and a frozen parameter."""
+    """A model with running statistics, a counter, a non-persistent buffer, and a frozen parameter."""
 
     def __init__(self, seed=0):
         super().__init__()

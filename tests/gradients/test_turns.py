@@ -88,9 +88,9 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 def counts_passes(backend):
-    """Train with an optimizer that exchanges after every second pass, and one that exchanges after every pass.
+    """Train with ``twice``, which exchanges after every second pass, and ``once``, which exchanges after every pass.
 
-    The exchange of the latter after the first pass must not start an exchange of the former.
+    The exchange of ``once`` after the first pass must not start an exchange of ``twice``.
     """
     models = two_models()
     options = {"extra": 1, "backward_passes_per_step": 2}

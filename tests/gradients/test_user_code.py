@@ -136,7 +136,7 @@ def lists_parameters_in_another_order(backend, late):
 
 @contextmanager
 def refused(backend, words):
-    """Expect a BackendError in the block, with more than one rank."""
+    """Expect a BackendError in the block if there are several ranks."""
     if backend.size == 1:
         yield
         return
@@ -203,7 +203,7 @@ def test_a_frozen_parameter_with_sparse_gradients_does_not_change(typical):
     typical.each(freezes_a_sparse_embedding, [(True,), (False,)])
 
 
-def shares_an_optimizer_per_parameter(backend, count):
+def steps_one_optimizer_per_parameter(backend, count):
     """Step in backward with one optimizer for each of many parameters."""
     params = [nn.Parameter(torch.full((2,), float(number))) for number in range(count)]
     wrapped = {p: DistributedOptimizer(torch.optim.SGD([p], 1.0), backend=backend) for p in params}
@@ -224,7 +224,7 @@ def shares_an_optimizer_per_parameter(backend, count):
 
 
 def test_more_than_twenty_optimizers_may_share_a_backend(typical):
-    typical.each(shares_an_optimizer_per_parameter, [(45,)], [(21,)])
+    typical.each(steps_one_optimizer_per_parameter, [(45,)], [(21,)])
 
 
 def conjugates(backend):
@@ -418,8 +418,8 @@ def test_a_gradient_that_is_ready_twice_is_sent_once_as_the_sum(typical):
 def nearly_overflows(backend):
     """Average gradients whose sum overflows.
 
-    With 2 or 4 ranks, ``average_first`` multiplies by 1/size before the sum, so that the average is finite, except on
-    backends that scale sums.
+    With ``average_first``, gradients are multiplied by 1/size before the sum, so that the average is finite. This needs 2
+    or 4 ranks, and a backend that does not scale sums.
     """
     for numel in SIZES:
         for average_first in (True, False):
@@ -450,7 +450,7 @@ def drops_one_gradient(backend, dropped):
     reducer.close()
 
 
-def test_a_gradient_in_the_bucket_is_averaged_beside_a_new_one(typical):
+def test_an_accumulated_gradient_is_averaged_together_with_a_new_one(typical):
     typical.each(drops_one_gradient, [(0,), (1,)])
 
 
@@ -607,7 +607,7 @@ def test_options_that_differ_between_ranks_are_refused(many, option):
     many(other_options, option)
 
 
-class Scheduled(torch.optim.SGD):
+class ScheduleFree(torch.optim.SGD):
     """An optimizer that has a train mode and an eval mode, as schedule-free optimizers do."""
 
     mode = "train"
@@ -619,7 +619,7 @@ class Scheduled(torch.optim.SGD):
 def test_methods_of_the_wrapped_optimizer_are_found():
     model = perceptron()
     with connect("local") as backend:
-        optimizer = wrap(Scheduled(model.parameters(), lr=0.1), model, backend)
+        optimizer = wrap(ScheduleFree(model.parameters(), lr=0.1), model, backend)
         optimizer.eval()
         assert (optimizer.mode, optimizer.optimizer.mode) == ("eval", "eval")
         with pytest.raises(AttributeError, match="no attribute 'missing'"):
