@@ -20,9 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: Host i runs on core i of this list. With one core per host, each rank has one thread. Tests compare the weights' bits
-#: with those of runs on one host, whose ranks also have one thread each: the bits of sums depend on the number of threads.
-#: Every core is listed twice, because the machine may have only one.
+#: Host i runs on core i of this list. Every core is listed twice, because the machine may have only one. With one core, a
+#: rank has one thread, as in the runs on one host. Otherwise the weights could have other bits than in those runs.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
@@ -194,7 +193,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         for host in hosts:
             host.booted()
         here, there = hosts
-        # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` is not a process of ``there``.
+        # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` would be a different process.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
         subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:

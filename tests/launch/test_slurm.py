@@ -96,10 +96,10 @@ def test_srun_gives_the_same_weights_as_torchrun(backend, slurm, expected, tmp_p
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
-def until(condition: Callable[[], bool], what: Path) -> None:
+def until(condition: Callable[[], bool], log: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, what.read_text()
+        assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.5)
 
 

@@ -1,6 +1,6 @@
 """Start two ranks with each launcher, and one rank with plain python. Each job trains on torch, then on Horovod.
 
-Of tests/launch/, the default test command runs only this file. tests/launch/test_modes.py tests other modes of these
+The default test command runs only this file of tests/launch/. tests/launch/test_modes.py tests other modes of these
 launchers.
 """
 
