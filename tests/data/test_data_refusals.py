@@ -221,11 +221,11 @@ class Unreadable:
         return torch.zeros(2), 0
 
 
-NAMES = [["a", "a"], ("a", "b"), {"a": 0, "b": 1}, numpy.array(["a", "b"]), 2, 2.0, numpy.int64(2), torch.tensor(2)]
+VALID_CLASSES = [["a", "a"], ("a", "b"), {"a": 0, "b": 1}, numpy.array(["a", "b"]), 2, 2.0, numpy.int64(2), torch.tensor(2)]
 
 
 def test_classes_are_names_or_a_number():
-    for known in NAMES:
+    for known in VALID_CLASSES:
         assert wrap(Table(known), Table(known)).classes == 2
     for known in ("2", True, 2.5, float("nan"), float("inf"), -2, 0, (name for name in "ab"), lambda: 2):
         with pytest.raises(UserError, match=r"has unusable classes .*: set its attribute classes to .*, or give --classes"):
@@ -242,7 +242,7 @@ def test_errors_in_the_length_or_the_classes_of_a_dataset_keep_their_traceback()
 
 
 class Rows:
-    """A source of 8 samples. ``change`` is applied to each batch; None ends the stream."""
+    """A source of 8 samples. ``change`` is applied to each batch; if it returns None, the stream ends."""
 
     def __init__(self, change):
         self.change = change

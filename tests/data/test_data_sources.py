@@ -80,7 +80,7 @@ def tree(tmp_path_factory):
     return folder
 
 
-class Squares:
+class RandomSamples:
     """A user's dataset whose augmentation draws random numbers from torch and from NumPy."""
 
     num_classes = 3
@@ -95,7 +95,7 @@ class Squares:
 
 
 def build_pair(folder):
-    return Squares(), Squares()
+    return RandomSamples(), RandomSamples()
 
 
 # ------------------------------------------------------------------------------------------------ the hash
@@ -271,7 +271,7 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
     task.close()
 
 
-def test_an_image_on_a_failing_disk_forbids_no_restart(tmp_path, monkeypatch):
+def test_a_disk_error_while_reading_an_image_allows_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "open_regular", lambda path: _raise(OSError(errno.EIO, "Input/output error", str(path))))
     with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair the disk") as refusal:
         decode.read_image(tmp_path / "cat.jpg")
@@ -321,10 +321,10 @@ def test_synthetic_samples_differ_and_have_unit_variance():
 
 
 def test_a_pair_of_datasets_becomes_a_task():
-    task = wrap(Squares(), Squares())
+    task = wrap(RandomSamples(), RandomSamples())
     assert isinstance(task.train, LoaderSource)
     assert (task.shape, task.classes, task.kind) == ((2,), 3, "classes")
-    with_worker = wrap(Squares(), Squares(), workers=1)
+    with_worker = wrap(RandomSamples(), RandomSamples(), workers=1)
     assert_same(epoch(task.train, 1, 4), epoch(with_worker.train, 1, 3))
     with_worker.close()
 
@@ -399,7 +399,7 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
 )
 def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
     status, written = os.pipe()
-    server = subprocess.Popen(["sleep", "1000"], pass_fds=[written])  # in place of a fork server that starts no worker
+    server = subprocess.Popen(["sleep", "1000"], pass_fds=[written])  # simulates a fork server that starts no worker
     os.close(written)
     monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", server.pid)
     monkeypatch.setattr(processes, "_starters", {os.getpid()})
