@@ -22,7 +22,7 @@ from dualtrain.backends.short_calls import CallBuffers, longest, travels
 
 @pytest.fixture
 def channels():
-    """Return a function that connects ranks in this process, and returns their channels. They are closed after the test."""
+    """Yield a function that connects ranks in this process and returns their channels, which are closed after the test."""
     made: list[CallChannel] = []
 
     def make(size):

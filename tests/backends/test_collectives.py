@@ -669,7 +669,7 @@ def test_a_view_is_sent_without_the_rest_of_its_memory():
     memory = torch.zeros(1_000_000)
     assert len(objects.encode([memory[:1], torch.nn.Parameter(memory[1:2])])) < 10_000
     first, second = objects.decode(objects.encode([memory, memory]))
-    assert first.data_ptr() == second.data_ptr()  # tensors that use all of their memory still share it
+    assert first.data_ptr() == second.data_ptr()  # tensors that share all of their memory still share it
 
 
 def refuse_objects(backend):
@@ -970,7 +970,7 @@ def done_by_itself(backend):
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
-    # A tree sum of a short tensor is one operation. Longer tensors need a second one, which only ``wait`` starts.
+    # A tree sum of a short tensor is one operation. Longer tensors need a second operation, which only ``wait`` starts.
     short = torch.ones(3)
     work = backend.start_tree_sum(short, [], sum_order(backend.size, backend.size), "tree")
     await_done(work)
@@ -1135,7 +1135,7 @@ def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
 
 
 class OneGroup(ThreadsBackend):
-    """A backend that starts sums of gradients and calls in one group, as NCCL does: their order must be the same."""
+    """Backend with one group for calls and sums of gradients, as NCCL has: all ranks must start them in the same order."""
 
     @property
     def gradient_path(self):

@@ -425,7 +425,7 @@ def test_connect_names_the_different_transports_of_the_ranks(pool):
 
 
 def longest_short_data(backend, port, cores):
-    """Return the limits in bytes of data sent with comparisons of calls, in a new world on ``cores`` cores and a group."""
+    """Return the byte limits of data sent with comparisons of calls, for a new world on ``cores`` cores and for a group."""
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
     with (
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
@@ -440,7 +440,7 @@ def test_longer_data_is_sent_with_the_comparison_of_calls_if_the_ranks_use_all_c
         assert pool.run(longest_short_data, free_port(), cores) == [(most, most)] * 2
 
 
-def test_the_cores_of_a_host_are_counted_over_its_ranks(monkeypatch):
+def test_the_cores_of_a_host_are_the_union_of_its_ranks_cores(monkeypatch):
     rows = []
     for cores in ({0, 1}, {1, 200}, {0, 1, 2, 3}):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)

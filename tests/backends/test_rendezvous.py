@@ -288,7 +288,7 @@ def test_horovods_api_starts_with_variables_set_by_hand(tmp_path):
     assert [end.stdout for end in run_ranks(2, ("-c", HVD), tmp_path, env=ENV)] == ["sum 3.0\n"] * 2
 
 
-def test_each_world_has_a_store_of_its_own_unless_the_process_that_starts_the_ranks_serves_one(monkeypatch):
+def test_worlds_share_a_store_only_if_the_process_that_starts_the_ranks_serves_it(monkeypatch):
     dialled = []
 
     def dial(host, ports, rank, size, secret, timeout, world):

@@ -156,7 +156,7 @@ def frees_memory(backend):
     del buffers, buffer
     assert len(backend.memory._regions) == regions - 3
     assert held("maps") == before[0]
-    # Ignore folders of `horovodize --prove` for Open MPI: a test in another process of pytest-xdist may use one now.
+    # Ignore Open MPI's folders of `horovodize --prove`: a test in another pytest-xdist worker may be using one.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 
@@ -223,7 +223,7 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
     run_threads(2, interrupted, count)
 
 
-def late_for_rows(backend):
+def late_for_the_comparison(backend):
     backend = share_memory(backend, (0,) * backend.size)
     backend.timeout = 1.0
     if backend.rank == 0:
@@ -234,7 +234,7 @@ def late_for_rows(backend):
 
 
 def test_when_a_comparison_of_calls_times_out_the_error_names_the_missing_rank():
-    run_threads(2, late_for_rows)
+    run_threads(2, late_for_the_comparison)
 
 
 def in_any_mode(backend):
@@ -285,7 +285,7 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
 
 
 def short_among_other_calls(backend):
-    """Reduce short tensors after calls that do not match, and with a sum pending. The late rank changes in each step."""
+    """Reduce short tensors after mismatched calls, and with a sum pending. In each step, a different rank is late."""
     last = backend.rank == backend.size - 1
     for step in range(12):
         values = torch.arange(5.0) + 10 * backend.rank + step
@@ -342,7 +342,7 @@ def test_more_operations_than_tags_may_be_pending(count):
 
 
 def group_between(backend):
-    """On rank 0, wait for the sum before the group's call; on the other ranks, wait for it after this call."""
+    """On rank 0, wait for the sum before the group's call; on the other ranks, after the call."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5)
     work = backend.start_sum(tensor, "t")
