@@ -673,7 +673,7 @@ def tied_later(backend):
 
 
 def added_later(backend):
-    """Add parameters to the optimizer: a module's before the module is put into the model, a bias after it is put there."""
+    """Add parameters to the optimizer: those of a module before the model has it, and a bias after the model has it."""
     model = seeded(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)))
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()

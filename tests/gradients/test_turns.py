@@ -238,5 +238,5 @@ def overflows_in_no_sync(backend, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(fused):
+def test_an_overflow_in_no_sync_on_one_rank_makes_all_ranks_skip_the_step(fused):
     assert run_threads(2, overflows_in_no_sync, fused) == [(True, 2.0)] * 2

@@ -438,7 +438,7 @@ def test_averages_of_large_gradients_do_not_overflow_if_the_factor_is_applied_fi
 
 
 def drops_one_gradient(backend, dropped):
-    """Drop one gradient between two backward passes; the second pass adds to the other one, which lies in the bucket."""
+    """Drop one gradient between two backward passes; the second pass adds to the other gradient, in the bucket."""
     params = [nn.Parameter(torch.zeros(numel)) for numel in SIZES]
     reducer = GradientReducer([(str(number), p) for number, p in enumerate(params)], backend)
     mean = (backend.size + 1) / 2
