@@ -60,7 +60,10 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _fraction(factor: float) -> Fraction:
-    """Return the fraction that the caller has probably rounded to ``factor``, such as 1/3, which no float equals."""
+    """Return the simple fraction whose nearest float is ``factor``, such as 1/3.
+
+    If there is none, return the exact value of ``factor``.
+    """
     simple = Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)
     return simple if float(simple) == factor else Fraction(factor)
 

@@ -319,7 +319,7 @@ class HorovodReducer(ABC):
             self.add(unfrozen)
 
     def fill_frozen(self) -> None:
-        """Reproduce a defect of Horovod: parameters frozen after the optimizer was wrapped get zeros as gradients."""
+        """In compat mode, reproduce a defect of Horovod: parameters frozen after the wrapping get gradients of zeros."""
         if not compat.enabled():
             return
         for slot in self.hooks.slots:
@@ -347,10 +347,9 @@ class HorovodReducer(ABC):
     def close_replaced(named: Named, process_set: ProcessSet) -> None:
         """Close the reducers of earlier optimizers that share a trained parameter and a name with a new reducer.
 
-        On Horovod, both optimizers would send gradients under this name, which fails. A parameter that is frozen for the
-        new reducer counts as soon as it is unfrozen. An old optimizer may still exist after the script has dropped it,
-        because only garbage collection frees it: Lightning wraps the optimizer in each ``fit``, and other scripts wrap a
-        new optimizer after they have replaced or unfrozen a module.
+        Horovod fails in this case, because both optimizers send gradients under the same name. An optimizer that the script
+        has dropped exists until garbage collection frees it. For example, Lightning wraps the optimizer in each ``fit``.
+        A frozen parameter is ignored here. When it is unfrozen, :meth:`add` calls this method again.
         """
         trained = [(name, p) for name, p in named if p.requires_grad]
         names = {name for name, _ in trained}
@@ -381,7 +380,10 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: Place, name: str) -> None:
-        """Refuse exchanges while what replaced parameter ``name`` or its module is trained without a reducer."""
+        """Record that parameter ``name``, or a module that has it, was replaced in ``place``.
+
+        Exchanges are refused as long as the replacement has trained parameters without a reducer.
+        """
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

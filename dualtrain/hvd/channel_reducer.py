@@ -109,7 +109,7 @@ class ChannelReducer(HorovodReducer):
             raise
         finally:
             self._waits = False
-            self._end_lines()
+            self._end_activities()
         self.end_exchange()  # not after an interrupt such as Ctrl-C: the next call of ``reduce`` continues the exchange
         # Reading the extra scalar from a GPU blocks, so read it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:
@@ -220,7 +220,7 @@ class ChannelReducer(HorovodReducer):
                 timeline.end(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
                 timeline.begin(f"allreduce.{slot.name}", "ALLREDUCE")
 
-    def _end_lines(self) -> None:
+    def _end_activities(self) -> None:
         """End the exchange's activities on the timeline."""
         if self._traced and basics.is_initialized():
             for slot in self.hooks.slots:
@@ -255,7 +255,8 @@ class ChannelReducer(HorovodReducer):
     def _open(self, *, start: bool) -> Pending:
         """Request the channel, unless it was requested before; do not block.
 
-        With ``start``, send all gradients as soon as the channel is open."""
+        With ``start``, send all gradients as soon as the channel is open.
+        """
         if self._opening is None:
             slots = self.hooks.slots
             name = f"{self.channel_name}/{len(slots)}"

@@ -109,7 +109,7 @@ class Exchangers:
     def find(self, channel_name: str) -> Exchanger | None:
         """Return the reducer of the channel.
 
-        If there is none, return the first reducer with the channel's base name that has no channel yet.
+        If there is none, return the first open reducer that has the channel's base name, and no channel yet.
         """
         base, alive = channel_name.rpartition(".")[0], self.alive()
         known = [one for one in alive if one.channel_name == channel_name]
@@ -117,7 +117,10 @@ class Exchangers:
         return next(iter(known + unused), None)
 
     def skip(self, channel_name: str, added: list[str]) -> None:
-        """Count an exchange of zeros, which this rank has made without a reducer. ``added``: see :attr:`added`."""
+        """Count an exchange for which the engine has sent zeros, because this rank has joined.
+
+        ``added`` is the new value for this channel in :attr:`added`.
+        """
         for reducer in tuple(self.reducers):
             if reducer.channel_name == channel_name:
                 reducer.abandon_call()

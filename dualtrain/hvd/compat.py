@@ -25,8 +25,8 @@ HALF = "float16 is summed in 16 bits"
 
 #: Optimizers that count steps in their state, although their updates do not depend on the count.
 _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
-#: Attributes that need no comparison: ``without_state`` handles the first three, and only warnings use the others, which
-#: are private in torch 2.5 to 2.15.
+#: Attributes that are not compared. ``without_state`` handles the first three. The others are private in torch 2.5 to
+#: 2.15, which uses them for warnings only.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _met: dict[tuple[str, str, int], None] = {}

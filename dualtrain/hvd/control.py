@@ -84,10 +84,10 @@ class _WorkerEnd:
 
 
 class _Outbox:
-    """Messages to one rank, some of which may be unsent because the rank does not read them now.
+    """Queue of messages to one rank. Sending does not block.
 
-    The rank may execute a long call, or its process may be stopped. Sending does not wait for it: the coordinator's thread
-    also serves the other ranks, and reports which rank a call waits for.
+    A rank may not read messages for a long time, because it executes a long call or its process is stopped. Meanwhile, the
+    coordinator's thread must serve the other ranks, and report which rank a call waits for.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -159,9 +159,9 @@ class _CoordinatorEnd:
             return
         with suppress(OSError):  # reading from this connection fails too, and _receive handles that
             if not self._outboxes[rank].send(message):
-                self._await(self._connections[rank], selectors.EVENT_READ | selectors.EVENT_WRITE)
+                self._select_for(self._connections[rank], selectors.EVENT_READ | selectors.EVENT_WRITE)
 
-    def _await(self, connection: Connection, events: int) -> None:
+    def _select_for(self, connection: Connection, events: int) -> None:
         self._selector.modify(connection.socket, events, connection)
 
     def _serve(self) -> None:
@@ -206,7 +206,7 @@ class _CoordinatorEnd:
         except OSError:
             sent = True  # reading from this connection fails too
         if sent:
-            self._await(connection, selectors.EVENT_READ)
+            self._select_for(connection, selectors.EVENT_READ)
         return sent
 
     def _receive(self, connection: Connection) -> None:

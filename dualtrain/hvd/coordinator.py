@@ -184,7 +184,7 @@ class Coordinator:
             return
         opened = key if key in self._opened else self._opened_instead(key, rank)
         if opened is not None:
-            self._reopen(opened, rank, message)
+            self._answer_late(opened, rank, message)
             return
         if key not in self._table:
             self._table[key] = _Waiting(self._clock())
@@ -194,9 +194,8 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks opened in place of ``key``: with another number of gradients.
+        """Return the channel that the other ranks opened for the same optimizer, but with another number of gradients.
 
-        A channel's name contains the optimizer's name and the number of gradients.
         Return ``None`` if there is none, or if ``rank`` has not joined. A joined rank requests a channel only after the
         other ranks have opened theirs.
         """
@@ -204,7 +203,7 @@ class Coordinator:
             return None
         return next((each for each in reversed(self._opened) if _channel_of(each) == _channel_of(key)), None)
 
-    def _reopen(self, key: Key, rank: int, message: Message) -> None:
+    def _answer_late(self, key: Key, rank: int, message: Message) -> None:
         """Answer a request for a channel that the other ranks opened after ``rank`` had joined."""
         opened = self._opened[key]
         problem = disagreement(key, {opened.request["rank"]: opened.request, rank: message})
@@ -228,11 +227,12 @@ class Coordinator:
             waiting.since = self._clock()
             self._reported.discard(title_of(key))  # a later wait for the same key is reported again
             self._note("matched", line_of(key), -1)
-            self._do(key, calls)
+            self._answer(key, calls)
         if not any(waiting.calls.values()):
             self._table.pop(key, None)
 
-    def _do(self, key: Key, calls: dict[int, Message]) -> None:
+    def _answer(self, key: Key, calls: dict[int, Message]) -> None:
+        """Send the ranks a matched call to execute, or the reason why it fails."""
         members = self.sets[key[0]]
         absent = [rank for rank in members if rank not in calls]
         problem = disagreement(key, calls)
@@ -251,7 +251,7 @@ class Coordinator:
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":
             facts["sparse"] = sorted({tuple(pair) for message in calls.values() for pair in message["sparse"]})
-            # Shared memory needs equal buffers, which ranks do not have if only some of them use a GPU.
+            # Shared memory needs equal buffers on all ranks. They differ if only some ranks use a GPU.
             same = all(message["buffers"] == first["buffers"] for message in calls.values())
             facts["buffers"] = first["buffers"] if same else []
             if absent:
@@ -289,9 +289,9 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The joined ranks get the request only after all other ranks have requested zeros, so all of them know then that a
-        rank has joined. The exchange cannot end before, since it needs the joined ranks' zeros. When it ends, the other
-        ranks read its extra scalar, which is the number of joined ranks that the averages leave out.
+        The joined ranks get the request only after every other rank has requested zeros. So when the exchange ends, every
+        other rank knows that a rank has joined, and reads the exchange's extra scalar: the number of joined ranks that the
+        averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

@@ -97,8 +97,8 @@ class Engine:
             ValueError: this rank has an unfinished call of the same kind and name.
             HorovodInternalError: the world has ended.
         """
-        # ``threading`` represents autograd's threads as dummy threads. They make calls only during a backward pass, and the
-        # main thread waits for the end of that pass.
+        # Autograd's threads (dummy threads for ``threading``) do not count. They make calls only during a backward pass,
+        # whose end the main thread waits for.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
             self._several_threads = True
@@ -297,7 +297,7 @@ class Engine:
         failure = watch.failure if watch is not None else None
         self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
         if self.backend.rank != 0:
-            self._control.close()  # rank 0 waits, before it exits, until all ranks have closed their ends
+            self._control.close()  # rank 0 waits until all ranks have closed their ends
 
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None

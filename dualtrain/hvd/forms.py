@@ -82,7 +82,9 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Block until the call has ended; return its result, usable on the current stream, or ``None`` for an unknown handle.
+    """Block until the call has ended, and return its result; return ``None`` for an unknown handle.
+
+    The result can be used on the current CUDA stream.
 
     Raises:
         HorovodInternalError: the call failed.

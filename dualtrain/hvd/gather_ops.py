@@ -1,8 +1,9 @@
 """Collective operations except ``allreduce``, with Horovod's names and arguments; ``mpi_ops`` exports them.
 
 Calls without a ``name`` are matched by their order, for each kind of call and each process set. All functions raise
-ValueError for a wrong argument (``reducescatter``: HorovodInternalError for a wrong ``op``), before they send anything,
-and HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down.
+ValueError for a wrong argument, before they send anything. (For a wrong ``op``, ``reducescatter`` raises
+HorovodInternalError.) They raise HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut
+down.
 """
 
 from __future__ import annotations

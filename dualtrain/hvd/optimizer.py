@@ -51,7 +51,7 @@ def DistributedOptimizer(  # noqa: N802
 
     Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
     then ``param.grad`` has the combined gradients. As with Horovod, a script that clips or unscales gradients must call
-    ``synchronize()`` before that, and must call ``step()`` inside ``skip_synchronize()``.
+    ``synchronize()`` first, and must call ``step()`` inside ``skip_synchronize()``.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
@@ -397,10 +397,7 @@ class _AdasumOptimizer(_Optimizer):
             return self._step_and_combine(closure)
 
     def has_local_gradients(self) -> bool:
-        """Return True: with Adasum, gradients are never combined; the wrapper's step combines changes of parameters.
-
-        Return False after ``close``.
-        """
+        """Return True until ``close`` is called: with Adasum, changes of parameters are combined, and gradients are not."""
         return not self._closed
 
     def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:

@@ -29,7 +29,7 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 class FixedOption:
     """Attribute of the wrapper for an option that cannot change after wrapping: assigning to it raises AttributeError.
 
-    Horovod reads the attribute in every step, so there an assignment has an effect.
+    Horovod reads the attribute in every step, so an assignment has an effect there.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
