@@ -26,7 +26,7 @@ class RayExecutor:
         use_gpu: whether each rank gets GPUs.
         gpus_per_worker: GPUs of each rank; by default, 1 with ``use_gpu``.
         use_current_placement_group: whether to use the placement group of the calling task, if there is one.
-        elastic: ``min_workers``, ``max_workers``, ``reset_limit`` and similar arguments; refused unless they are ``None``.
+        elastic: ``min_workers``, ``max_workers``, ``reset_limit`` and similar arguments, which must be ``None``.
     """
 
     def __init__(
