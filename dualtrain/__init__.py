@@ -1,8 +1,8 @@
 """One PyTorch training loop over two communication backends: torch.distributed and Horovod.
 
 ``connect`` joins the ranks, and returns a ``Backend``, which has the collective operations. ``DistributedOptimizer``
-averages gradients over the ranks, for a training loop of your own. ``Trainer`` takes whole steps. ``run`` calls a function
-on several ranks of this host.
+averages gradients over the ranks, for a training loop of your own. ``Trainer`` takes whole training steps: forward,
+backward and the optimizer's step. ``run`` calls a function on several ranks of this host.
 
 These modules are public too, and must be imported: ``dualtrain.hvd`` (Horovod's API), ``dualtrain.functional``
 (differentiable collectives), ``dualtrain.batchnorm`` (``synchronize_norms``), ``dualtrain.gradients``

@@ -65,7 +65,7 @@ def refuse_removed_folder() -> None:
 
 
 def show(text: object, file: TextIO | None = None) -> None:
-    """Print ``text``, made :func:`printable`, on standard output or ``file``.
+    """Print ``text``, escaped by :func:`printable`, on standard output or ``file``.
 
     Writes the whole text at once, even if Python does not buffer, because launchers mix the output of several processes. If
     the pipe is closed, as by ``| head``, this and all later output is discarded: a run continues, and keeps its exit

@@ -11,7 +11,7 @@ from typing import Any
 #: Messages of torch's exceptions (of several types) for too little memory, or for a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
 
-#: Errors of a disk or a network. They may have gone when the same command starts again.
+#: Errors of a disk or a network. They may not occur when the same command is started again.
 _TEMPORARY = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EMFILE, errno.ENFILE),
     *(errno.EAGAIN, errno.EBUSY),

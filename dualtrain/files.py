@@ -140,7 +140,7 @@ def parse_json(text: str) -> Any:
 def cure_of(error: OSError, folder: str = "the run folder", path: str = "") -> str:
     """Return what the user can do about an ``error`` of a write into ``folder``.
 
-    If ``path`` is given, it is the text to return if the path is wrong, or if the user may not write to it.
+    If ``path`` is given, it is the text to return for a wrong path, or for a path that the user may not write to.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"free space on the disk of {folder}"
@@ -235,10 +235,10 @@ def link_whole(source: Path, target: Path) -> None:
 
 
 def aside_of(path: Path, name: Path) -> Path:
-    """Return where to put ``path`` aside: the first free path of ``name``.aside, ``name``.aside-2 and so on.
+    """Return a path under which to keep the file ``path``: the first free one of ``name``.aside, ``name``.aside-2, ….
 
-    A path is free if nothing is there, or a link to the same file as ``path``. So if two paths are links to one
-    file, and the caller passes the same ``name`` for both, both get the same target, and the file is kept once.
+    A path is free if it does not exist, or is a link to the same file as ``path``. So two links to one file get the same
+    result if the caller passes the same ``name`` for both.
     """
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):

@@ -58,7 +58,7 @@ class World:
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, Integral) and isinstance(self.size, Integral)):
             raise UserError(
-                f"rank {self.rank!r} in a world of {self.size!r} is no place: give World both as whole numbers, such as "
+                f"rank {self.rank!r} and size {self.size!r} are not two whole numbers: give World whole numbers, such as "
                 "int(os.environ['RANK'])"
             )
         if not 0 <= self.rank < self.size <= _LARGEST_SIZE:
@@ -70,13 +70,13 @@ class World:
                 f"{self.launcher} gave {given} ({self.because()}): "
                 f"{valid}; start all processes with one launcher, from a clean environment"
             )
-        # Messages between the ranks have these numbers as JSON, which knows no integers of numpy.
+        # Messages between the ranks contain these numbers as JSON, which cannot encode numpy's integers.
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "size", int(self.size))
         match self.rendezvous:
             case (str() as host, Integral() as port) if 0 < port < 65536:
                 object.__setattr__(self, "rendezvous", (host, int(port)))
-            case _ if self.rendezvous is not None and self.size > 1:  # one rank meets nobody, and may have no address
+            case _ if self.rendezvous is not None and self.size > 1:  # a single rank needs no address
                 raise UserError(
                     f"rendezvous={self.rendezvous!r} is no address: give World the host of rank 0 as text, and a port from "
                     '1 to 65535 as a number, such as ("127.0.0.1", 29500)'

@@ -237,7 +237,7 @@ def _leave_on_sigterm(reported: threading.Event) -> None:
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
     """
-    if not isinstance(sys.exc_info()[1], StoppedError):  # otherwise the run is saved, and is about to end
+    if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and is about to end
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)
 

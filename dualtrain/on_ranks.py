@@ -39,8 +39,8 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on rank 0, and return its result (plain values, tensors) on every rank. Collective; blocks.
 
     Raises:
-        UserError: on every rank, if the task raised UserError or OSError. If it raised anything else, rank 0 raises this,
-            and every other rank raises UserError.
+        UserError: on every rank, if the task raised UserError or OSError. If the task raised a different exception, rank 0
+            raises that exception, and every other rank raises UserError.
     """
     answer: tuple[T | None, _Problem | None] = (None, None)
     failure: Exception | None = None

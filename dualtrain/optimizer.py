@@ -42,11 +42,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     A step that the wrapped optimizer takes itself, for example in a method of its class that calls ``self.step()``,
     raises RuntimeError if gradients are not averaged: after ``no_sync`` or between ``backward_passes_per_step`` passes.
 
-    Changes of ``param.grad`` before the end of backward, by hooks, are averaged; a change of a gradient that was sent
-    already raises BackendError. Changes after backward are local, and ``step()`` uses them: make the same ones on every
-    rank, or run backward in :meth:`no_sync`; :meth:`synchronize` or ``step()`` then averages them. If backward
-    averaged zeros for a parameter, because no rank had a gradient for it, and the program then assigns a gradient,
-    ``step()`` raises BackendError: most likely, each rank has assigned its own.
+    Hooks may change ``param.grad`` before backward ends, and the changed gradients are averaged. A change of a gradient
+    that was sent already raises BackendError. Changes after backward are local, and ``step()`` uses them, so make the same
+    changes on every rank. Or run backward in :meth:`no_sync`: then :meth:`synchronize` or ``step()`` averages the changed
+    gradients. If backward averaged zeros for a parameter, because no rank had a gradient, and the program then assigns a
+    gradient, ``step()`` raises BackendError: most likely, each rank has assigned its own.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
@@ -58,8 +58,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
-            is the manual alternative. If :meth:`zero_grad` is called between these passes, on one rank or on all, the
-            count goes on, and further passes before the step exchange their gradients too.
+            is the manual alternative. A call of :meth:`zero_grad` between these passes does not reset their count. After
+            such a call, each pass that follows the counted ones exchanges gradients too, until the step.
         extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
@@ -108,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer  # set last, because __setattr__ then passes new attributes on to it
 
     # Attributes that the wrapper does not have itself are the wrapped optimizer's: for example param_groups, state, and the
-    # methods train() and eval() of schedule-free optimizers. GradScaler sets found_inf for a fused step, then deletes it.
+    # methods train() and eval() of schedule-free optimizers. GradScaler sets and deletes found_inf for a fused step.
 
     def __getattr__(self, name: str) -> Any:
         # During construction and unpickling there is no wrapped optimizer yet.

@@ -152,7 +152,7 @@ class _Job:
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
             for rank, environment in enumerate(environments):
-                self._listen(0.0)
+                self._handle_signals(0.0)
                 if self._stopped is not None:
                     self._status = 128 + self._stopped[0]
                     if self._stopped[0] == signal.SIGINT and not self._processes:
@@ -164,7 +164,7 @@ class _Job:
                 with variables(environment):
                     process.start()
                 self._processes.append(process)
-            self._listen(0.0)
+            self._handle_signals(0.0)
             if self._save or take_early_request():
                 self._send(signal.SIGUSR1)
         except OSError as error:
@@ -187,14 +187,14 @@ class _Job:
         deadline = time.monotonic() + seconds
         self._save = False
         while self._stopped is None and (left := deadline - time.monotonic()) > 0:
-            self._listen(left)
+            self._handle_signals(left)
         return None if self._stopped is None else self._stopped[0], self._save
 
     def wait(self) -> int:
         """Wait until all ranks have exited, or a rank has survived SIGKILL; return the job's status."""
         while self._alive():
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            self._listen(left)
+            self._handle_signals(left)
             if self._deadline is not None and time.monotonic() >= self._deadline and not self._escalate():
                 break
         return self._status or 0
@@ -214,7 +214,7 @@ class _Job:
             assert process.pid is not None
             os.kill(process.pid, number)  # the pid is not reused: only reading exitcode reaps the process
 
-    def _listen(self, seconds: float | None) -> None:
+    def _handle_signals(self, seconds: float | None) -> None:
         """Handle the signals that were received, or that arrive within ``seconds``."""
         if select.select([self._inbox], [], [], seconds)[0]:
             for number in os.read(self._inbox, 1024):

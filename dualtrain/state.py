@@ -66,7 +66,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
     Raises:
         TypeError: ``backend`` is not what ``connect()`` returns; or, on the root, an option is neither a plain value nor a
-            tensor, and the other ranks raise BackendError.
+            tensor. (In the second case, the other ranks raise BackendError.)
         BackendError: the root's ``state_dict()`` has raised, a rank failed, or the call timed out.
     """
     check_backend(backend)
@@ -126,7 +126,10 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
 
 def _average_buffers(model: torch.nn.Module, backend: Backend, counted: tuple[int, bool] | None = None) -> None:
-    """Average the buffers over all ranks, or over some: ``counted`` is (how many ranks count, whether this one does)."""
+    """Average the buffers over all ranks, or over a part of them.
+
+    ``counted`` has the number of ranks in this part, and whether this rank is one of them.
+    """
     try:
         buffers = [dense(b) for _, b in local_buffers(model)]
     except Exception as problem:  # of any type, since the model is the user's

@@ -259,7 +259,7 @@ def test_a_size_that_does_not_fit_into_a_signed_32_bit_integer_is_refused():
 
 @pytest.mark.parametrize("place", [("0", "2"), (None, 2), (0, 2.0)])
 def test_a_world_made_by_the_program_needs_whole_numbers(place):
-    with pytest.raises(UserError, match="is no place: give World both as whole numbers"):
+    with pytest.raises(UserError, match="are not two whole numbers: give World whole numbers"):
         World(*place)
 
 
