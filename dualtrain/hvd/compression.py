@@ -53,7 +53,7 @@ class _Narrow(Compressor):
 
 
 class FP16Compressor(_Narrow):
-    """Sends floating-point tensors as float16: 11 bits of precision, nothing above 65504."""
+    """Sends floating-point tensors as float16: 11 bits of precision, values up to 65504."""
 
     dtype = torch.float16
 

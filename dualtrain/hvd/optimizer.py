@@ -47,7 +47,7 @@ def DistributedOptimizer(  # noqa: N802
 ) -> _Optimizer:
     """Return a wrapper of ``optimizer`` that combines gradients over ranks.
 
-    The wrapper has the parameter groups and the state of ``optimizer``, and its class is a subclass of ``optimizer``'s.
+    The wrapper has the parameter groups and the state of ``optimizer``. Its class is a subclass of the optimizer's class.
 
     Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
     then ``param.grad`` has the combined gradients. As with Horovod, a script that clips or unscales gradients must call

@@ -138,7 +138,9 @@ class State:
 
 
 class ObjectState(State):
-    """Objects as attributes: ``ObjectState(bcast, rank, epoch=0).epoch``.
+    """State of plain objects.
+
+    Example: after ``state = ObjectState(bcast, rank, epoch=0)``, the epoch is ``state.epoch``.
 
     ``save`` keeps a deep copy of the objects; ``restore`` sets the attributes to copies of the saved objects. ``sync``
     sends every rank the root's current objects and saves them, so that all ranks restore the same state if a failure comes
