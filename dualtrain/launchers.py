@@ -330,9 +330,9 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not re.fullmatch(every, name)}
 
 
-# The first launcher that is recognised is used. In this order, that is usually the innermost one: torchrun inside an
-# srun step counts as torchrun. A batch script inside Slurm has no launcher. horovodrun over MPI calls mpirun and counts as
-# mpirun.
+# The first launcher that is recognised is used. The order is usually from the innermost launcher to the outermost: torchrun
+# inside an srun step counts as torchrun. A batch script inside Slurm has no launcher. horovodrun over MPI calls mpirun and
+# counts as mpirun.
 #
 # A spawned rank may start a launcher whose ranks inherit SPAWNED, so "spawn" comes after such launchers.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
