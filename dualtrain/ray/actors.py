@@ -47,7 +47,10 @@ class Worker:
         self._executable = None if cls is None else cls(*args, **kwargs)
 
     def execute(self, function: Callable[[Any], Any]) -> Any:
-        """Return ``function(object)``. If the function raises, leave the world, so that other ranks do not wait."""
+        """Call ``function`` with this rank's object, and return the result.
+
+        If the function raises, leave the world, so that other ranks do not wait.
+        """
         try:
             return function(self._executable)
         except BaseException:
