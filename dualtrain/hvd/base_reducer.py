@@ -347,9 +347,9 @@ class HorovodReducer(ABC):
     def close_replaced(named: Named, process_set: ProcessSet) -> None:
         """Close the reducers of earlier optimizers that share a trained parameter and a name with a new reducer.
 
-        Horovod fails in this case, because both optimizers send gradients under the same name. An optimizer that the script
-        has dropped exists until garbage collection frees it. For example, Lightning wraps the optimizer in each ``fit``.
-        A frozen parameter is ignored here. When it is unfrozen, :meth:`add` calls this method again.
+        Horovod fails in this case, because both optimizers send gradients under the same name. The earlier optimizer often
+        exists only because garbage collection has not freed it yet: Lightning, for example, wraps the optimizer in each
+        ``fit``. A frozen parameter is ignored here. When it is unfrozen, :meth:`add` calls this method again.
         """
         trained = [(name, p) for name, p in named if p.requires_grad]
         names = {name for name, _ in trained}

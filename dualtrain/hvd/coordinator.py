@@ -289,9 +289,9 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The joined ranks get the request only after every other rank has requested zeros. So when the exchange ends, every
-        other rank knows that a rank has joined, and reads the exchange's extra scalar: the number of joined ranks that the
-        averages leave out.
+        The exchange needs the joined ranks' zeros, and these ranks get the request only after every other rank has
+        requested zeros. So when the exchange ends, every other rank knows that a rank has joined, and reads the exchange's
+        extra scalar: the number of joined ranks that the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

@@ -97,8 +97,7 @@ class Engine:
             ValueError: this rank has an unfinished call of the same kind and name.
             HorovodInternalError: the world has ended.
         """
-        # Autograd's threads (dummy threads for ``threading``) do not count. They make calls only during a backward pass,
-        # whose end the main thread waits for.
+        # Don't count autograd's threads (dummy threads for ``threading``): the main thread waits while they run backward.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
             self._several_threads = True
