@@ -5,8 +5,8 @@ int32 1 on one rank and float32 1.0 on another). So every checked call first exc
 call, and an extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal,
 every rank gets the extents of all ranks. Otherwise the ranks exchange descriptions of their calls, and all of them raise
 the same error. The backend stays usable. A rank whose arguments are wrong sends a refusal in place of its call, so the
-other ranks raise too. Data is sent after this comparison. Only short data may be sent together with the fingerprints; it is
-used only if they are equal.
+other ranks raise too. Long data is sent after this comparison. Short data may be sent in the same messages as the
+fingerprints, and is used only if the fingerprints are equal.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ All ranks of a backend start the primitives in the same order, with equal argume
 do not check this; their callers do. The operations that users call begin by comparing the ranks' calls (``agreement.py``).
 The code that sums gradients (the gradient path) compares the ranks' layouts of the gradients whenever it makes a layout.
 
-Buckets of gradients are sent while backward may make other collective calls. So, except with NCCL, libraries match the sums
-of gradients separately from all other operations.
+Buckets of gradients are sent during backward, which may also make other collective calls. So the sums of gradients are
+matched separately from all other operations, except with NCCL.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Primitives(Waits, ABC):
         hosts: the index of each rank's host, in rank order; equal indices mean the same host.
         flag: one bit that this rank sends with the comparison of a call; see :meth:`Backend.with_flag`.
         any_flag: whether any rank had set its flag in the last comparison.
-        compared: whether the running call has begun to compare itself with the other ranks' calls.
+        compared: whether the running call has begun its comparison with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
         scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
     """
@@ -285,7 +285,7 @@ class Primitives(Waits, ABC):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:
-        """Return a backend over some ``ranks`` of this one, in which this rank has the place ``world``. Blocks.
+        """Return a backend over some ``ranks`` of this one; ``world`` is this rank's place in it. Blocks.
 
         Collective over this backend. ``ranks`` is sorted; ranks outside of it pass ``world=None`` and get ``None``.
         """

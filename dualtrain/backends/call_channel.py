@@ -52,7 +52,7 @@ class CallChannel:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def limit(self, seconds: float) -> None:
-        """Set how long a send or receive may block: a longer one is interrupted, to do other work, and then continues."""
+        """Set after how many seconds a blocked send or receive is interrupted to do other work. Then it continues."""
         if seconds != self._seconds:
             self._seconds = seconds
             for one in self._sockets:

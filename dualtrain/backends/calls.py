@@ -78,19 +78,19 @@ class Calls(Primitives):
     def _now(self, kind: str, name: str | None, call: Callable[[], T]) -> T:
         self._check_open()
         self._queue.drain()
-        return self.whole_call(partial(self._in_thread, kind, name, call, self._is_second_thread()))
+        return self.whole_call(partial(self._call_or_refuse, kind, name, call, self._is_second_thread()))
 
     @not_compiled
     def _later(self, kind: str, name: str | None, call: Callable[[], T]) -> Work[T]:
         self._check_open()
-        call = partial(self._in_thread, kind, name, call, self._is_second_thread())
+        call = partial(self._call_or_refuse, kind, name, call, self._is_second_thread())
         return self._queue.submit(partial(self.whole_call, call))
 
     def _is_second_thread(self) -> bool:
         """Return whether this backend was made by a different thread than the calling one."""
         return not hasattr(self._of_thread, "made_this")
 
-    def _in_thread(self, kind: str, name: str | None, call: Callable[[], T], second: bool) -> T:
+    def _call_or_refuse(self, kind: str, name: str | None, call: Callable[[], T], second: bool) -> T:
         """Return the result of ``call``; ``second`` says whether a second thread makes it.
 
         If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not

@@ -234,7 +234,7 @@ class Backend(Reductions, ObjectCalls):
         return group
 
     def adapt_group(self, group: Backend) -> None:
-        """Prepare ``group``, a new result of :meth:`group` or :meth:`channel`. Subclasses may override this."""
+        """Prepare ``group``, which :meth:`group` or :meth:`channel` has just made. Subclasses may override this."""
 
     def close_with(self, group: Backend) -> None:
         """Close ``group`` when this backend is closed."""

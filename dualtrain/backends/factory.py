@@ -1,4 +1,4 @@
-"""``connect``: choose a backend, join its world, and check that the launcher started this world."""
+"""``connect``: choose a backend, join its world, and check that its rank and size are the launcher's."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class _HorovodWork(Work[None]):
         self._what = what
         self._output = output  # receives the result of operations that make a new tensor
         self._reading = self._ended = False
-        self._yields_until, self._pause = 0.0, 1e-5  # kept from poll to poll, which may last half a millisecond only
+        self._yields_until, self._pause = 0.0, 1e-5  # kept between calls of ``_poll``, each of which may last only 0.5 ms
 
     def wait(self) -> None:
         if not self._ended:
@@ -362,10 +362,10 @@ def _scope(address: str | None) -> str:
 
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
     the table of process sets after it has checked for the shutdown). The old operation then takes part in the process's
-    next world, where a new operation of the same name would get its data. If the world has a store, the prefix is a hash of
-    its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. All ranks have the
-    same number: such a world has only one rank, or horovodrun or MPI has started all its processes, and each of them has
-    joined equally many worlds.
+    next world, where a new operation of the same name would get the old operation's data. If the world has a store, the
+    prefix is a hash of its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. All
+    ranks have the same number: such a world has only one rank, or horovodrun or MPI has started all its processes, and each
+    of them has joined equally many worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
 

@@ -55,7 +55,7 @@ class Movement(Calls):
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast` without blocking."""
         try:
-            call: Callable[[], torch.Tensor] = partial(self._broadcast_, _fresh(tensor), root, name)
+            call: Callable[[], torch.Tensor] = partial(self._broadcast_, _contiguous_copy(tensor), root, name)
         except Exception as problem:  # raised by ``wait``, on every rank
             call = partial(raise_problem, problem)
         return self._later("broadcast", name, call)
@@ -115,7 +115,7 @@ class Movement(Calls):
     # -- implementation -------------------------------------------------------------------------------------------
 
     def _broadcast(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
-        return self._broadcast_(_fresh(tensor), root, name)
+        return self._broadcast_(_contiguous_copy(tensor), root, name)
 
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
@@ -187,5 +187,5 @@ class Movement(Calls):
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
 
 
-def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return wire.dense(tensor).detach().clone(memory_format=torch.contiguous_format)

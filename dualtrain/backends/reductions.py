@@ -111,7 +111,7 @@ class Reductions(Movement):
         return wire.average_(reduced, self.size) if op is ReduceOp.AVERAGE else reduced
 
     def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str, *, in_place: bool) -> torch.Tensor:
-        """Check that all ranks make the same ``call``, and only then reduce ``tensor``. Collective; blocks.
+        """Check that all ranks make the same ``call``, and reduce ``tensor``. Collective; blocks.
 
         ``tensor`` and ``op`` are as in :meth:`start_allreduce`. Return the result: a new tensor, or ``tensor`` itself with
         ``in_place``.
@@ -131,7 +131,7 @@ class Reductions(Movement):
         return output
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        """Do the same as :meth:`start_allreduce`, for a call that the caller has matched between the ranks.
+        """Reduce ``tensor`` as :meth:`start_allreduce` does. The caller has checked that the ranks' calls match.
 
         May block if ``tensor`` is short.
         """

@@ -32,9 +32,9 @@ def longest(size: int, *, one_host: bool, few_cores: bool) -> int:
     """Return the largest number of bytes of data in a frame, for ``size`` ranks: a multiple of 8.
 
     Rank 0 receives and sends the data of all ranks, so this limit decreases with ``size``, down to 4096. It is lower on
-    several hosts, because a ring all-reduce uses the network links of all hosts, and not only those of rank 0's host. If
-    the ranks have ``few_cores``, which means that they use all cores of their one host, a ring often waits for a switch
-    between processes. The limit is then 8 MB divided by ``size``, and 1 MB at most.
+    several hosts, because a ring all-reduce uses the network links of all hosts, and not only those of rank 0's host. With
+    ``few_cores`` (one host, with no more cores than ranks), a ring often waits for a switch between processes. The limit is
+    then 8 MB divided by ``size``, and 1 MB at most.
     """
     total = 1 << (23 if few_cores else 20 if one_host else 18)
     return max(1 << 12, min(1 << 20, total // size // _WORD * _WORD))

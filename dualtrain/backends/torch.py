@@ -92,11 +92,11 @@ def _end_all() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # otherwise the interpreter would drop the group at exit
     for backend in _BACKENDS:
         backend.forget_groups()
-    if groups:  # without groups, ``_end`` would start a thread that has nothing to do
+    if groups:
         _end(groups)
 
 
-def _asynchronous(kind: type, **values: Any) -> Any:
+def _async_options(kind: type, **values: Any) -> Any:
     options = kind()
     for name, value in values.items():
         setattr(options, name, value)
@@ -104,13 +104,13 @@ def _asynchronous(kind: type, **values: Any) -> Any:
 
 
 _OPTIONS = {
-    ReduceOp.SUM: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.SUM),
-    ReduceOp.MIN: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MIN),
-    ReduceOp.MAX: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MAX),
-    ReduceOp.PRODUCT: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.PRODUCT),
+    ReduceOp.SUM: _async_options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.SUM),
+    ReduceOp.MIN: _async_options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MIN),
+    ReduceOp.MAX: _async_options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MAX),
+    ReduceOp.PRODUCT: _async_options(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.PRODUCT),
 }
-_GATHER = _asynchronous(c10d.AllgatherOptions)
-_ALL_TO_ALL = _asynchronous(c10d.AllToAllOptions)
+_GATHER = _async_options(c10d.AllgatherOptions)
+_ALL_TO_ALL = _async_options(c10d.AllToAllOptions)
 
 
 class _TorchWork(Work[None]):
@@ -274,7 +274,7 @@ class TorchBackend(Backend):
         return _Operations(self, self._group_of).start_allreduce(tensor, op, name)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        options = _asynchronous(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
+        options = _async_options(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
         issue = partial(self._group_of(tensor).broadcast, [tensor], options)
         return self.start(f"broadcast of {name!r} from rank {root}", issue, tensor)
 
@@ -412,7 +412,7 @@ class TorchBackend(Backend):
                     store=dist.PrefixStore(f"default/{self._subsets}", store),
                     rank=self.rank,
                     world_size=self.size,
-                    timeout=_limit(self.timeout),
+                    timeout=_group_timeout(self.timeout),
                 )
             except RuntimeError as error:
                 reason = first_line(error)
@@ -495,7 +495,7 @@ def default_group_place() -> tuple[int, int] | None:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
-def _limit(timeout: float) -> timedelta:
+def _group_timeout(timeout: float) -> timedelta:
     """Return the timeout of process groups.
 
     It is longer than the backend's timeout, so that the backend raises first: its error names the operation.
@@ -512,10 +512,10 @@ def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout:
     """Make a Gloo group. Collective; blocks. Raises RuntimeError if the processes cannot connect."""
     kind: Any = dist.ProcessGroupGloo
     if interface is None:
-        return kind(store, world.rank, world.size, _limit(timeout))
+        return kind(store, world.rank, world.size, _group_timeout(timeout))
     options = kind._Options()
     options._devices = [kind.create_device(interface=interface)]
-    options._timeout, options._threads = _limit(timeout), 2
+    options._timeout, options._threads = _group_timeout(timeout), 2
     return kind(store, world.rank, world.size, options)
 
 
@@ -525,7 +525,7 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
         raise UserError("this build of torch has no NCCL, which tensors on GPUs need: install a CUDA build of torch")
     kind: Any = dist.ProcessGroupNCCL
     options = kind.Options()
-    options._timeout = _limit(timeout)
+    options._timeout = _group_timeout(timeout)
     return kind(store, world.rank, world.size, options)
 
 

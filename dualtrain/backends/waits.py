@@ -30,11 +30,11 @@ class Waits:
         timeout: the longest time in seconds that any wait lasts.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        meanwhile: called during waits for the library. Advances other operations, which another rank may wait for before it
-            makes the library's call. Does not block. Returns how many of these operations are unfinished.
+        meanwhile: called during waits for the library. Advances other operations, since another rank may wait for these
+            before it makes the library's call. Does not block. Returns how many of these operations are unfinished.
         on_wait: called several times a second during a wait, with this backend, the operation and the seconds waited.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
-            See :meth:`whole_call`. It is also set if a comparison of calls or a sum has failed on this rank alone.
+            See :meth:`whole_call`. Also set if a comparison of calls, a sum or a send has failed on this rank alone.
     """
 
     watch: Watch | None = None
@@ -176,8 +176,8 @@ class Waits:
             raise BackendError(self._report_interruption(self.interrupted))
         acquired: list[bool] = []
         try:
-            # This is one call, so no signal handler can run after the lock is acquired and before ``acquired`` shows it.
-            # So ``finally`` releases the lock in any case.
+            # ``extend`` acquires the lock and records this in one step of the interpreter. Signal handlers run between two
+            # steps, so ``finally`` releases the lock in any case.
             acquired.extend(map(self._turn.acquire, (False,)))
             if True not in acquired:
                 raise BackendError(f"two threads call this backend at once on rank {self.rank}: {_ONE_THREAD}")
@@ -214,7 +214,7 @@ class Waits:
         The other ranks may still complete the comparison or the sum, and then wait for this rank's data. A library that
         matches operations by their order would give them the data of this rank's next call.
         """
-        own = error.__cause__ is not None  # all ranks raise an error that has no cause
+        own = error.__cause__ is not None  # an error without a cause is raised on all ranks
         # After the failure of a peer, later calls raise this error again.
         if own and not isinstance(error, PeerFailedError):
             self.interrupted = type(error)

@@ -52,8 +52,8 @@ class Watch:
         left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
         waiting: for each rank, the operations for which it has reported a long or failed wait that has not ended. Rank 0
-            sends each report back to its sender too, so a rank other than 0 finds its own wait here, unless rank 0's
-            process hangs.
+            also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as rank 0's
+            process does not hang.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:
@@ -170,28 +170,28 @@ class Watch:
 
     def _receive_all(self) -> None:
         """Receive until every connection has ended; rank 0 forwards what it receives."""
-        left: set[int] = set()  # ranks whose failure was reported, quiet or not
+        reported: set[int] = set()  # ranks whose failure was reported, quiet or not
         with selectors.DefaultSelector() as selector:
             for connection in self._connections:
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
-                self._handle(connection.buffered(), left)
+                self._handle(connection.buffered(), reported)
             while selector.get_map():
                 for key, _ in selector.select():
                     connection = key.data
                     try:
-                        self._handle(connection.receive(), left)
+                        self._handle(connection.receive(), reported)
                     except (OSError, ValueError, TypeError) as error:
                         selector.unregister(connection.socket)
                         connection.socket.close()
-                        if not self._leaving and connection.rank not in left:
+                        if not self._leaving and connection.rank not in reported:
                             failure = PeerFailure(connection.rank, _end_of(connection, error))
-                            self._handle([asdict(failure)], left)
+                            self._handle([asdict(failure)], reported)
 
-    def _handle(self, messages: list[Message], left: set[int]) -> None:
+    def _handle(self, messages: list[Message], reported: set[int]) -> None:
         for message in messages:
             self.note(message)
             if "waits" not in message:
-                left.add(message["rank"])
+                reported.add(message["rank"])
             if self.rank == 0:
                 self.send(message)
 
@@ -246,7 +246,7 @@ def _headline(reason: str) -> str:
     lines = reason.strip().splitlines()
     traces = [number for number, line in enumerate(lines) if line.lstrip(" +").startswith(_TRACES)]
     before = lines[: traces[0]] if traces else []
-    caused = any(line.startswith(_CAUSES) for line in before)  # not a message, but a cause without a traceback
+    caused = any(line.startswith(_CAUSES) for line in before)  # then ``before`` is a cause that has no traceback
     if before and not caused:
         lines = before
     elif caused or (lines and lines[0].startswith("Traceback (")):

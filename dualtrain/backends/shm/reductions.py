@@ -403,8 +403,8 @@ class SharedMemory:
         """Advance operations without blocking. Return how many are left unfinished; 0 if another thread advances them."""
         acquired: list[bool] = []
         try:
-            # A signal handler cannot run between acquiring the lock and recording this, since both happen in one call. So
-            # ``finally`` releases the lock in any case.
+            # ``extend`` acquires the lock and records this in one step of the interpreter. Signal handlers run between two
+            # steps, so ``finally`` releases the lock in any case.
             acquired.extend(map(self._lock.acquire, (False,)))
             if True in acquired:
                 with suppress(BackendError):  # raised again by the wait for the operation that failed
