@@ -322,7 +322,7 @@ def refuse_other_devices(tensor: torch.Tensor) -> None:
 class Closed:
     """Replacement for the library objects of a closed backend: each use raises BackendError.
 
-    Not all calls check whether the backend is open: a sum of gradients, which starts in backward, does not.
+    Some calls do not check whether the backend is open, such as sums of gradients, which start in backward.
     """
 
     def __getattr__(self, name: str) -> Any:

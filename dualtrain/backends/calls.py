@@ -32,7 +32,7 @@ class Calls(Primitives):
         super().__init__(world, device, timeout)
         self._queue = SerialQueue()
         self._of_thread = threading.local()  # not the thread's ID, which a later thread may reuse
-        self._of_thread.made_this = True
+        self._of_thread.made_backend = True
         self._open = True
 
     @not_compiled
@@ -88,7 +88,7 @@ class Calls(Primitives):
 
     def _is_second_thread(self) -> bool:
         """Return whether this backend was made by a different thread than the calling one."""
-        return not hasattr(self._of_thread, "made_this")
+        return not hasattr(self._of_thread, "made_backend")
 
     def _call_or_refuse(self, kind: str, name: str | None, call: Callable[[], T], second: bool) -> T:
         """Return the result of ``call``; ``second`` says whether a second thread makes it.

@@ -155,7 +155,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
         same = ("launcher", "evidence", "rendezvous", "job", "job_key")
         return LocalBackend(World(**{name: getattr(world, name) for name in same}), device, timeout)
-    timeout = _checked(timeout)
+    timeout = _checked_timeout(timeout)
     from dualtrain.backends import torch as over_torch
 
     if name == "horovod":
@@ -169,7 +169,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
     return over_torch.TorchBackend(world, device, timeout, store, placed)
 
 
-def _checked(timeout: object) -> float:
+def _checked_timeout(timeout: object) -> float:
     if not isinstance(timeout, Real) or not timeout <= threading.TIMEOUT_MAX:  # also true for NaN
         raise UserError(f"timeout={timeout!r} cannot end a wait: pass a number of seconds, such as 300.0")
     return float(timeout)
