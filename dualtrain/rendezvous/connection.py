@@ -255,7 +255,7 @@ def _accept_each(ranks: Ranks, address: str, name: str, connections: dict[int, C
             left = deadline - time.monotonic()
             try:
                 if left <= 0:
-                    raise TimeoutError  # even if unauthenticated peers still connect
+                    raise TimeoutError  # unauthenticated peers must not prolong the wait
                 server.settimeout(left)
                 accepted, _ = server.accept()
             except TimeoutError:

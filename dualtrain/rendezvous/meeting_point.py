@@ -211,7 +211,7 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
 
 
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
-    """Gather every rank's ``name``, that of its backend, in rank order, through horovodrun's server. Collective; blocks.
+    """Gather the ``name`` of every rank's backend in rank order, through horovodrun's server. Collective; blocks.
 
     If the names differ, the ranks exit with an error, and horovodrun ends all processes when the first one exits. So this
     function then also waits, for some seconds at most, until all ranks have read the names.

@@ -35,11 +35,14 @@ class Store(Hashable, Protocol):
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
         """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
 
-        ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to
-        a value and returns the sum. ``"swap"`` takes ``[old, new]``: it sets the value to ``new`` if the value is ``old``,
-        or if there is no value and ``old`` is ``""``. It returns the value that the key then has, or ``old`` if none.
-        ``"drop"`` removes a key; returns whether it was set. ``"has"`` returns whether all keys of the list ``value`` are
-        set in time. ``"count"`` returns the number of keys.
+        - ``"set"`` sets a value.
+        - ``"get"`` returns a value, or None if there is none in time.
+        - ``"add"`` adds a number to a value, and returns the sum.
+        - ``"swap"`` takes ``[old, new]``. It sets the value to ``new`` if the value is ``old``, or if there is no value and
+          ``old`` is ``""``. It returns the value that the key then has, or ``old`` if the key has none.
+        - ``"drop"`` removes a key, and returns whether it was set.
+        - ``"has"`` returns whether all keys of the list ``value`` are set in time.
+        - ``"count"`` returns the number of keys.
         """
         ...
 
