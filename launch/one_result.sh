@@ -71,8 +71,8 @@ train() {
   return "$status"
 }
 
-# one WAY RANKS NAME [FLAG…]: trains the run NAME in this way, on this number of ranks.
-one() {
+# run_way WAY RANKS NAME [FLAG…]: trains the run NAME in this way, on this number of ranks.
+run_way() {
   local way=$1 size=$2 name=$3
   shift 3
   case $way in
@@ -125,13 +125,13 @@ chain() {
       from=(--resume "${folders[-1]}/checkpoints/step-$(printf %08d "$step").safetensors")
       [ -f "${from[1]}" ] || { left_out+=("the rest of the chain: the job has fewer than $step steps"); return; }
     fi
-    one "$way" "$size" "chain-$((step / 3 + 1))-$way-$size" "${flags[@]}" ${from[@]+"${from[@]}"} || return 0
+    run_way "$way" "$size" "chain-$((step / 3 + 1))-$way-$size" "${flags[@]}" ${from[@]+"${from[@]}"} || return 0
     step=$((step + 3))
   done
 }
 
 status=0
-one alone 1 one-process || status=$?
+run_way alone 1 one-process || status=$?
 if [ $status = 2 ]; then exit 2; fi # the flags are wrong: every other run would fail in the same way
 for way in "${ways[@]}"; do
   why=$(reason "$way")
@@ -140,7 +140,7 @@ for way in "${ways[@]}"; do
   elif [ "$way" = chain ]; then
     chain
   else
-    for size in $(sizes_of "$way"); do one "$way" "$size" "$way-$size" || true; done
+    for size in $(sizes_of "$way"); do run_way "$way" "$size" "$way-$size" || true; done
   fi
 done
 

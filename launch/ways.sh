@@ -38,7 +38,7 @@ way() {
   esac
 }
 
-# All runs train alike, with the same number of optimizer steps: the default recipe sets the global batch size.
+# All runs take the same number of optimizer steps, because the default recipe sets the global batch size.
 main=(python -m dualtrain.main)
 way one-process "${main[@]}" --backend local "$@"
 way data-parallel "${main[@]}" --backend local --data-parallel "$@"
