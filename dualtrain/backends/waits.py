@@ -84,14 +84,14 @@ class Waits:
                     left_at = seconds if left_at is None else left_at
                     failure = failure if seconds - left_at >= _LEFT_SECONDS else None
                 if failure is not None:
-                    raise self._peer_failed(what, failure)
+                    raise self._peer_failed_error(what, failure)
                 if self.on_wait is not None:
                     self.on_wait(self, what, seconds)
                 if self.watch is not None and not reported and seconds > min(_REPORT_SECONDS, self.timeout / 3):
                     reported = True
                     self.watch.report_wait(what)
                 if seconds > self.timeout:
-                    raise TimeoutError(self._overdue())
+                    raise TimeoutError(self._timeout_message())
         except BackendError:
             raise
         except Exception as error:  # libraries raise many types, and each means that the operation failed
@@ -118,13 +118,13 @@ class Waits:
             self.watch.wait_for_report(_REASON_SECONDS)
             failure = self._peer_failure()
             if failure is not None:
-                raise self._peer_failed(what, failure) from error
+                raise self._peer_failed_error(what, failure) from error
             missing = self._missing(dict(self.watch.waiting)) if waited else []
             if missing:
-                reason = f"waited for {_not_here(missing)} ({reason})"
+                reason = f"waited for {_missing_text(missing)} ({reason})"
         return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
 
-    def _overdue(self) -> str:
+    def _timeout_message(self) -> str:
         """Return the message of a timeout, which names the ranks that have not reached the operation."""
         late = f"waited {self.timeout:g} s for"
         others = self._others()
@@ -133,7 +133,7 @@ class Waits:
         waiting = dict(self.watch.waiting)
         missing = self._missing(waiting)
         if missing:
-            return f"{late} {_not_here(missing)}"
+            return f"{late} {_missing_text(missing)}"
         elsewhere = "; ".join(f"rank {rank} in {waiting[rank][-1]}" for rank in others)
         return f"{late} the other ranks, which wait too ({elsewhere}); make the same calls in the same order on every rank"
 
@@ -159,7 +159,7 @@ class Waits:
         left = dict(watch.left)  # a copy, since the watch's thread may change it
         return next((left[rank] for rank in self._others() if rank in left), None)
 
-    def _peer_failed(self, what: str, failure: PeerFailure) -> PeerFailedError:
+    def _peer_failed_error(self, what: str, failure: PeerFailure) -> PeerFailedError:
         return PeerFailedError(f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}", failure)
 
     def whole_call(self, call: Callable[[], T]) -> T:
@@ -232,7 +232,7 @@ class Waits:
         return reason
 
 
-def _not_here(ranks: Sequence[int]) -> str:
+def _missing_text(ranks: Sequence[int]) -> str:
     numbers = ", ".join(map(str, ranks))
     if len(ranks) > 1:
         return f"ranks {numbers}, which have not reached this operation, or hang"

@@ -339,10 +339,10 @@ def waits_elsewhere(backend):
         return
     backend.barrier()
     backend.watch.report_wait("sum of 'a'")
-    assert "the other ranks, which wait too (rank 0 in sum of 'b'); make the same calls" in backend._overdue()
+    assert "the other ranks, which wait too (rank 0 in sum of 'b'); make the same calls" in backend._timeout_message()
     backend.barrier()
     backend.barrier()
-    assert "for rank 0, which" in backend._overdue()
+    assert "for rank 0, which" in backend._timeout_message()
 
 
 def test_ranks_that_wait_in_different_calls_are_named():
@@ -357,7 +357,7 @@ def rank_0_hangs(backend):
     if backend.rank > 0:
         backend.watch.report_wait("sum of 'b'")
     backend.barrier()
-    said = backend._overdue()
+    said = backend._timeout_message()
     backend.barrier()
     backend.watch.leave()
     backend.watch = original
