@@ -1,4 +1,4 @@
-"""Refuse differentiable collectives in a shard (virtual ranks), if their result would depend on the number of ranks."""
+"""Refuse differentiable collectives with virtual ranks, unless there are as many ranks as virtual ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _thread = _Thread()
 @contextmanager
 def without_collectives(reason: str) -> Iterator[None]:
     """Make :func:`check_collective` raise UserError(``reason``) in the block, in this thread."""
-    before, _thread.reason = _thread.reason, reason  # a step of one trainer may evaluate another
+    before, _thread.reason = _thread.reason, reason  # blocks can be nested: a step may evaluate another trainer
     try:
         yield
     finally:

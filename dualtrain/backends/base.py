@@ -298,7 +298,7 @@ class Primitives(Waits, ABC):
         return f"<{self.name} backend over {self.transport}: rank {self.rank} of {self.size}>"
 
     def compare_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Gather every rank's ``numbers`` as :meth:`exchange_short` does, as a step of a call. Blocks."""
+        """Gather every rank's ``numbers`` as :meth:`exchange_short` does. Calls :meth:`abandon` on failure. Blocks."""
         try:
             return self.exchange_short(numbers)
         except BackendError as error:

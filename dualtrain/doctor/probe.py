@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError, one_line
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-MARGIN_SECONDS = 5.0  # added to the library's timeout: the library's own timeout error says more than this module's
+MARGIN_SECONDS = 5.0  # added to the timeout, so that the library's own timeout error, which says more, comes first
 
 
 @dataclass

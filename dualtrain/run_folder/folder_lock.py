@@ -44,7 +44,7 @@ class FolderLock:
 
     Attributes:
         job: the name of this process's job; empty if unknown.
-        run: the name of the job that the folder's run belonged to when the folder was locked; empty if unknown.
+        run: the name of the job that had made or last resumed the run when the folder was locked; empty if unknown.
         generation: the number of this process's generation; 0 without a folder.
     """
 

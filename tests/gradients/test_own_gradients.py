@@ -248,7 +248,10 @@ def test_changes_of_gradients_that_were_sent_are_refused(typical):
 
 
 def assigns_the_heads_gradient(backend):
-    """Run backward for the body only, and assign the gradient of the head; without and with ``no_sync``."""
+    """Run backward for the body only, which averages zeros for the head. Then assign the head's gradient.
+
+    This is refused, but works in ``no_sync``, which sends nothing during backward.
+    """
     model = perceptron()
     body, head = list(model[0].parameters()), list(model[2].parameters())
     optimizer = sgd(model, backend)
