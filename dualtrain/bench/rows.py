@@ -108,9 +108,9 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 def _weights(job: str, comparison: Comparison, results: Results) -> str:
     """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
 
-    If neither is a raw script, the weights of one raw script are compared too. A second raw script is not compared: with 3
-    or more ranks its weights may differ, because the libraries sum in different orders. Contenders in
-    ``WITHOUT_REDUCTION`` are left out.
+    If neither is a raw script, the weights of one raw script are compared too, unless both contenders run in the same
+    processes. A second raw script is not compared: with 3 or more ranks its weights may differ, because the libraries sum
+    in different orders. Contenders in ``WITHOUT_REDUCTION`` are left out.
     """
     pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []

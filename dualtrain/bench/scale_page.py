@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
 ASIDE = 3  # distance between two contenders' intervals, so that they do not cover each other
 LABEL = 22  # smallest distance between the x coordinates of two labels of the horizontal axis, in pixels
 EXPLANATION = (
-    "each time is the slowest rank's, as the median over the rounds. All ranks are forked from a process that has "
+    "each time is the median, over the rounds, of the slowest rank's time. All ranks are forked from a process that has "
     "imported the libraries. A ratio is the first contender's time divided by the second's: below 1, the first is faster. "
     "The interval of a ratio follows the ratio; if the interval contains 1 and is wide, the ratio is not shown. If there "
     "are more ranks than cores, times are an upper bound of those on a host with enough cores. 2 × 4 ranks are 4 ranks on "

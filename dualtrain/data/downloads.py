@@ -12,8 +12,8 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched) is a link or a
-            special file, to which the download would write.
+        UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched), to which the download
+            would write, is a symbolic link or exists but is no regular file.
     """
     if all(path.is_file() for path in files):
         return False

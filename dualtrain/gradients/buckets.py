@@ -30,7 +30,7 @@ class Bucket:
     Construction is collective, since the backend allocates the memory.
 
     Args:
-        name: name of the bucket's all-reduce.
+        name: name of the bucket's sum, in reports.
         layout: where the gradients lie.
         slots: the slots of the layout's places, in the same order.
         extra: how many scalars are sent behind the gradients.
@@ -243,7 +243,7 @@ class Bucket:
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype and not lazy:
                     self._kept.append(slot)
                     continue
-                # The gradient lies in this part of the buffer, with other strides, shape or dtype, or as a lazy conjugate.
+                # The gradient lies in this part of the buffer, but its strides, shape, dtype, or conj or neg bit differ.
                 grad = grad.resolve_conj().resolve_neg().clone()
             if grad.shape != slot.shape:
                 self.reshaped = self.reshaped or slot

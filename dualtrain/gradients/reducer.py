@@ -114,7 +114,7 @@ class GradientReducer:
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
-        #: Whether ``zero_grad`` was called after a backward pass that had sent gradients and failed, and not since.
+        #: Whether the last ``zero_grad`` dropped gradients of a failed backward pass that had sent some of them.
         self._dropped_sent = False
         self.add(named_parameters)
 
@@ -278,7 +278,8 @@ class GradientReducer:
         self._dropped_sent = sent and not self._is_running
         if not sent and not self._is_running:
             # The program may call ``zero_grad`` between the ``passes`` of a step, on all ranks or on this rank only. This
-            # rank cannot know which. So it keeps its count, and exchanges in every later pass until the optimizer steps.
+            # rank cannot know which. So it keeps its count of passes. From the last counted pass on, it exchanges in every
+            # pass until the optimizer steps.
             self._dropped = 0 < self._seen < self.passes and not stepped
             self._seen = self._seen if self._dropped else 0
         if not self.closed:

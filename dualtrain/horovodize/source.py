@@ -136,7 +136,7 @@ class Source:
         return [(name, call) for call in self.calls if (name := self.hvd(call.func))]
 
     def spell(self, name: str, at: ast.AST) -> str:
-        """Return the expression for horovod.torch's ``name`` at ``at``; "" if no import certainly precedes ``at``."""
+        """Return the expression for horovod.torch's ``name`` at ``at``; "" if no import certainly runs before ``at``."""
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue

@@ -129,8 +129,8 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     """Return whether the call may be only a barrier.
 
     It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
-    is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and
-    is read after the call.
+    is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and is read after the
+    call.
     """
     value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
