@@ -156,7 +156,7 @@ def frees_memory(backend):
     del buffers, buffer
     assert len(backend.memory._regions) == regions - 3
     assert held("maps") == before[0]
-    # Ignore Open MPI's folders of `horovodize --prove`: a test in another pytest-xdist worker may be using one.
+    # Ignore folders that `horovodize --prove` makes for Open MPI: a test in another pytest-xdist worker may use one now.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
 
 

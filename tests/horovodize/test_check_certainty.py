@@ -1,4 +1,4 @@
-"""Pairs of scripts for the rules of ``--check``: in one, a rule finds a mistake; in the other, it must not."""
+"""Pairs of scripts for the rules of ``--check``: one script shows a mistake, which a rule must find; the other does not."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FIRST = "class T:\n    @property\n    def first(self):\n        return hvd.rank(
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
 
-#: (rule, script with a finding, script without a finding). A comment names the subject of both scripts, or says why the
-#: second script has no finding.
+#: (rule, script with a finding, script without a finding). A comment names the subject of the scripts, or gives the
+#: reason for a finding or for none.
 CASES = [
     (
         "padded_evaluation",  # the test loader that a function returns

@@ -19,7 +19,7 @@ from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
 #: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
-#: names the subject of the scripts, or says when the rule has a finding and when it has none.
+#: names the subject of the scripts, or gives the reason for a finding or for none.
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),

@@ -129,7 +129,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_a_resume_takes_settings_from_the_checkpoint_and_refuses_other_values(tmp_path, monkeypatch):
+def test_a_resumed_setting_has_the_value_of_the_checkpoint_and_other_values_are_refused(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
