@@ -1011,32 +1011,6 @@ def fails_sent(backend):
             check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
 
 
-def dropped_after_sending(backend):
-    model = Fragile()
-    with small_buckets((1, 1)):
-        optimizer = sgd(model, backend)
-        vector_loss(model, backend.rank).backward()
-        optimizer.step()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        model.armed = True
-        with pytest.raises(ArithmeticError):
-            vector_loss(model, backend.rank).backward()
-        optimizer.zero_grad()
-        for _ in range(2):
-            with pytest.raises(BackendError, match=r"zero_grad\(\) was called before their exchange had ended"):
-                optimizer.step()
-        check(list(model.parameters()), before)
-        optimizer.zero_grad()
-        model.armed = False
-        vector_loss(model, backend.rank).backward()
-        check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
-        optimizer.step()
-
-
-def test_a_step_does_not_use_gradients_that_were_dropped_after_they_were_sent(typical):
-    typical(dropped_after_sending)
-
-
 def test_a_backward_that_failed_while_it_sent_gradients_needs_a_call_of_synchronize(typical):
     typical(fails_sent)
 
@@ -1222,3 +1196,29 @@ def changes_backend(backend):
 
 def test_a_reducer_may_change_its_backend(typical):
     typical(changes_backend)
+
+
+def dropped_after_sending(backend):
+    model = Fragile()
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend)
+        vector_loss(model, backend.rank).backward()
+        optimizer.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model.armed = True
+        with pytest.raises(ArithmeticError):
+            vector_loss(model, backend.rank).backward()
+        optimizer.zero_grad()
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"zero_grad\(\) was called before their exchange had ended"):
+                optimizer.step()
+        check(list(model.parameters()), before)
+        optimizer.zero_grad()
+        model.armed = False
+        vector_loss(model, backend.rank).backward()
+        check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
+        optimizer.step()
+
+
+def test_a_step_does_not_use_gradients_that_were_dropped_after_they_were_sent(typical):
+    typical(dropped_after_sending)
