@@ -59,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             is the manual alternative. A call of :meth:`zero_grad` between these passes does not reset their count. After
-            such a call, each pass that follows the counted ones exchanges gradients too, until the step.
+            such a call, the last of these passes exchanges gradients, and so does every later pass before the step.
         extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.

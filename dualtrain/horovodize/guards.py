@@ -135,7 +135,7 @@ class Guards:
         return (found[0][0], " and ".join([found[0][1], *others])) if found else None
 
     def _returned_test(self, value: ast.expr) -> ast.expr | None:
-        """Return what ``value`` returns with Horovod, if it is ``is_main()``, ``self.is_main()`` or a property."""
+        """Return the expression that ``is_main()``, ``self.is_main()`` or a property returns with Horovod, or None."""
         called = value.func if isinstance(value, ast.Call) else value
         if isinstance(value, ast.Call) and (value.args or value.keywords):
             return None

@@ -193,9 +193,9 @@ class HorovodReducer(ABC):
         self._count_from_zero()
 
     def set_passes(self, passes: int) -> None:
-        """Set how many backward passes are summed before gradients are combined. Passes so far do not count.
+        """Set how many backward passes are summed before gradients are combined, and count them from zero again.
 
-        If gradients of this step may have been sent already, the number applies from the next step on.
+        If gradients of this step may have been sent already, both apply from the next step on.
         """
         self._next_passes = passes
         if not self.ready:
@@ -275,7 +275,7 @@ class HorovodReducer(ABC):
         self.renew()
 
     def abandon_call(self) -> None:
-        """Discard the result of a call that this rank made before ``join()``. Called in the engine's thread."""
+        """Do nothing. ``CallReducer`` overrides this, to discard the result of a call made before ``join()``."""
         return
 
     def discard_step(self) -> None:

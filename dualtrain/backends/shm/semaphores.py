@@ -44,8 +44,8 @@ class Semaphores:
 
         self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
         self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
-        #: For each kind and rank, what the C function in ``timed_wait`` returned. After 0, which means success, the next
-        #: ``try_wait`` reports the post.
+        #: For each kind and rank, the result of the C call in ``timed_wait``. If it is 0, the call has consumed a post,
+        #: which the next ``try_wait`` reports.
         self._received: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(kinds)]
         # Calls that do not block keep the GIL, which is faster; calls that block release it.
         with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)

@@ -49,7 +49,7 @@ def speed_reserve(steps: int, rounds: int, sides: int) -> int:
 def repeated_steps(at: list[int], needed: int, left: int) -> int:
     """Return the number of steps of a second run on a side.
 
-    The run takes at least ``needed`` steps. If more are left, it ends at the last of the steps ``at`` that ``left`` allows.
+    The run ends at the last of the steps ``at`` that ``left`` allows, but takes at least ``needed`` steps.
 
     Args:
         at: the steps after which the first run has summarized its weights.
