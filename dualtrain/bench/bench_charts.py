@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, ENTRIES, LENGTHS, OURS, TRAINER, TUNED
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
-from dualtrain.report.document import asset, text
+from dualtrain.bench.svg import LogAxis, svg_file
+from dualtrain.report.document import text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
 REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the reference is the first of these that was measured
@@ -72,7 +72,7 @@ def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
 def chart(reference: str, groups: Groups, width: int) -> str:
     """Return the chart as a scalable SVG element of this width."""
     row = ROW if width == WIDE else 2 * ROW
-    axis = _Axis.of(groups, width)
+    axis = _axis(groups, width)
     parts: list[str] = []
     y = 6.0
     for job, marks in groups.items():
@@ -82,8 +82,8 @@ def chart(reference: str, groups: Groups, width: int) -> str:
             parts.append(_line(mark, axis, y, width))
             y += row
         y += 8
-    ticks = list(axis.ticks(y))
-    names = f'<text class="unit" x="{axis.left:g}" y="{y + AXIS + 16:g}">1 = {text(reference)}; more is faster</text>'
+    ticks = list(_ticks(axis, y))
+    names = f'<text class="unit" x="{axis.begin:g}" y="{y + AXIS + 16:g}">1 = {text(reference)}; more is faster</text>'
     height = y + AXIS + 28
     return (
         f'<svg class="bars" role="img" viewBox="0 0 {width} {height:g}" xmlns="http://www.w3.org/2000/svg" '
@@ -95,44 +95,30 @@ def chart(reference: str, groups: Groups, width: int) -> str:
 
 def picture(reference: str, groups: Groups) -> str:
     """Return the content of an SVG file: the chart with a style sheet."""
-    head, _, rest = chart(reference, groups, WIDE).partition("\n")
-    head = head.replace('class="bars"', f'class="bars" width="{WIDE}"')
-    return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
+    return svg_file(chart(reference, groups, WIDE).replace('class="bars"', f'class="bars" width="{WIDE}"', 1))
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """Logarithmic axis: the ratios from ``low`` to ``high`` are at the pixels from ``left`` to ``right``."""
-
-    low: float
-    high: float
-    left: float
-    right: float
-
-    @classmethod
-    def of(cls, groups: Groups, width: int) -> _Axis:
-        ends = [end for marks in groups.values() for mark in marks for end in (mark.found.low, mark.found.high)]
-        longest = max(len(mark.label) for marks in groups.values() for mark in marks)
-        left = EDGE + (max(LABELS, LETTER * longest) if width == WIDE else 4)
-        return cls(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, width - VALUES)
-
-    def __call__(self, ratio: float) -> float:
-        fraction = math.log(ratio / self.low) / math.log(self.high / self.low)
-        return self.left + fraction * (self.right - self.left)
-
-    def ticks(self, bottom: float) -> Iterator[str]:
-        """Yield vertical lines with their labels; skip lines that are too close to a more important line."""
-        drawn: list[float] = []
-        for ratio in TICKS:
-            x = self(ratio)
-            if self.low <= ratio <= self.high and all(abs(x - other) > 34 for other in drawn):
-                drawn.append(x)
-                kind = "tick one" if ratio == 1 else "tick"
-                yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom:g}"/>'
-                yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'
+def _axis(groups: Groups, width: int) -> LogAxis:
+    """Return the axis of the ratios, from the smallest to the largest end of an interval."""
+    ends = [end for marks in groups.values() for mark in marks for end in (mark.found.low, mark.found.high)]
+    longest = max(len(mark.label) for marks in groups.values() for mark in marks)
+    left = EDGE + (max(LABELS, LETTER * longest) if width == WIDE else 4)
+    return LogAxis(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, width - VALUES)
 
 
-def _line(mark: Mark, axis: _Axis, y: float, width: int) -> str:
+def _ticks(axis: LogAxis, bottom: float) -> Iterator[str]:
+    """Yield vertical lines with their labels; skip lines that are too close to a more important line."""
+    drawn: list[float] = []
+    for ratio in TICKS:
+        x = axis(ratio)
+        if axis.low <= ratio <= axis.high and all(abs(x - other) > 34 for other in drawn):
+            drawn.append(x)
+            kind = "tick one" if ratio == 1 else "tick"
+            yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom:g}"/>'
+            yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'
+
+
+def _line(mark: Mark, axis: LogAxis, y: float, width: int) -> str:
     found, at = mark.found, y + ROW / 2 + 4.5
     below = at if width == WIDE else at + ROW - 4
     middle = below - 4.5

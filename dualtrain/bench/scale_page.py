@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth, Layout, is_shown
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
+from dualtrain.bench.svg import LogAxis, svg_file
 from dualtrain.bench.table import milliseconds
-from dualtrain.report.document import asset, document, facts, table
+from dualtrain.report.document import document, facts, table
 from dualtrain.report.document import text as escaped
 
 WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # the chart's width, panels per row, height of a panel; in pixels
@@ -117,8 +118,7 @@ def page(growth: Growth, machine: Mapping[str, str]) -> str:
 
 def picture(growth: Growth) -> str:
     """Return the content of an SVG file: the chart with a style sheet."""
-    head, _, rest = chart(growth).partition("\n")
-    return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
+    return svg_file(chart(growth))
 
 
 def charted(growth: Growth) -> list[Layout]:
@@ -168,11 +168,13 @@ def _panel(
         return
     left, top = corner[0] + LEFT, corner[1] + TOP
     right, bottom = corner[0] + WIDTH / COLUMNS - RIGHT, corner[1] + HEIGHT - BOTTOM
-    across = _Axis(layouts[0].ranks, layouts[-1].ranks, left + 8, right - 8)
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    up = _Axis(10**low, 10 ** max(high, low + 1), bottom, top)
+    fewest, most = layouts[0].ranks, layouts[-1].ranks
+    across = LogAxis(fewest, max(most, 2 * fewest), left + 8, right - 8)
+    low = math.floor(math.log10(min(values)))
+    high = max(math.ceil(math.log10(max(values))), low + 1)
+    up = LogAxis(10**low, 10**high, bottom, top)
     yield f'<text class="job" x="{left:g}" y="{top - 12:g}">{escaped(MEASURES[measure])}</text>'
-    for power in range(low, max(high, low + 1) + 1):
+    for power in range(low, high + 1):
         y = up(10**power)
         yield f'<line class="tick" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         label = f"{10**power:g} ms" if power < 3 else f"{10 ** (power - 3):g} s"
@@ -209,14 +211,3 @@ def _line(name: str, points: Sequence[tuple[float, float, str]]) -> Iterator[str
     for x, y, tip in points:
         title = escaped(f"{CONTENDERS[name].title}, {tip}")
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{title}</title></circle>'
-
-
-class _Axis:
-    """Logarithmic axis, from ``low`` to ``high`` or at least to ``2 * low``. Maps a value to its place in pixels."""
-
-    def __init__(self, low: float, high: float, begin: float, end: float) -> None:
-        self._low, self._high, self._begin, self._end = low, max(high, 2 * low), begin, end
-
-    def __call__(self, value: float) -> float:
-        fraction = math.log(value / self._low) / math.log(self._high / self._low)
-        return self._begin + fraction * (self._end - self._begin)
