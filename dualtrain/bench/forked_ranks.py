@@ -20,7 +20,7 @@ from typing import Any
 
 from dualtrain.bench import worker
 from dualtrain.bench.plan import Entry
-from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, rank_environments, reason_in
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, failed_statuses, found_in, rank_environments, reason_in
 from dualtrain.bench.virtual_nodes import Node
 from dualtrain.rendezvous.hosts import variables
 
@@ -61,8 +61,7 @@ def run_forked(
                 given = (arguments, {**_quiet(spec.threads), **environment}, log.name, node)
                 started.append(context.Process(target=_run_rank, args=given))  # type: ignore[attr-defined]
                 started[-1].start()
-            _wait(started, spec.timeout)
-            failed = [process.exitcode for process in started if process.exitcode]
+            failed = failed_statuses(lambda: [process.exitcode for process in started], spec.timeout)
         finally:
             _end(started)
         text = Path(log.name).read_text(errors="replace")
@@ -84,15 +83,6 @@ def _run_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str
     if node is not None:
         node.enter()
     worker.main(arguments)
-
-
-def _wait(processes: Sequence[Any], timeout: float) -> None:
-    """Wait until all processes have ended or one has failed."""
-    deadline = time.monotonic() + timeout
-    while any(each.exitcode is None for each in processes) and not any(each.exitcode for each in processes):
-        if time.monotonic() > deadline:
-            raise LaunchError(f"it did not end within {timeout:.0f} s")
-        time.sleep(0.02)
 
 
 def _end(processes: Sequence[Any]) -> None:

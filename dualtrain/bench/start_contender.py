@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -178,13 +178,7 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: 
             for command, more in commands:
                 env = {**kept, **common, **more}
                 processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
-            deadline = time.monotonic() + spec.timeout
-            while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
-                if time.monotonic() > deadline:
-                    raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
-                time.sleep(0.02)
-            # Read the exit statuses before ``_end`` kills the processes that still run.
-            failed = [each.returncode for each in processes if each.poll()]
+            failed = failed_statuses(lambda: [process.poll() for process in processes], spec.timeout)
         except OSError as error:
             raise LaunchError(f"{commands[0][0][0]} cannot be started ({error.strerror or error})") from error
         finally:
@@ -195,6 +189,22 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: 
     if failed:
         raise LaunchError(reason_in(text) or f"it ended with status {failed[0]}")
     return text
+
+
+def failed_statuses(statuses: Callable[[], Sequence[int | None]], timeout: float) -> list[int]:
+    """Wait until all processes of a contender have ended or one has failed; return the exit statuses of failed processes.
+
+    ``statuses`` returns the exit status of each process, or ``None`` while the process runs.
+
+    Raises:
+        LaunchError: the timeout expired.
+    """
+    deadline = time.monotonic() + timeout
+    while None in (found := statuses()) and not any(found):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"it did not end within {timeout:.0f} s")
+        time.sleep(0.02)
+    return [status for status in found if status]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
