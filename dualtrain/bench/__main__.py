@@ -46,12 +46,12 @@ from dualtrain.bench.plan import (
     ROUNDS,
     jobs_of,
 )
+from dualtrain.bench.result_files import CHART, JSON, PAGE, write_files
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.scale_plan import layouts_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import given_path, parser_of, print_error, ranks_of_host, show, whole
 from dualtrain.errors import UserError
-from dualtrain.files import write_whole
 from dualtrain.launchers import refuse_launcher
 
 _WITHOUT_SCALE = ("quick", "nproc", "launch", "contenders", "jobs", "targets")  # options that --scale does not use
@@ -197,7 +197,8 @@ def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict
     }
 
 
-def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[str, str], *, targets: bool) -> list[Path]:
+def _files(results: Results, rows: Sequence[Row], machine: dict[str, str], *, targets: bool) -> Iterator[tuple[str, str]]:
+    """Yield names and contents of the files. The JSON file is first, so that the results are not lost if a chart fails."""
     from dualtrain.bench.bench_charts import chart_groups, picture
     from dualtrain.bench.bench_page import page
     from dualtrain.bench.table import answer
@@ -210,17 +211,11 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[st
     fields = dataclasses.asdict(dataclasses.replace(results, interrupted=None))
     del fields["interrupted"]
     plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **fields}
-    # Write the JSON file first, so that the results are not lost if a chart fails.
-    write_whole(folder / "bench.json", json.dumps(plain, indent=1).encode())
-    contents = {"bench.html": page(results, rows, machine, targets=targets)}
+    yield JSON, json.dumps(plain, indent=1)
+    yield PAGE, page(results, rows, machine, targets=targets)
     reference, groups = chart_groups(results)
     if groups:
-        contents["bench.svg"] = picture(reference, groups)
-    else:
-        (folder / "bench.svg").unlink(missing_ok=True)  # the chart of earlier results in this folder
-    for name, content in contents.items():
-        write_whole(folder / name, content.encode())
-    return [folder / name for name in ("bench.json", *contents)]
+        yield CHART, picture(reference, groups)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -278,12 +273,7 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
 
     rows = rows_of(results)
     try:
-        for path in _write(folder, results, rows, machine, targets=targets):
-            show(path, sys.stderr)
-    except OSError as error:
-        raise UserError(
-            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
-        ) from error
+        write_files(folder, _files(results, rows, machine, targets=targets))
     finally:  # a measurement of 20 minutes must not be lost
         show(text(results, rows, machine, targets=targets))
     if results.interrupted is not None:

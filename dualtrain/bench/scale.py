@@ -16,6 +16,7 @@ from pathlib import Path
 from dualtrain.bench.forked_ranks import fork_server, run_forked
 from dualtrain.bench.host_facts import host_facts, load, now
 from dualtrain.bench.plan import CURES
+from dualtrain.bench.result_files import CHART, JSON, PAGE, write_files
 from dualtrain.bench.scale_page import charted, page, picture, plain, plain_ratios, text
 from dualtrain.bench.scale_plan import (
     CONTENDERS,
@@ -32,8 +33,6 @@ from dualtrain.bench.start_contender import LaunchError, LaunchSpec
 from dualtrain.bench.virtual_nodes import NodesError, virtual_nodes
 from dualtrain.console import show
 from dualtrain.cores import usable_cores
-from dualtrain.errors import UserError
-from dualtrain.files import write_whole
 
 
 def missing_contenders() -> dict[str, str]:
@@ -123,15 +122,7 @@ def run_scale(layouts: Sequence[Layout], folder: Path, device: str, rounds: int 
 
 def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
     try:
-        for name, content in _files(growth, machine):
-            write_whole(folder / name, content.encode())
-            show(folder / name, sys.stderr)
-        if not charted(growth):
-            (folder / "bench.svg").unlink(missing_ok=True)  # the chart of earlier results in this folder
-    except OSError as error:
-        raise UserError(
-            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
-        ) from error
+        write_files(folder, _files(growth, machine))
     finally:
         show(text(growth, machine))
 
@@ -145,7 +136,7 @@ def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, st
         "missing": growth.missing,
         "unavailable": {str(layout): reason for layout, reason in growth.unavailable.items()},
     }
-    yield "bench.json", json.dumps(values, indent=1)
-    yield "bench.html", page(growth, machine)
+    yield JSON, json.dumps(values, indent=1)
+    yield PAGE, page(growth, machine)
     if charted(growth):
-        yield "bench.svg", picture(growth)
+        yield CHART, picture(growth)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import measure, pace, scale, scale_page, start_contender, timed_steps, worker
+from dualtrain.bench import measure, pace, result_files, scale, scale_page, start_contender, timed_steps, worker
 from dualtrain.bench import virtual_nodes as nodes_of_bench
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
@@ -221,7 +221,7 @@ def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypat
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(bench, "write_whole", fail)
+    monkeypatch.setattr(result_files, "write_whole", fail)
     with pytest.raises(UserError, match=r"the results cannot be written to .*No space left on device"):
         bench._conclude(tmp_path, results(shm=0.1, ddp_tuned=0.15), MACHINE, targets=False)
     assert "1.50" in capsys.readouterr().out
@@ -1221,7 +1221,7 @@ def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch
     used = []
     monkeypatch.setattr(bench, "measure", lambda plan, spec, log: used.append(spec.folder) or Results())
     monkeypatch.setattr(
-        bench, "_conclude", lambda folder, *_, targets: bench.write_whole(folder / "bench.json", b"{}") or 0
+        bench, "_conclude", lambda folder, *_, targets: result_files.write_whole(folder / "bench.json", b"{}") or 0
     )
     assert main(["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]) == 0
     assert (tmp_path / "work" / "thesis.txt").read_text() == "years"
