@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import shlex
 import shutil
@@ -35,7 +34,6 @@ from dualtrain.bench.measure import Plan, Results, measure
 from dualtrain.bench.plan import (
     COMPARISONS,
     COSTS,
-    CURES,
     DEFAULT,
     ENTRIES,
     EPOCH_SAMPLES,
@@ -45,6 +43,7 @@ from dualtrain.bench.plan import (
     QUICK,
     ROUNDS,
     jobs_of,
+    missing_package,
 )
 from dualtrain.bench.result_files import CHART, JSON, PAGE, write_files
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
@@ -155,8 +154,8 @@ def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
     found = {}
     for name in names:
         entry = ENTRIES[name]
-        if entry.needs and importlib.util.find_spec(entry.needs) is None:
-            found[name] = f"{entry.needs} is not installed: {CURES.get(entry.needs, CURES[''])}"
+        if reason := missing_package(entry):
+            found[name] = reason
         elif spec.prefix and entry.ranks is not None:
             found[name] = f"its number of ranks is {entry.ranks}, but --launch sets the number for all contenders"
         elif spec.prefix and entry.starter != "ranks" and not _starts(spec.prefix, entry.starter):
@@ -291,8 +290,8 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
 
 def _lacks_optional_package(name: str) -> bool:
     """Return whether the contender needs a package other than Horovod, and the package is not installed."""
-    needs = ENTRIES[name].needs
-    return needs not in ("", "horovod") and importlib.util.find_spec(needs) is None
+    entry = ENTRIES[name]
+    return entry.needs != "horovod" and missing_package(entry) != ""
 
 
 def _with_targets() -> set[str]:

@@ -13,6 +13,7 @@ steps would take time without narrowing the intervals, which depend on the numbe
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -186,8 +187,14 @@ ENTRIES = {
 #: Replacement for each contender that may be unable to run: "shm" cannot run if ranks cannot share memory, "hvd-gloo" if
 #: mpirun starts the ranks.
 FALLBACKS = {"shm": "native", "hvd-gloo": "hvd-mpi"}
-#: Commands that install a missing package, by name; "" is for all other packages.
-CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
+
+
+def missing_package(entry: Entry) -> str:
+    """Return an error, with its cure, if the package that the contender imports is not installed; otherwise ""."""
+    if not entry.needs or importlib.util.find_spec(entry.needs) is not None:
+        return ""
+    cure = "bash launch/setup.sh" if entry.needs == "horovod" else "pip install 'dualtrain[bench]'"
+    return f"{entry.needs} is not installed: {cure}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from dualtrain.bench.forked_ranks import fork_server, run_forked
 from dualtrain.bench.host_facts import host_facts, load, now
-from dualtrain.bench.plan import CURES
+from dualtrain.bench.plan import missing_package
 from dualtrain.bench.result_files import CHART, JSON, PAGE, write_files
 from dualtrain.bench.scale_page import charted, page, picture, plain, plain_ratios, text
 from dualtrain.bench.scale_plan import (
@@ -33,15 +32,6 @@ from dualtrain.bench.start_contender import LaunchError, LaunchSpec
 from dualtrain.bench.virtual_nodes import NodesError, virtual_nodes
 from dualtrain.console import show
 from dualtrain.cores import usable_cores
-
-
-def missing_contenders() -> dict[str, str]:
-    """Return the contenders whose package is not installed, each with the reason."""
-    return {
-        name: f"{entry.needs} is not installed: {CURES[entry.needs]}"
-        for name, entry in CONTENDERS.items()
-        if entry.needs and importlib.util.find_spec(entry.needs) is None
-    }
 
 
 def measure_growth(
@@ -108,7 +98,8 @@ def run_scale(layouts: Sequence[Layout], folder: Path, device: str, rounds: int 
     Raises:
         UserError: the results cannot be written; they are printed nevertheless.
     """
-    growth, began, before = Growth(layouts, missing=missing_contenders()), now(), load()
+    missing = {name: reason for name, entry in CONTENDERS.items() if (reason := missing_package(entry))}
+    growth, began, before = Growth(layouts, missing=missing), now(), load()
     names = [name for name in CONTENDERS if name not in growth.missing]
     try:
         with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:

@@ -212,7 +212,7 @@ def test_targets_that_are_not_judged_give_exit_status_1(tmp_path, capsys):
 
 @pytest.mark.parametrize(("installed", "status"), [(False, 0), (True, 1)])
 def test_an_optional_contender_that_is_not_installed_need_not_be_measured(installed, status, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     found = results(shm=0.1, ddp_tuned=0.15, missing={"accelerate": "the reason"})
     assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
 
