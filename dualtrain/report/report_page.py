@@ -26,11 +26,7 @@ def _sections(runs: Sequence[Run]) -> list[str]:
     waiting = [run for run in runs if not run.metrics]
     parts = [f"<h2>Results</h2>\n{_table(results(runs), short=True)}", f"<p>{text(weights)}</p>" if weights else ""]
     parts += [f"<p>No metrics yet: {text(run.label)} has not logged its first steps.</p>" for run in waiting]
-    parts += [
-        f"<p>{text(run.label)}: {run.unreadable} lines of metrics.jsonl cannot be read and are left out.</p>"
-        for run in runs
-        if run.unreadable
-    ]
+    parts += [f"<p>{text(run.label)}: {_unreadable(run.unreadable)}.</p>" for run in runs if run.unreadable]
     if len(waiting) < len(runs):
         parts.append(f"<h2>Charts</h2>\n{charts(runs)}")
     if repaired:
@@ -40,6 +36,12 @@ def _sections(runs: Sequence[Run]) -> list[str]:
     if len(runs) == 1:
         return [*parts, *_about(runs[0])]
     return [*parts, "<h2>Each run</h2>", *(_folded(number, run) for number, run in enumerate(runs))]
+
+
+def _unreadable(lines: int) -> str:
+    if lines == 1:
+        return "1 line of metrics.jsonl cannot be read and is left out"
+    return f"{lines} lines of metrics.jsonl cannot be read and are left out"
 
 
 def _about(run: Run) -> list[str]:

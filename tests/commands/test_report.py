@@ -329,7 +329,9 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     assert main([str(folder)]) == 0
     shown = page_of(folder / "report.html")
     assert "Values not drawn (too large or not a finite number): 1 of run." in shown.text
-    assert "run: 2 lines of metrics.jsonl cannot be read" in shown.text
+    assert "run: 2 lines of metrics.jsonl cannot be read and are left out." in shown.text
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2}\n7\n')
+    assert "run: 1 line of metrics.jsonl cannot be read and is left out." in page(read_runs([str(folder)]))
     # Four values are not drawn: two are too large, one is infinite, one is a bool. The steps are not in order.
     values = [(3, 1e300), (2, 10**400), (5, float("inf")), (4, -0.5), (1, 2), (6, True)]
     lines = (json.dumps({"kind": "step", "step": step, "loss": value}) + "\n" for step, value in values)
