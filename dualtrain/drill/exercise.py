@@ -106,9 +106,8 @@ class Exercise:
         began = time.monotonic()
         self.report.undisturbed = self._undisturbed()
         steps, seconds = self.report.undisturbed["steps"], time.monotonic() - began
-        self._progress(
-            f"undisturbed: {steps} steps in {seconds:.1f} s, weights {self.report.undisturbed['weights_sha256'][:16]}"
-        )
+        weights = self.report.undisturbed["weights_sha256"][:16]
+        self._progress(f"undisturbed: {steps} step{'s' * (steps != 1)} in {seconds:.1f} s, weights {weights}")
         disk = self._small_disk(faults)
         try:
             self._disturb(faults, steps, [*self._kinds(), *([] if disk is None else [FULL_DISK])])
@@ -160,7 +159,8 @@ class Exercise:
         finally:
             left = job.end()
         if left and not self.report.problems:
-            self.report.problems.append(f"{len(left)} processes were left behind")
+            found = "1 process was" if len(left) == 1 else f"{len(left)} processes were"
+            self.report.problems.append(f"{found} left behind")
         self._compare(job)
 
     def _undisturbed(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
         ranks = job.ranks()
         for process in ranks.values():
             send(process, number)
-        return f"{len(ranks)} ranks" if ranks else ""
+        return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}" if ranks else ""
 
     return inject
 

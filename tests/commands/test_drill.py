@@ -124,6 +124,18 @@ def test_a_drill_that_injected_no_fault_is_a_problem(tmp_path):
     assert drill.report.problems == ["no fault was carried out: the job ended too early; give it more steps"]
 
 
+@pytest.mark.parametrize(
+    ("left", "problem"), [([7], "1 process was left behind"), ([7, 8], "2 processes were left behind")]
+)
+def test_processes_that_outlive_the_job_are_a_problem(left, problem, monkeypatch, tmp_path):
+    monkeypatch.setattr(Job, "start", lambda job: None)
+    monkeypatch.setattr(Job, "status", lambda job: 0)
+    monkeypatch.setattr(Job, "end", lambda job: left)
+    drill = exercise(tmp_path)
+    drill._disturb(0, 7, FAULTS)
+    assert drill.report.problems[0] == problem
+
+
 @pytest.mark.parametrize("problems", [[], ["weights differ"]])
 def test_the_verdict_and_the_exit_status_follow_from_the_problems(problems, monkeypatch, tmp_path, capsys):
     report = Report([Row("SIGKILL of a rank", "rank 1", "after step 3", 0.5, 4.0, 2)], SUMMARY, SUMMARY, problems)
@@ -223,10 +235,17 @@ def test_ending_a_job_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_pa
     assert sent[-1] == (7, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the launcher"])
-def test_every_sigkill_fault_kills_its_process(name, running_job):
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("SIGKILL of a rank", "rank 1"),
+        ("SIGKILL of all ranks", "1 rank"),
+        ("SIGKILL of the launcher", "process {launcher}"),
+    ],
+)
+def test_every_sigkill_fault_kills_its_process(name, target, running_job):
     fault = next(fault for fault in FAULTS if fault.name == name)
-    fault.inject(running_job, random.Random(0))
+    assert fault.inject(running_job, random.Random(0)) == target.format(launcher=running_job.launcher)
     assert running_job._launcher.wait(20) == -signal.SIGKILL
 
 
