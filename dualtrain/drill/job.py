@@ -50,8 +50,8 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        # The number of bytes read from the output, and the result of ``starts``.
-        self._read, self._starts = 0, list[int]()
+        # The number of bytes read from the output, and what was found in them.
+        self._read, self._starts, self._failed_writes = 0, list[int](), 0
 
     # -- processes --------------------------------------------------------------------------------------------------
 
@@ -164,14 +164,23 @@ class Job:
 
     def starts(self) -> list[int]:
         """Return the step at which each start of the run began, according to the output."""
+        self._read_output()
+        return self._starts
+
+    def failed_writes(self) -> int:
+        """Return the number of failed writes that the job's output reports."""
+        self._read_output()
+        return self._failed_writes
+
+    def _read_output(self) -> None:
+        """Read the complete lines that the job has printed since the last call."""
         with suppress(OSError), self.log.open("rb") as file:
             file.seek(self._read)
             new = file.read()
-            whole = new.rfind(b"\n") + 1
-            self._read += whole
-            for found in _START.finditer(new[:whole]):
-                self._starts.append(int(found[1]))
-        return self._starts
+            lines = new[: new.rfind(b"\n") + 1]
+            self._read += len(lines)
+            self._starts += [int(found[1]) for found in _START.finditer(lines)]
+            self._failed_writes += lines.count(b"could not be written")
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints, oldest first, without ``best.safetensors``."""
@@ -183,10 +192,6 @@ class Job:
             return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
         except OSError:
             return False
-
-    def failed_writes(self) -> int:
-        """Return the number of failed writes that the job's output reports."""
-        return self.log.read_bytes().count(b"could not be written") if self.log.exists() else 0
 
     def last_error(self) -> str:
         """Return the last line of the job's output that reports an error; if there is none, the output's last line."""

@@ -361,6 +361,16 @@ def test_the_position_of_a_job_is_read_from_the_last_complete_line(tmp_path):
     assert job.position() == (path.stat().st_ino, 2)
 
 
+def test_no_line_of_a_jobs_output_is_read_twice(tmp_path):
+    job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
+    assert (job.failed_writes(), job.starts()) == (0, [])
+    lines = "the checkpoint of step 2 could not be written\n--resume auto: beginning at step 0\n"
+    job.log.write_text(f"{lines}--resume auto: resuming from st")
+    assert (job.failed_writes(), job.starts()) == (1, [0])
+    job.log.write_text(f"{' ' * len(lines)}--resume auto: resuming from step 7\nit could not be written\n")
+    assert (job.failed_writes(), job.starts()) == (2, [0, 7])
+
+
 def test_no_process_of_another_job_is_ended(running_job):
     env = {**os.environ, MARK: "another", "RANK": "1"}
     with subprocess.Popen([sys.executable, "-c", "input()", "dualtrain.main"], stdin=subprocess.PIPE, env=env) as other:
