@@ -153,7 +153,7 @@ class Exercise:
                     )
                     break
                 self._progress(f"fault {number} of {faults}: {self._run_fault(job, fault, step)}")
-            self._wait(job, job.has_finished, "the end of the run")
+            self._wait(job, job.restart_if_failed, "the end of the run")
         except (TimeoutError, UserError) as error:
             self.report.problems.append(str(error))
         finally:
@@ -200,7 +200,7 @@ class Exercise:
         def recovered() -> bool:
             if row.detected is None and (job.status() is not None or survivors - set(job.ranks().values())):
                 row.detected = time.monotonic() - injected
-            if job.has_finished():
+            if job.restart_if_failed():
                 return True
             now = job.starts()[starts:]
             file, step = job.position()
@@ -219,7 +219,7 @@ class Exercise:
 
         def done() -> bool:
             nonlocal target
-            finished = job.has_finished()
+            finished = job.restart_if_failed()
             target = fault.inject(job, self._choice)
             return bool(target) or finished
 
@@ -240,7 +240,7 @@ class Exercise:
         """Wait for the next step if the current one had ``_REPEATS`` faults: after one more, the run would not restart."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
-            self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")
+            self._wait(job, lambda: job.position()[1] != last[0] or job.restart_if_failed(), "another step")
         self._steps.append(job.position()[1])
 
     def _wait(self, job: Job, condition: Callable[[], bool], what: str) -> None:

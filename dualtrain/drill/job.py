@@ -27,8 +27,8 @@ END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 class Job:
     """A training job of ``nproc`` ranks, started again until it has finished.
 
-    torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher fails, :meth:`has_finished` starts it
-    again.
+    torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher fails, :meth:`restart_if_failed`
+    restarts the launcher.
 
     Args:
         folder: the run's folder; the job's output goes to a file beside it.
@@ -79,8 +79,12 @@ class Job:
         assert self._launcher is not None
         return self._launcher.poll()
 
-    def has_finished(self) -> bool:
-        """Return whether the launcher has ended with success; if it has failed, start it again."""
+    def restart_if_failed(self) -> bool:
+        """Start the launcher again if it has failed; return whether the launcher has ended with success.
+
+        Raises:
+            UserError: see :meth:`start`.
+        """
         if self.status() not in (None, 0):
             self.start()
         return self.status() == 0

@@ -342,7 +342,7 @@ def test_repeated_kills_at_the_same_step_stay_below_the_restart_limit(tmp_path):
         def position(self) -> tuple[int, int]:
             return 0, steps.pop(0) if len(steps) > 1 else steps[0]
 
-        def has_finished(self) -> bool:
+        def restart_if_failed(self) -> bool:
             return False
 
     drill = exercise(tmp_path)
