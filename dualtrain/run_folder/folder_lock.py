@@ -67,7 +67,7 @@ class FolderLock:
 
         Args:
             folder: the run's folder.
-            limit: the longest wait, in seconds.
+            limit: the longest wait, in seconds, even if several processes use the folder one after another.
             waits: whether to wait until a running process ends: at most ``WAIT_SECONDS``, or ``RENEWALS`` renewals if
                 it is on another host.
 
@@ -75,13 +75,14 @@ class FolderLock:
             UserError: another process uses the folder; the message names that process.
             OSError: the folder cannot be read or written.
         """
+        wait = _Wait(folder, limit, waits)
         while self._descriptor is None:
-            self._try(folder, limit, waits)
+            self._try(folder, wait)
 
-    def _try(self, folder: Path, limit: float, waits: bool) -> None:
+    def _try(self, folder: Path, wait: _Wait) -> None:
         """Make the next generation, unless another process is faster."""
         number = generation.newest(folder)
-        before = _await_end(folder, number, limit, waits) if number else None
+        before = wait.await_end(number) if number else None
         run = before.run if before else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         owner = Owner(os.getpid(), socket.gethostname(), identity(), since, self.job, run)
@@ -194,30 +195,30 @@ def _is_here(seen: Seen) -> bool:
     return seen.locked is not None and seen.owner is not None and seen.owner.machine == identity()
 
 
-def _await_end(folder: Path, number: int, limit: float, waits: bool) -> Owner | None:
-    """Wait until the process of generation ``number`` has left the folder; return the last content of its file.
-
-    Raises:
-        UserError: the process runs, or may still run after ``limit`` seconds.
-    """
-    wait, owner = _Wait(folder, limit, waits), None
-    while (seen := generation.look(folder, number)) is not None:  # None: a newer generation removed the file
-        owner = seen.owner
-        if wait.has_left(seen):
-            break
-        time.sleep(_POLL_SECONDS)
-    return owner
-
-
 class _Wait:
-    """A wait for the end of the process that uses a folder."""
+    """All waits of one call of :meth:`FolderLock.take`. Together they take at most ``limit`` seconds."""
 
     def __init__(self, folder: Path, limit: float, waits: bool) -> None:
         self._folder, self._limit, self._waits = folder, limit, waits
+        self._ends = time.monotonic() + limit
+
+    def await_end(self, number: int) -> Owner | None:
+        """Wait until the process of generation ``number`` has left the folder; return the last content of its file.
+
+        Raises:
+            UserError: the process runs, or may still run when ``limit`` seconds are over.
+        """
         self._began = self._changed = time.monotonic()
         self._renewals, self._last, self._warned = 0, b"", False
+        owner = None
+        while (seen := generation.look(self._folder, number)) is not None:  # None: a newer generation removed the file
+            owner = seen.owner
+            if self._has_left(seen):
+                break
+            time.sleep(_POLL_SECONDS)
+        return owner
 
-    def has_left(self, seen: Seen) -> bool:
+    def _has_left(self, seen: Seen) -> bool:
         """Return whether ``seen`` shows that the process has left the folder. Raises UserError if the process runs."""
         if seen.owner is not None and seen.owner.ended:
             return True
@@ -227,7 +228,7 @@ class _Wait:
         if not seen.locked:
             return True
         seconds = min(WAIT_SECONDS, self._limit) if self._waits else 0.0
-        if time.monotonic() >= self._began + seconds:
+        if time.monotonic() >= min(self._began + seconds, self._ends):
             raise refuse(self._folder, seen)
         self._warn_once(f"is used by {seen}: waiting up to {seconds:g} s for its end")
         return False
@@ -241,7 +242,7 @@ class _Wait:
             return True
         if self._renewals >= (RENEWALS if self._waits else 1):
             raise refuse(self._folder, seen)
-        if now >= self._began + self._limit:
+        if now >= self._ends:
             raise UserError(
                 f"--run-dir {str(self._folder)!r} may be used by {seen}: wait for its end, or give a --timeout above "
                 f"{2 * seconds:g} s, since at most half of the timeout is spent on waiting for that process",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,27 @@ def test_a_delayed_start_gets_a_generation_above_those_created_meanwhile(tmp_pat
     monkeypatch.setattr(generation, "create", slow)
     assert locked(tmp_path).generation == 4
     assert [path.name for path in tmp_path.iterdir()] == ["generation-4"]
+
+
+def test_all_waits_for_other_processes_together_do_not_exceed_the_limit(tmp_path, monkeypatch):
+    clock, create = [0.0], generation.create
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    def slow(folder: Path, number: int, owner: generation.Owner) -> int | None:
+        monkeypatch.setattr(generation, "create", create)
+        supersede(folder)  # a third process is faster, and then does not renew its file
+        return create(folder, number, owner)
+
+    supersede(tmp_path)
+    monkeypatch.setattr(generation, "create", slow)
+    monkeypatch.setattr(
+        folder_lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep, strftime=time.strftime)
+    )
+    with pytest.raises(UserError, match="may be used by process 7 on elsewhere"):
+        FolderLock().take(tmp_path, 10.0)
+    assert clock[0] == pytest.approx(10.0, abs=0.1)
 
 
 def test_only_one_of_many_processes_that_start_at_once_gets_the_folder(tmp_path):
