@@ -188,6 +188,14 @@ def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
     return condition()
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended. A zombie has ended."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
 def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """Turn this forked process into one that runs ``command``."""
     os.setsid()

@@ -932,7 +932,7 @@ def test_processes_that_outlive_their_leader_are_ended(tmp_path):
         "ranks",
         LaunchSpec(1, "cpu", tmp_path),
     )
-    assert not is_running(int((tmp_path / "pid").read_text()))
+    assert forked.has_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monkeypatch):
@@ -948,14 +948,6 @@ def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monke
     with pytest.raises(LaunchError, match=r"cannot be started \(Resource temporarily unavailable"):
         run_program([sys.executable, "-c", "import time; time.sleep(100)"], "ranks", LaunchSpec(2, "cpu", tmp_path))
     assert started[0].poll() is not None
-
-
-def is_running(pid: int) -> bool:
-    """Return whether process ``pid`` exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monkeypatch):

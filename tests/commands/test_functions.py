@@ -20,16 +20,9 @@ from dualtrain.functions import children, horovod_run, run
 from dualtrain.functions.outcome import outcome_of
 from dualtrain.functions.payload import dumps, pickled_call
 from dualtrain.launchers import detect_world
-from tests.forked import ROOT, holds
+from tests.forked import ROOT, has_ended, holds
 
 SECONDS = 60.0  # longest wait for a process on a busy machine
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
 
 
 def place(*args, **kwargs):

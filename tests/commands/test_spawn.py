@@ -18,7 +18,7 @@ from dualtrain import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN
 from dualtrain.spawn import TRANSIENT, _next_wait, spawn
 from tests.conftest import require_horovod
-from tests.forked import ROOT, Forked, holds, run_ranks
+from tests.forked import ROOT, Forked, has_ended, holds, run_ranks
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # longest wait for a job on a busy machine
@@ -66,13 +66,6 @@ class Job(Forked):
         """
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
 
 
 Start = Callable[..., Job]
