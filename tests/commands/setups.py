@@ -10,12 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.pool import ROOT
+from tests.forked import ROOT, holds
 
 SECONDS = 60.0
 
@@ -79,15 +78,49 @@ def once(answers: Path) -> str:
     return ONCE.format(answers=answers, real=sys.executable)
 
 
-class Setup:
+class Runs:
+    """Runs of a script whose programs are fakes. The fakes read and write files in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+
+    def set(self, **programs: str) -> None:
+        """Set what programs do: shell code, in which $* are the arguments and $here is ``folder``."""
+        for name, script in programs.items():
+            (self.folder / name).write_text(script)
+
+    def calls(self) -> list[str]:
+        """Return the arguments of pip's calls since the previous call of this method."""
+        file = self.folder / "calls"
+        found = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return found
+
+    def popen(self, command: list[str], env: dict[str, str], errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        """Start a command in its own session. ``errors`` is the target of standard error."""
+        process = subprocess.Popen(
+            command, env=env, text=True, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        """Kill the processes that a failed test has left."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=SECONDS)
+
+
+class Setup(Runs):
     """Runs of setup.sh that make an environment in ``folder``. Python's outputs are kept in the folder ``answers``."""
 
     def __init__(self, folder: Path, answers: Path) -> None:
+        super().__init__(folder)
         self.venv = folder / "venv"
         self.cache = folder / "cache"
         self.root = ROOT
-        self._folder = folder
-        self._started: list[subprocess.Popen[str]] = []
         python = folder / "python"
         python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
         python.chmod(0o755)
@@ -101,19 +134,19 @@ class Setup:
         self.env = {**names, **{name: str(value) for name, value in given.items()}, "DUALTRAIN_GPU": "cpu", "PATH": path}
 
     def _program(self, name: str, text: str) -> None:
-        file = self._folder / name
+        file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755)
 
     def horovod(self, *parts: str) -> None:
         """Set the parts that `horovodrun --check-build` shows."""
-        (self._folder / "horovod").write_text("".join(f"[X] {part}\n" for part in parts))
+        (self.folder / "horovod").write_text("".join(f"[X] {part}\n" for part in parts))
 
     def torch(self, build: str, cuda: str = "none", architectures: str = "80,90", abi: int = 1) -> None:
         """Set the build of torch in the environment. A CUDA build brings headers, libcudart and NCCL."""
-        packages = self._folder / "packages"
-        (self._folder / "torch").write_text(f"cpython-311-x86_64 {build} {cuda} {abi} {architectures} {packages}\n")
+        packages = self.folder / "packages"
+        (self.folder / "torch").write_text(f"cpython-311-x86_64 {build} {cuda} {abi} {architectures} {packages}\n")
         if cuda == "none":
             return
         for file in ("nccl/include/nccl.h", "nccl/lib/libnccl.so.2"):
@@ -123,43 +156,28 @@ class Setup:
 
     def gpus(self, *capabilities: str) -> None:
         """Set the compute capabilities of the GPUs that nvidia-smi finds, such as "8.0"."""
-        (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
+        (self.folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
         """Make a CUDA toolkit, complete or with nvcc alone.
 
         If the test writes a file "nvcc", nvcc prints the content of this file when it compiles, and fails.
         """
-        self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
+        self._program("toolkit/bin/nvcc", NVCC.format(folder=self.folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:
                 self._program(f"toolkit/{file}", "")
-        (self._folder / "toolkit" / "include").mkdir(exist_ok=True)
-        return self._folder / "toolkit"
+        (self.folder / "toolkit" / "include").mkdir(exist_ok=True)
+        return self.folder / "toolkit"
 
     def build(self) -> dict[str, str]:
         """Return the environment variables of the last build of Horovod."""
-        lines = (self._folder / "build").read_text().splitlines()
+        lines = (self.folder / "build").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
-
-    def pip(self, script: str) -> None:
-        """Set what pip does: shell commands, in which $* are its arguments and $here is the test's folder."""
-        (self._folder / "pip").write_text(script)
-
-    def calls(self) -> list[str]:
-        """Return the arguments of pip's calls since the previous call of this method."""
-        file = self._folder / "calls"
-        found = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return found
 
     def start(self, *prefix: str, **env: str) -> subprocess.Popen[str]:
         command = [*prefix, "bash", str(self.root / "launch" / "setup.sh")]
-        process = subprocess.Popen(
-            command, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        self._started.append(process)
-        return process
+        return self.popen(command, self.env | env)
 
     def run(self, *prefix: str, **env: str) -> tuple[int, str, str]:
         """Run setup.sh; return the exit status, standard output and standard error."""
@@ -167,16 +185,6 @@ class Setup:
         output, errors = process.communicate(timeout=SECONDS)
         return process.returncode, output, errors
 
-    def end(self) -> None:
-        """Kill the processes that a failed test has left."""
-        for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=SECONDS)
-
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert holds(condition, SECONDS)

@@ -61,7 +61,7 @@ def test_a_changed_tree_is_copied_again(setup, tmp_path):
 
 def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setup, tmp_path):
     # The set-up is killed while pip installs torch; pip continues for a moment.
-    setup.pip('case "$*" in *torch*) touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;; esac')
+    setup.set(pip='case "$*" in *torch*) touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;; esac')
     first = setup.start()
     until((tmp_path / "began").exists)
     first.kill()
@@ -80,7 +80,7 @@ def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setu
 
 
 def test_a_second_call_waits_and_uses_the_environment_of_the_first(setup, tmp_path):
-    setup.pip('touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done')
+    setup.set(pip='touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done')
     first = setup.start()
     until((tmp_path / "began").exists)
     second = setup.start()
@@ -95,20 +95,22 @@ def test_a_second_call_waits_and_uses_the_environment_of_the_first(setup, tmp_pa
 
 
 def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds_again(setup):
-    setup.pip('if [ "$1" = wheel ]; then echo "x.cc:1: error: no"; exit 1; fi')
+    setup.set(pip='if [ "$1" = wheel ]; then echo "x.cc:1: error: no"; exit 1; fi')
     status, _, errors = setup.run()
     assert status == 1
     assert 'setup: error: "Horovod\'s build" failed. Last lines of' in errors
     assert "    x.cc:1: error: no" in errors
     assert "setup: cure: look for the first 'error:'" in errors
-    setup.pip("")
+    setup.set(pip="")
     assert setup.run()[0] == 0
 
 
 def test_relative_paths_start_at_the_current_folder_of_the_caller(setup, tmp_path, monkeypatch):
     # pip builds Horovod in a temporary folder, in which relative paths of the compiler and of CMake do not exist.
     monkeypatch.chdir(tmp_path)
-    setup.pip('case "$1" in wheel) for each in "$CXX" "$HOROVOD_CMAKE"; do [ "${each:0:1}" = / ] || exit 1; done ;; esac')
+    setup.set(
+        pip='case "$1" in wheel) for each in "$CXX" "$HOROVOD_CMAKE"; do [ "${each:0:1}" = / ] || exit 1; done ;; esac'
+    )
     status, output, errors = setup.run(DUALTRAIN_VENV="venv", DUALTRAIN_CACHE="cache", DUALTRAIN_WITH="none")
     assert status == 0, errors
     assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
@@ -120,7 +122,7 @@ def test_the_compiler_may_have_arguments_or_a_path_with_a_space(setup, tmp_path,
     program.write_text('#!/bin/sh\necho "first $@"\n')
     program.chmod(0o755)
     setup.env["CXX"] = str(program) if space == "in its path" else "echo first"
-    setup.pip('case "$1" in wheel) "$CXX" -g -std=c++14 "x y.cc" >"$here/compiled" ;; esac')
+    setup.set(pip='case "$1" in wheel) "$CXX" -g -std=c++14 "x y.cc" >"$here/compiled" ;; esac')
     status, _, errors = setup.run(DUALTRAIN_WITH="none")
     assert status == 0, errors
     first, *_, standard, file = (tmp_path / "compiled").read_text().split(maxsplit=3)
@@ -155,8 +157,8 @@ def test_a_wheel_that_a_different_build_script_made_is_not_used(setup, tmp_path)
 
 def test_a_failed_step_stops_the_background_build_of_horovod(setup, tmp_path):
     build = 'echo $$ >"$here/pid"; exec sleep 600'
-    setup.pip(
-        f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'
+    setup.set(
+        pip=f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'
     )
     status, _, errors = setup.run()
     assert (status, '"torchvision' in errors) == (1, True)
@@ -178,7 +180,7 @@ def test_a_full_disk_is_reported_in_one_line_and_the_next_call_repairs_the_envir
     if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
         pytest.skip("needs a mount namespace, which root cannot make here")
     # Append: truncating the file would free space, with which the build in the background might succeed.
-    setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
+    setup.set(pip=f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
     # Call setup.sh twice in one mount namespace, because the disk exists only there. Enlarge the disk between the calls.
     script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'
     status, output, errors = setup.run(*on_a_disk_of("64k"), "sh", "-c", script, "sh")

@@ -29,7 +29,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     # in mode cpu.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
     found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
-    setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
+    setup.set(pip=f'case "$*" in wheel*) {found} || exit 1 ;; esac')
     status, output, errors = setup.run(**NCCL)
     assert status == 0, errors
     assert "compiling Horovod 0.28.1 with NCCL, MPI and Gloo for torch 2.15.0+cu1377, sm_75, sm_90 during" in output
@@ -191,7 +191,7 @@ def test_a_horovod_without_nccl_is_refused(setup):
 def test_an_index_that_fails_is_reported_in_one_line(step, said, part, setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
-    setup.pip(f'case "$* " in *"{step}"*) echo "{said}"; exit 1 ;; esac')
+    setup.set(pip=f'case "$* " in *"{step}"*) echo "{said}"; exit 1 ;; esac')
     status, _, errors = setup.run(**NCCL)
     (line,) = errors.splitlines()
     assert status == 2
@@ -214,7 +214,7 @@ def test_the_requested_torch_version_is_installed_with_a_matching_torchvision(se
 
 def test_torchvision_gets_the_cpu_build_of_the_version_that_fits_the_requested_torch(setup):
     setup.torch("2.14.0+cpu")
-    setup.pip("""case "$*" in "show torchvision") echo "Version: 0.28.0" ;; esac""")
+    setup.set(pip="""case "$*" in "show torchvision") echo "Version: 0.28.0" ;; esac""")
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.14.0")[0] == 0
     assert "install --no-deps torchvision==0.28.0+cpu" in setup.calls()
     # A CUDA build of torch keeps the default build of torchvision.
@@ -238,10 +238,12 @@ def test_a_set_up_with_nccl_replaces_the_cpu_build_of_torch(setup):
 
 def test_the_error_for_a_torch_version_that_the_index_lacks_names_the_version(setup):
     # With a constraint on torch, pip does not name the missing package.
-    setup.pip("""case "$* " in
+    setup.set(
+        pip="""case "$* " in
       *--constraint*" torch "* | *--constraint*" torch=="*) echo "ERROR: ResolutionImpossible: for help visit"; exit 1 ;;
       *" torch==2.99.0 "*) echo "ERROR: No matching distribution found for torch==2.99.0"; exit 1 ;;
-    esac""")
+    esac"""
+    )
     status, _, errors = setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.99.0")
     (line,) = errors.splitlines()
     assert (status, "the package index has no torch==2.99.0 for this Python; set" in line) == (2, True)
@@ -250,7 +252,7 @@ def test_the_error_for_a_torch_version_that_the_index_lacks_names_the_version(se
 @pytest.mark.parametrize("abi", [1, 0])
 def test_a_build_without_gpu_operations_imports_no_torch_and_needs_no_toolkit(abi, setup, tmp_path):
     setup.torch("2.15.0+cu1377", "13.77", abi=abi)
-    setup.pip('case "$1" in wheel) cp "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" "$here" ;; esac')
+    setup.set(pip='case "$1" in wheel) cp "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" "$here" ;; esac')
     status, output, errors = setup.run(DUALTRAIN_WITH="none")
     assert status == 0, errors
     assert "with MPI and Gloo for torch 2.15.0+cu1377 during" in output
@@ -265,14 +267,16 @@ def test_a_build_without_gpu_operations_imports_no_torch_and_needs_no_toolkit(ab
 def test_only_an_nccl_build_waits_for_the_installation_of_torchs_dependencies(setup):
     # The dependencies' installation ends only when the build has begun.
     wait = 'until [ -e "$here/began" ]; do sleep 0.02; done'
-    setup.pip(f"""case "$*" in wheel*) touch "$here/began" ;;
-      *--no-deps*) ;; "install --disable-pip-version-check torch=="*) {wait} ;; esac""")
+    setup.set(
+        pip=f"""case "$*" in wheel*) touch "$here/began" ;;
+      *--no-deps*) ;; "install --disable-pip-version-check torch=="*) {wait} ;; esac"""
+    )
     assert setup.run(DUALTRAIN_WITH="none")[0] == 0
     (whole,) = (call for call in setup.calls() if call == "install --disable-pip-version-check torch==2.15.0")
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    setup.pip("")
+    setup.set(pip="")
     assert setup.run(**NCCL)[0] == 0
     calls = setup.calls()
     first, compiler, build = (

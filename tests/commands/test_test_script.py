@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.commands.setups import SECONDS, until
+from tests.commands.setups import SECONDS, Runs, until
 from tests.pool import ROOT
 
 # Fake of all programs of the environment. It prints its name and arguments, and runs the shell code that a test has set.
@@ -29,13 +28,12 @@ if [ -e "$here/$name" ]; then . "$here/$name"; fi
 BESIDE = 'touch "$here/{own}-began"; until [ -e "$here/{other}-began" ]; do sleep 0.02; done; echo "{own} ends"'
 
 
-class Script:
+class Script(Runs):
     """Runs of test.sh in a small source tree, in which setup.sh is an empty file."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.temporary = folder / "tmp"
-        self._started: list[subprocess.Popen[str]] = []
         for name in ("launch", "tests/gradients", "tests/launch", "bin", "tmp"):
             (folder / name).mkdir(parents=True)
         shutil.copy(ROOT / "launch" / "test.sh", folder / "launch")
@@ -45,10 +43,6 @@ class Script:
             (folder / "bin" / name).chmod(0o755)
         (folder / "bin" / "activate").write_text(f'PATH="{folder / "bin"}:$PATH"\n')
 
-    def set(self, **programs: str) -> None:
-        for name, script in programs.items():
-            (self.folder / name).write_text(script)
-
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.folder / "launch" / "test.sh"), *arguments]
         env = {**os.environ, "DUALTRAIN_VENV": str(self.folder), "TMPDIR": str(self.temporary)}
@@ -56,13 +50,9 @@ class Script:
         # script must still react to SIGINT.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            process = subprocess.Popen(
-                command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            return self.popen(command, env, subprocess.STDOUT)
         finally:
             signal.signal(signal.SIGINT, before)
-        self._started.append(process)
-        return process
 
     def run(self, *arguments: str) -> tuple[int, list[str]]:
         """Run the script; return its exit status and the lines that it printed. Assert that no temporary files remain."""
@@ -70,13 +60,6 @@ class Script:
         output, _ = process.communicate(timeout=SECONDS)
         assert list(self.temporary.iterdir()) == []
         return process.returncode, output.splitlines()
-
-    def end(self) -> None:
-        """Kill the processes that a failed test has left."""
-        for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=SECONDS)
 
 
 @pytest.fixture

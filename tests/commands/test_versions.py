@@ -12,15 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.commands.setups import once
-from tests.pool import ROOT
+from tests.commands.setups import SECONDS, Runs, once, until
+from tests.forked import ROOT, has_ended
 
-SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
 # Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
@@ -51,11 +50,12 @@ RESULTS = (
 JOB = 'while [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; echo \'{summary}\' >"$2/summary.json"'
 
 
-class Versions:
+class Versions(Runs):
     """Runs of ``tests/versions.sh`` in the tree ``root``, with fakes and environments in ``folder``."""
 
     def __init__(self, folder: Path, root: Path, answers: Path) -> None:
-        self.into, self.temporary, self.folder, self.root = folder / "the user's folder", folder / "tmp", folder, root
+        super().__init__(folder)
+        self.into, self.temporary, self.root = folder / "the user's folder", folder / "tmp", root
         self.temporary.mkdir()
         python = folder / "python"
         python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
@@ -65,13 +65,9 @@ class Versions:
         self.set(pytest=RESULTS.format(cases=CASES["passed"] + CASES["skipped"]))
         self.set(torchrun=JOB.format(summary=json.dumps({"val_accuracy": 0.98888, "weights_sha256": "70e9172c" * 8})))
 
-    def set(self, **scripts: str) -> None:
-        for name, script in scripts.items():
-            (self.folder / name).write_text(script)
-
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.root / "tests" / "versions.sh"), "--into", str(self.into), *arguments]
-        return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return self.popen(command, self.env)
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
         """Run the script; return its exit status, output and errors. Assert that no temporary files remain."""
@@ -79,13 +75,6 @@ class Versions:
         output, errors = process.communicate(timeout=SECONDS)
         assert list(self.temporary.iterdir()) == []
         return process.returncode, output, errors
-
-    def calls(self) -> list[str]:
-        """Return the arguments of pip's calls since the previous call of this method."""
-        file = self.folder / "calls"
-        found = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +88,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def versions(tmp_path: Path, tree: Path, answers: Path) -> Versions:
-    return Versions(tmp_path, tree, answers)
+def versions(tmp_path: Path, tree: Path, answers: Path) -> Iterator[Versions]:
+    versions = Versions(tmp_path, tree, answers)
+    yield versions
+    versions.end()
 
 
 @pytest.mark.parametrize(
@@ -232,17 +223,13 @@ def test_a_version_whose_tests_fail_is_named_and_the_status_is_1(versions, scrip
 def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
     process = versions.start("2.6.0")
-    deadline = time.monotonic() + SECONDS
     pid = versions.folder / "pid"
-    while not (pid.exists() and pid.read_text().strip()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: pid.exists() and pid.read_text().strip() != "")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=SECONDS)
     assert process.returncode == 143
     assert list(versions.temporary.iterdir()) == []
-    state = Path("/proc") / pid.read_text().strip() / "stat"
-    assert not state.exists() or ") Z " in state.read_text()
+    assert has_ended(int(pid.read_text()))
 
 
 def test_a_second_run_in_the_same_folder_is_refused(versions):
@@ -253,10 +240,7 @@ def test_a_second_run_in_the_same_folder_is_refused(versions):
     (versions.folder / "flock").chmod(0o755)
     versions.env["PATH"] = f"{versions.folder}:{os.environ['PATH']}"
     process = versions.start("2.6.0")
-    deadline = time.monotonic() + SECONDS
-    while not (versions.folder / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until((versions.folder / "pid").exists)
     assert (versions.into / "lock").exists()
     second = versions.start("2.6.0")
     _, errors = second.communicate(timeout=SECONDS)
