@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -150,23 +151,21 @@ def test_a_resume_does_not_read_the_published_weights_again(tmp_path, monkeypatc
     assert train(tmp_path / "other", 1, *flags, "1", "--weights", weights)["steps"] == 1  # instead of the published weights
 
 
-class FullDisk:
-    """A simulated full disk: until ``monkeypatch`` is undone, fsync fails for files with ``part`` in their paths."""
+def fill_disk(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Simulate a full disk: until ``monkeypatch`` is undone, fsync fails for files with ``part`` in their paths."""
+    fsync = os.fsync
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-        fsync = os.fsync
+    def full(descriptor: int) -> None:
+        if part in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
 
-        def full(descriptor: int) -> None:
-            if part in os.readlink(f"/proc/self/fd/{descriptor}"):
-                raise OSError(28, "No space left on device")
-            fsync(descriptor)
-
-        monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
 
 
 def test_training_continues_on_a_full_disk_and_the_run_then_ends_with_an_error(tmp_path, monkeypatch, caplog):
     reference = train(tmp_path / "whole", 2)
-    FullDisk(monkeypatch, ".safetensors")
+    fill_disk(monkeypatch, ".safetensors")
     said = r"last checkpoint .*model.safetensors \(No space left on device\).*free space .*, then start again with the same"
     with pytest.raises(NotSavedError, match=said):
         train(tmp_path / "run", 2)
@@ -189,7 +188,7 @@ def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, m
         return step(run)
 
     monkeypatch.setattr(loop.Run, "_step", signalled)
-    FullDisk(monkeypatch, full)
+    fill_disk(monkeypatch, full)
     reason = (
         r"and its checkpoint could not be written \(No space left on device\): free space on the disk of the run folder"
     )
@@ -200,7 +199,7 @@ def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, m
 def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path, monkeypatch, capsys):
     whole = train(tmp_path / "whole", 2)
     with monkeypatch.context() as patch:
-        FullDisk(patch, "step-00000004")
+        fill_disk(patch, "step-00000004")
         with pytest.raises(NotSavedError, match=r"the last checkpoint .* continue from the last saved checkpoint with"):
             train(tmp_path / "run", 2, "--resume", "auto")
     assert train(tmp_path / "run", 2, "--resume", "auto")["weights_sha256"] == whole["weights_sha256"]
@@ -214,13 +213,13 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
     saver = checkpoint_writer.Writer(tmp_path, 1, reports.append, 10.0, FolderLock())
     weights = {"w": torch.ones(2)}
     with pytest.MonkeyPatch.context() as patch:
-        FullDisk(patch, "model-best")
+        fill_disk(patch, "model-best")
         saver.write(1, checkpoint.Packed({"cursor": {"step": 1}}), best=weights)
         saver.wait()
     assert saver.failed is None  # the checkpoint itself was written
     assert list(saver.unwritten()) == ["the files of the best evaluation"]
     with pytest.MonkeyPatch.context() as patch:
-        FullDisk(patch, "step-00000002")
+        fill_disk(patch, "step-00000002")
         saver.write(2, checkpoint.Packed({"cursor": {"step": 2}}), best=weights)
         saver.wait()
     best = "the files of the best evaluation (step 1)"
@@ -376,64 +375,50 @@ def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, caplog):
     assert mine.exists()
 
 
-def forged(tree: dict[str, Any], name: str) -> Any:
-    changes: dict[str, Any] = {
-        "cursor": lambda: tree["cursor"].update(step="2"),
-        "cursor names": lambda: tree["cursor"].update(extra=1),
-        "cursor sums": lambda: tree["cursor"].update(sums=[0.0]),
-        "cursor nan": lambda: tree["cursor"]["sums"].__setitem__(0, float("nan")),
-        "cursor best": lambda: tree["cursor"]["best"].update(step=float("nan")),
-        "cursor missing": lambda: tree.pop("cursor"),
-        "data": lambda: tree.update(data=[]),
-        "data keys": lambda: tree.update(data={}),
-        "data text": lambda: tree["data"].update(samples="x\n"),
-        "data tensor": lambda: tree["data"].update(classes=torch.ones(3)),
-        "trainer": lambda: tree["trainer"].pop("optimizer"),
-        "model": lambda: tree["trainer"].update(model={"a": torch.ones(1)}),
-        "ranks": lambda: tree["trainer"].update(ranks=[]),
-        "random": lambda: tree["trainer"]["ranks"][0]["random"].update(torch=torch.ones(3)),
-        "momentum": lambda: tree["trainer"]["optimizer"]["state"].update({0: {"momentum_buffer": torch.ones(1)}}),
-        "groups": lambda: tree["trainer"]["optimizer"].update(param_groups=[]),
-        "format": lambda: tree.update(format=[2]),
-        "format tensor": lambda: tree.update(format=torch.ones(3)),
-        "config tensor": lambda: tree["config"].update(model=torch.ones(3)),
-        "config": lambda: tree.update(config=None),
-        "threads text": lambda: tree["config"].update(threads="2"),
-        "threads many": lambda: tree["config"].update(threads=10**6),
-        "platform": lambda: tree.update(platform=[]),
-        "platform tensor": lambda: tree.update(platform={"torch": torch.ones(3)}),
-    }
-    if name == "list":
-        return [1]
-    changes[name]()
-    return tree
+#: Changes of a checkpoint's tree, each of which must make a resume fail.
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "cursor": lambda tree: tree["cursor"].update(step="2"),
+    "cursor names": lambda tree: tree["cursor"].update(extra=1),
+    "cursor sums": lambda tree: tree["cursor"].update(sums=[0.0]),
+    "cursor nan": lambda tree: tree["cursor"]["sums"].__setitem__(0, float("nan")),
+    "cursor best": lambda tree: tree["cursor"]["best"].update(step=float("nan")),
+    "cursor missing": lambda tree: tree.pop("cursor"),
+    "data": lambda tree: tree.update(data=[]),
+    "data keys": lambda tree: tree.update(data={}),
+    "data text": lambda tree: tree["data"].update(samples="x\n"),
+    "data tensor": lambda tree: tree["data"].update(classes=torch.ones(3)),
+    "trainer": lambda tree: tree["trainer"].pop("optimizer"),
+    "model": lambda tree: tree["trainer"].update(model={"a": torch.ones(1)}),
+    "ranks": lambda tree: tree["trainer"].update(ranks=[]),
+    "random": lambda tree: tree["trainer"]["ranks"][0]["random"].update(torch=torch.ones(3)),
+    "momentum": lambda tree: tree["trainer"]["optimizer"]["state"].update({0: {"momentum_buffer": torch.ones(1)}}),
+    "groups": lambda tree: tree["trainer"]["optimizer"].update(param_groups=[]),
+    "format": lambda tree: tree.update(format=[2]),
+    "format tensor": lambda tree: tree.update(format=torch.ones(3)),
+    "config tensor": lambda tree: tree["config"].update(model=torch.ones(3)),
+    "config": lambda tree: tree.update(config=None),
+    "threads text": lambda tree: tree["config"].update(threads="2"),
+    "threads many": lambda tree: tree["config"].update(threads=10**6),
+    "platform": lambda tree: tree.update(platform=[]),
+    "platform tensor": lambda tree: tree.update(platform={"torch": torch.ones(3)}),
+}
 
 
-CASES = (
-    "cursor",
-    "cursor names",
-    "cursor sums",
-    "cursor nan",
-    "cursor best",
-    "cursor missing",
-    "data",
-    "data keys",
-    "data text",
-    "data tensor",
-    "trainer",
-    "model",
-    "ranks",
-)
-CASES += ("random", "momentum", "groups", "format", "format tensor", "config", "config tensor", "list")
-CASES += ("threads text", "threads many", "platform", "platform tensor")
+def forged(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the forged tree of each case."""
+    for name, change in CHANGES.items():
+        tree = json_copy(good)
+        change(tree)
+        yield name, tree
+    yield "list", [1]
 
 
 def test_a_forged_checkpoint_with_a_valid_hash_is_refused_in_one_line(tmp_path):
     train(tmp_path, 1)
     path = checkpoint.found(tmp_path / "checkpoints")[0]
     good = checkpoint.load(path)
-    for case in CASES:
-        checkpoint.write(path, forged(json_copy(good), case))
+    for case, tree in forged(good):
+        checkpoint.write(path, tree)
         with pytest.raises(UserError, match=r"checkpoint") as refusal:
             train(tmp_path, 2, "--resume", str(path))
         assert "\n" not in str(refusal.value), case
