@@ -75,10 +75,9 @@ def test_a_weighted_loss_over_all_ranks_equals_the_loss_of_the_whole_batch(typic
 
 
 def on_each_rank(backend, loss):
-    inputs, targets = batch()
-    cut = 0 if backend.rank == 0 else 5 + 10 * (backend.rank - 1), 5 if backend.rank == 0 else 5 + 10 * backend.rank
-    mine = slice(cut[0], len(inputs) if backend.rank == backend.size - 1 else cut[1])
-    return one_step(backend, loss, [(inputs[mine], targets[mine])])
+    cuts = tuple(range(5, 10 * backend.size - 5, 10))  # 5 samples for rank 0, then 10 per rank, and the rest for the last
+    inputs, targets = (tensor.tensor_split(cuts)[backend.rank] for tensor in batch())
+    return one_step(backend, loss, [(inputs, targets)])
 
 
 PIXELS = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)
