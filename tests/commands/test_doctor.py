@@ -31,7 +31,6 @@ class Missing:
         if name.partition(".")[0] == "horovod":
             raise ModuleNotFoundError(f"No module named {name!r}")
 sys.meta_path.insert(0, Missing())
-from dualtrain.doctor import examine
 from dualtrain.doctor.__main__ import main
 sys.exit(main())
 """
