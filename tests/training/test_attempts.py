@@ -28,14 +28,11 @@ from dualtrain.run_folder import attempt_events, last_step, restarts
 from dualtrain.run_folder.attempt_events import Death
 from dualtrain.run_folder.attempts import Attempt
 from dualtrain.run_folder.folder_lock import FolderLock
+from tests.training.runs import KilledError
 
 #: Flags of a run with four steps and an evaluation after every two steps.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0", "--epochs", "2")
 FLAGS += ("--checkpoint-every", "1")
-
-
-class KilledError(BaseException):
-    """Error that ends a run like SIGKILL: nothing handles it, and nothing is recorded."""
 
 
 def train(backend, folder: Path, *more: str) -> dict[str, Any]:

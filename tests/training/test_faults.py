@@ -34,6 +34,7 @@ from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.training import assemble, signals
 from dualtrain.training.optimizers import optimizer_names
 from dualtrain.training.signals import note_early_requests
+from tests.training.runs import KilledError, train_alone
 
 #: Flags of a run with an evaluation after every two steps. Each evaluation is better than the one before.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--momentum", "0.9", "--log-every", "1")
@@ -45,17 +46,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
-    with connect("local") as backend:
-        return loop.train(parse([*FLAGS, "--epochs", str(epochs), "--run-dir", str(folder), *more]), backend)
+    return train_alone(*FLAGS, "--epochs", str(epochs), "--run-dir", str(folder), *more)
 
 
 def best_of(folder: Path) -> tuple[int | None, int | None]:
     """Return the step of the best checkpoint, and the step of the best weights; ``None`` for a missing file."""
     return checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST), step_of(folder / "model-best.safetensors")
-
-
-class KilledError(BaseException):
-    """Error that nothing handles, so that it ends a write as SIGKILL does."""
 
 
 @pytest.mark.parametrize("place", ["keep_as_best", "write_weights"])

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 import dualtrain.training.loop as loop
-from dualtrain.backends import connect
-from dualtrain.config import parse
 from dualtrain.errors import UserError
 from dualtrain.run_folder import folder_lock, generation
 from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock
 from tests.forked import Forked, holds
+from tests.training.runs import content, train_alone
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0")
 LIMIT = 60.0
@@ -31,8 +30,7 @@ COMMAND = ("-m", "dualtrain.main", "--backend", "local", *FLAGS)
 
 
 def train(folder: Path, *more: str) -> dict[str, Any]:
-    with connect("local") as backend:
-        return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
+    return train_alone(*FLAGS, "--run-dir", str(folder), *more)
 
 
 @contextmanager
@@ -44,12 +42,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def content(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the contents and times of all files except the lock file ``generation-N``, which is rewritten regularly."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"], ["--resume", "auto"]])

@@ -19,9 +19,6 @@ from typing import Any
 
 import pytest
 
-import dualtrain.training.loop as loop
-from dualtrain.backends import connect
-from dualtrain.config import parse
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 from dualtrain.run_folder import checkpoint, folder_lock, generation
@@ -29,19 +26,14 @@ from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 from dualtrain.training.resume import set_aside
 from tests.forked import ROOT, Forked, holds, places, run
+from tests.training.runs import content, train_alone
 from tests.training.starts import LIMIT, ROUNDS, STARTS, renew
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0", "--log-every", "1")
 
 
 def train(folder: Path, *more: str) -> dict[str, Any]:
-    with connect("local") as backend:
-        return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
-
-
-def content(folder: Path) -> dict[str, tuple[bytes, int]]:
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    return train_alone(*FLAGS, "--run-dir", str(folder), *more)
 
 
 def locked(folder: Path) -> FolderLock:

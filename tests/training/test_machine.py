@@ -23,6 +23,7 @@ from dualtrain.training import resume
 from dualtrain.training.resume import read_checkpoint
 from tests.hvd.worlds import worlds
 from tests.threads import run_threads
+from tests.training.runs import train_alone
 
 OLD = Path(__file__).parent / "run_of_0_1_0"
 OLD_FLAGS = ("--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net")
@@ -43,8 +44,7 @@ def one_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, *more: str) -> dict[str, Any]:
-    with connect("local") as backend:
-        return loop.train(parse(["--global-batch-size", "720", "--run-dir", str(folder), *more]), backend)
+    return train_alone("--global-batch-size", "720", "--run-dir", str(folder), *more)
 
 
 def recorded(folder: Path, name: str) -> list[Any]:

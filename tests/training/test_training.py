@@ -27,6 +27,7 @@ from dualtrain.run_folder.run_dir import BEST_WEIGHTS
 from dualtrain.training.assemble import load_task
 from dualtrain.training.optimizers import make_schedule, restore_rates
 from tests.hvd.worlds import worlds
+from tests.training.runs import train_alone
 
 SUMMARY_KEYS = {
     *("backend", "transport", "launcher", "world_size", "device", "epochs", "steps", "train_loss", "val_loss"),
@@ -42,11 +43,6 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(backend, *arguments: str) -> dict[str, Any]:
     return loop.train(parse(arguments), backend)
-
-
-def train_alone(*arguments: str) -> dict[str, Any]:
-    with connect("local") as backend:
-        return train(backend, *arguments)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
