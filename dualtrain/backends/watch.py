@@ -174,18 +174,27 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for connection in self._connections:
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
-                self._handle(connection.buffered(), reported)
+                self._receive(connection, connection.buffered, selector, reported)
             while selector.get_map():
                 for key, _ in selector.select():
-                    connection = key.data
-                    try:
-                        self._handle(connection.receive(), reported)
-                    except (OSError, ValueError, TypeError) as error:
-                        selector.unregister(connection.socket)
-                        connection.socket.close()
-                        if not self._leaving and connection.rank not in reported:
-                            failure = PeerFailure(connection.rank, _end_of(connection, error))
-                            self._handle([asdict(failure)], reported)
+                    self._receive(key.data, key.data.receive, selector, reported)
+
+    def _receive(
+        self,
+        connection: Connection,
+        read: Callable[[], list[Message]],
+        selector: selectors.BaseSelector,
+        reported: set[int],
+    ) -> None:
+        """Handle the messages that ``read`` returns. If it fails, or a message is malformed, close the connection."""
+        try:
+            self._handle(read(), reported)
+        except (OSError, ValueError, TypeError) as error:
+            selector.unregister(connection.socket)
+            connection.socket.close()
+            if not self._leaving and connection.rank not in reported:
+                failure = PeerFailure(connection.rank, _end_of(connection, error))
+                self._handle([asdict(failure)], reported)
 
     def _handle(self, messages: list[Message], reported: set[int]) -> None:
         for message in messages:

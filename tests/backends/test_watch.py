@@ -24,7 +24,7 @@ from dualtrain import BackendError
 from dualtrain.backends import watch as watch_module
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import PeerFailedError, PeerFailure
-from dualtrain.rendezvous.connection import Connection, cut_off
+from dualtrain.rendezvous.connection import Connection, cut_off, frame
 from tests.conftest import require_horovod
 from tests.forked import holds, in_child
 from tests.pool import Pool
@@ -516,14 +516,13 @@ def test_the_secret_is_not_sent_over_a_control_channel():
     assert run_threads(2, record_the_handshake) == [None, False]
 
 
-def fails_during_the_handshake(backend):
-    """On rank 1, send the report of a failure in one ``sendall`` with the last message of the handshake."""
+def fails_during_the_handshake(backend, report):
+    """On rank 1, send ``report`` in one ``sendall`` with the last message of the handshake."""
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
         watch.wait_for_report(CONTRACT_SECONDS)
         watch.leave()
         return watch.failure
-    report = json.dumps({"rank": 1, "reason": "stopped: boom", "quiet": False}).encode() + b"\n"
     where = backend.broadcast_object(name="watch")
     with pytest.MonkeyPatch.context() as patch:
         send = Connection.send
@@ -531,15 +530,22 @@ def fails_during_the_handshake(backend):
         def send_both(connection, message):
             if "rank" not in message:  # sent by rank 0's thread, which has the same patch
                 return send(connection, message)
-            return connection.socket.sendall(json.dumps(message).encode() + b"\n" + report)
+            return connection.socket.sendall(frame(message) + frame(report))
 
         patch.setattr(Connection, "send", send_both)
         Connection.dial(tuple(where["at"]), 1, where["secret"], 20.0).socket.close()
     return None
 
 
-def test_a_report_that_arrives_with_the_handshake_is_received():
-    assert run_threads(2, fails_during_the_handshake)[0] == PeerFailure(1, "stopped: boom")
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        ({"rank": 1, "reason": "stopped: boom", "quiet": False}, "stopped: boom"),
+        ("malformed", "died: its process ended without a report"),
+    ],
+)
+def test_a_report_that_arrives_with_the_handshake_is_received(report, reason):
+    assert run_threads(2, fails_during_the_handshake, report)[0] == PeerFailure(1, reason)
 
 
 def receives_waits(backend):
