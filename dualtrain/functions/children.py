@@ -56,12 +56,17 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+            try:
+                self.ended = os.pidfd_open(self._process.pid)
+            except OSError:
+                self._process.kill()
+                self._process.wait()
+                raise
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        self.ended = os.pidfd_open(self._process.pid)
         self.link = Link(ours)
 
     def send(self, payload: bytes) -> None:

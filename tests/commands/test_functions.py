@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import pickle
@@ -355,6 +356,19 @@ def test_horovods_own_backend_is_refused(monkeypatch):
 def test_an_interpreter_that_does_not_exist_is_refused():
     with pytest.raises(UserError, match=r"rank 0 of 1 could not be started .*no-python"):
         horovod_run(print, executable="/no-python")
+
+
+def test_a_rank_that_cannot_be_observed_is_ended(monkeypatch):
+    pids = []
+
+    def too_many_files(pid):
+        pids.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", too_many_files)
+    with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*Too many open files"):
+        run(place, nproc=2)
+    assert [Path(f"/proc/{pid}").exists() for pid in pids] == [False]
 
 
 def test_an_interpreter_that_starts_no_rank_is_refused_after_a_timeout(monkeypatch, tmp_path):
