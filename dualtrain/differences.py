@@ -1,7 +1,8 @@
-"""Describe values that differ between ranks, and refuse to continue with such values."""
+"""Find values that differ between ranks, describe them, and refuse to continue with them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,12 @@ _SHOWN = 3  # differences that a message describes with their values
 _NAMED = 5  # further differences that a message names
 _GROUPS = 6  # different values that a message shows for one name
 _WIDTH = 100  # characters that a message shows of a value
+
+
+def fingerprint(text: str) -> int:
+    """Return a hash of ``text``, below 2**63, by which ranks compare texts."""
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)

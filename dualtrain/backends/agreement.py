@@ -11,7 +11,6 @@ fingerprints, and is used only if the fingerprints are equal.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import NoReturn
 import torch
 
 from dualtrain.backends.base import Primitives, Short
+from dualtrain.differences import fingerprint
 from dualtrain.errors import BackendError, UserError, one_line
 
 _DESCRIPTION_BYTES = 512
@@ -87,12 +87,6 @@ class Call:
     def fingerprint(self) -> int:
         """Return a hash of the call, below 2**63."""
         return fingerprint(repr(self))
-
-
-def fingerprint(text: str) -> int:
-    """Return a hash of ``text``, below 2**63."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:

@@ -6,14 +6,13 @@ same differences and raise the same error, even if a value is missing or could n
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dualtrain.backends.agreement import Call, agree, fingerprint
+from dualtrain.backends.agreement import Call, agree
 from dualtrain.backends.collectives import Backend
-from dualtrain.differences import Difference, ranks_in_words
+from dualtrain.differences import Difference, fingerprint, ranks_in_words
 from dualtrain.errors import BackendError, RanksDifferError, UserError, one_line
 
 _FAILED = -1  # sent instead of a hash if the values could not be read
@@ -41,7 +40,8 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
     except Exception as error:  # of any type, since the other ranks wait for this rank
         failure = error
     backend.drain()
-    hashes = agree(backend, Call("comparison", what), _FAILED if failure is not None else _hash(values))
+    mine = _FAILED if failure is not None else fingerprint(repr(sorted(values.items())))
+    hashes = agree(backend, Call("comparison", what), mine)
     if len(set(hashes)) == 1 and _FAILED not in hashes:
         return []
     reason = None if failure is None else _reason(what, failure)
@@ -54,11 +54,6 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
 
 def _as_text(value: object) -> str:
     return "not set" if value is None else repr(value)
-
-
-def _hash(values: Mapping[str, str]) -> int:
-    text = "\0".join(f"{name}\0{values[name]}" for name in sorted(values))
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
 
 
 def _raise_failures(reasons: Sequence[str | None], own: Exception | None) -> None:

@@ -22,11 +22,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from dualtrain.backends.agreement import fingerprint
 from dualtrain.backends.base import Closed, ReduceOp, Work, refuse_other_devices
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.inference import ordinary
-from dualtrain.differences import refuse_unlike
+from dualtrain.differences import fingerprint, refuse_unlike
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables

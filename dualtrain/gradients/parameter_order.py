@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.backends.agreement import Call, agree, fingerprint
+from dualtrain.backends.agreement import Call, agree
+from dualtrain.differences import fingerprint
 from dualtrain.errors import BackendError
 
 _EACH = 3  # how many elements of each dimension are compared

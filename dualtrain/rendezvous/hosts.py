@@ -6,7 +6,6 @@ Ranks exchange the identities of their hosts to find out which ranks share a hos
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import ipaddress
 import os
 import socket
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dualtrain.differences import fingerprint
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
@@ -26,8 +26,7 @@ def identity() -> int:
 
     Containers on one host get different numbers if their host names differ.
     """
-    text = f"{socket.gethostname()} {_boot()}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return fingerprint(f"{socket.gethostname()} {_boot()}")
 
 
 def _boot() -> str:
