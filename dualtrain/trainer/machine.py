@@ -115,6 +115,12 @@ def cpu_advice(unlike: Collection[str]) -> str:
 
 
 @cache
+def warn_once(text: str) -> None:
+    """Log a warning. Later calls with the same text do nothing."""
+    log.warning(text)
+
+
+@cache
 def _described(file: Path) -> dict[str, str]:
     """Return the fields of the first processor in ``/proc/cpuinfo`` by name; empty if the file cannot be read."""
     found: dict[str, str] = {}

@@ -7,11 +7,9 @@ be wrong.
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,10 +24,8 @@ from dualtrain.data.sources import contents_of
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError, one_line
 from dualtrain.trainer.description import Text, class_name, describe, of_module, of_object, of_weights
-from dualtrain.trainer.machine import PROCESSOR, cpu_advice, processor
+from dualtrain.trainer.machine import PROCESSOR, cpu_advice, processor, warn_once
 from dualtrain.version import __version__
-
-log = logging.getLogger("dualtrain")
 
 #: Settings that may differ between ranks, and why; all other settings are compared.
 MAY_DIFFER = {
@@ -168,7 +164,7 @@ def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, o
         raise RanksDifferError(f"the ranks do not have the same {what}: {in_words(others)}; {', and '.join(cures)}")
     if unlike and backend.rank == 0:
         text = f"the ranks have different processors, whose results differ in the last digits: {in_words(unlike)}"
-        _warn_once(text + cpu_advice([difference.name for difference in unlike]))
+        warn_once(text + cpu_advice([difference.name for difference in unlike]))
 
 
 def versions(backend: Backend) -> dict[str, str]:
@@ -179,11 +175,6 @@ def versions(backend: Backend) -> dict[str, str]:
 
 def _platform(backend: Backend) -> dict[str, str]:
     return {**versions(backend), "kind of device": backend.device.type}
-
-
-@cache
-def _warn_once(text: str) -> None:
-    log.warning(text)
 
 
 # -- data ---------------------------------------------------------------------------------------------------------
@@ -226,7 +217,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     if reason is None:
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
     if backend.rank == 0:
-        _warn_once(f"cannot check that the ranks have the same {what}: {seen}; a possible cause: {reason}")
+        warn_once(f"cannot check that the ranks have the same {what}: {seen}; a possible cause: {reason}")
     return first
 
 

@@ -7,10 +7,8 @@ ranks set.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +21,8 @@ from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
 from dualtrain.gradients.parameters import number_parameters
 from dualtrain.trainer.description import Text, describe
-from dualtrain.trainer.machine import PROCESSOR, processor
+from dualtrain.trainer.machine import PROCESSOR, processor, warn_once
 
-log = logging.getLogger("dualtrain")
 T = TypeVar("T")
 
 _THREADS = "torch.get_num_threads()"
@@ -67,7 +64,7 @@ def compare_weights(
             if backend.rank == 0:
                 # The text must not contain the checksums: they differ after each step.
                 reason = in_words(unlike) if unlike else "GPUs may add numbers in any order"
-                _warn_once(f"the weights of the ranks differ slightly, because {reason}")
+                warn_once(f"the weights of the ranks differ slightly, because {reason}")
             return
         text += f"; {far}; rounding would cause a smaller difference"
     raise RanksDifferError(
@@ -75,11 +72,6 @@ def compare_weights(
         "optimizer in the same way on every rank; do not change weights in a forward pass (as nn.Embedding(max_norm=…) "
         "does), because the ranks have different samples; leave weights that may differ out of the optimizer"
     )
-
-
-@cache
-def _warn_once(text: str) -> None:
-    log.warning(text)
 
 
 def _named(model: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:

@@ -58,7 +58,7 @@ MAY_DIFFER = {
 
 @pytest.fixture(autouse=True)
 def allow_repeated_warnings():
-    same_run._warn_once.cache_clear()
+    same_run.warn_once.cache_clear()
 
 
 def message(call, *args: Any) -> str:

@@ -192,7 +192,7 @@ def different_processors(monkeypatch):
 
 
 def test_rounding_differences_between_different_processors_cause_a_warning(different_processors, caplog):
-    same_weights._warn_once.cache_clear()
+    same_weights.warn_once.cache_clear()
     run_threads(2, lambda backend: evaluate_after_change(backend, lambda model: model.weight.data.mul_(1 + 1e-6)))
     assert caplog.messages == [
         "the weights of the ranks differ slightly, because CPU capability is 'AVX0' on rank 0 and 'AVX1' on rank 1"
