@@ -173,6 +173,11 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
+def is_synchronized(layer: nn.Module) -> bool:
+    """Return whether ``layer`` is a BatchNorm layer of dualtrain or torch that trains with all ranks' statistics."""
+    return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+
+
 class RankNorm(SyncBatchNorm):
     """BatchNorm over the samples of all ranks of ``backend``.
 
@@ -231,7 +236,7 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     layers = [
         (title, layer)
         for title, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+        if isinstance(layer, _BatchNorm) and not is_synchronized(layer)
     ]
     plain = [(title, layer) for title, layer in layers if type(layer) in _PLAIN]
     others = [

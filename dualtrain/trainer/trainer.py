@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
-from dualtrain.batchnorm import SyncBatchNorm
+from dualtrain.batchnorm import is_synchronized
 from dualtrain.errors import RanksDifferError, UserError
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import warn_of_ddp
@@ -334,7 +334,7 @@ class Trainer:
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
         training_mode(self.model)
         total, left, expected = [0.0] * len(NAMES), _length(loader), 0.0
-        norms = [layer for layer in self.model.modules() if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)]
+        norms = [layer for layer in self.model.modules() if is_synchronized(layer)]
         batches, ended, compare = iter(loader), False, True
         while True:
             # Don't read ahead: some loaders reuse the memory of a batch for the next one.

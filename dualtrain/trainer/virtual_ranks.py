@@ -22,7 +22,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder, sum_order
-from dualtrain.batchnorm import RankNorm, SyncBatchNorm
+from dualtrain.batchnorm import RankNorm, is_synchronized
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
@@ -239,7 +239,7 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
 def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:
     """Make SyncBatchNorm sum in ``order``. Raises ValueError for a layer that cannot do this."""
     for name, layer in model.named_modules():
-        if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+        if not is_synchronized(layer):
             continue
         if not isinstance(layer, RankNorm) or backend.size != order.shards:
             raise ValueError(

@@ -10,7 +10,7 @@ import copy
 import torch
 from torch import nn
 
-from dualtrain.batchnorm import SyncBatchNorm
+from dualtrain.batchnorm import is_synchronized
 from dualtrain.config import StepSection
 from dualtrain.data import Task
 from dualtrain.data.sampler import Sampler
@@ -40,7 +40,7 @@ def check_one_sample(
     if steps >= sampler.batches:
         sizes["the last batch of an epoch"] = sampler.smallest
     single = {what: size for what, size in sizes.items() if smallest_pass(size, parts, step.accumulate) == 1}
-    synchronized = parts > 1 and any(isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) for layer in model.modules())
+    synchronized = parts > 1 and any(map(is_synchronized, model.modules()))
     if not single or synchronized:
         return
     error = _error_of_one_sample(model, task)
