@@ -39,12 +39,12 @@ class Reducer(Protocol):
     def gradient_ready(self, slot: Slot) -> None:
         """Handle a gradient that autograd has accumulated. Called for each gradient in every backward pass."""
 
-    def parameter_replaced(self, place: Place, name: str) -> None:
-        """Handle the replacement, in ``place``, of parameter ``name`` or of a module that has it."""
+    def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
+        """Handle the replacement, in ``attribute``, of parameter ``name`` or of a module that has it."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleAttribute:
     """Attribute ``key`` of the module ``owner``, where a parameter or a module was replaced."""
 
     owner: weakref.ref[nn.Module]
@@ -58,9 +58,9 @@ class Place:
         return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
 
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
-        """Return what is in this place now ("parameter" or "module"), and whether it is in use.
+        """Return what the attribute holds now ("parameter" or "module"), and whether it is in use.
 
-        Return ``None`` if each trained parameter in this place has a reducer or is in ``known``, the ids of the caller's
+        Return ``None`` if each trained parameter in the attribute has a reducer or is in ``known``, the ids of the caller's
         parameters. (Some of these may have no hook yet.) A parameter always counts as in use. A module counts as in use if
         one of its parameters without a reducer has a gradient; a copy that only computes targets has none.
         """
@@ -270,4 +270,4 @@ def _report_replacement(owner: nn.Module, key: str, replaced: Iterable[torch.Ten
     for ref, name in dict(watchers[::-1]).items():  # one report for each reducer, which names its first parameter
         reducer = ref()
         if reducer is not None:
-            reducer.parameter_replaced(Place(weakref.ref(owner), key), name)
+            reducer.parameter_replaced(ModuleAttribute(weakref.ref(owner), key), name)

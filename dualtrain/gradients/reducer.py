@@ -22,7 +22,7 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.exchange import Exchange, Unused
-from dualtrain.gradients.hooks import ParameterHooks, Place, has_later_hook
+from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks, has_later_hook
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.parameter_order import refuse_other_order
 from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
@@ -310,9 +310,9 @@ class GradientReducer:
         """Return whether a backward pass that has produced gradients is running."""
         return self._ending is not None and self._ending() is not None
 
-    def parameter_replaced(self, place: Place, name: str) -> None:
-        """Record that parameter ``name`` was replaced. Refuse exchanges until a reducer has the new one in ``place``."""
-        self._exchange.refusals.replace(place, name)
+    def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
+        """Record that ``name`` was replaced. Refuse exchanges until a reducer has the new parameter in ``attribute``."""
+        self._exchange.refusals.replace(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:
         """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""

@@ -19,7 +19,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
-from dualtrain.gradients.hooks import ParameterHooks, Place
+from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks
 from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -53,8 +53,8 @@ class Refusals:
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found all of them in ``hooks.known``.
         self._in_groups: list[list[torch.Tensor]] = []
-        #: (module id, attribute) → place of a new parameter or module, and the name of a replaced parameter.
-        self._replaced: dict[tuple[int, str], tuple[Place, str]] = {}
+        #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
+        self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
         self._flag = torch.zeros(1, device="cpu")
         self._late: _LateFlag | None = None
 
@@ -62,9 +62,9 @@ class Refusals:
         """Record the ``named`` parameters, which must not change from now on; ``flag`` is sent with their gradients."""
         self._forms, self._flag, self._late = Forms(named), flag, None
 
-    def replace(self, place: Place, name: str) -> None:
-        """Record that parameter ``name``, or a module that has it, was replaced in ``place``."""
-        self._replaced[id(place.owner()), place.key] = place, name
+    def replace(self, attribute: ModuleAttribute, name: str) -> None:
+        """Record that parameter ``name``, or a module that has it, was replaced in ``attribute``."""
+        self._replaced[id(attribute.owner()), attribute.key] = attribute, name
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
         """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
@@ -103,11 +103,11 @@ class Refusals:
             self.dropped = True
 
     def _unaveraged(self) -> str | None:
-        # Places are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
-        for key, (place, name) in list(self._replaced.items()):
-            found = place.unaveraged(self.hooks.known)
+        # Attributes are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
+        for key, (attribute, name) in list(self._replaced.items()):
+            found = attribute.unaveraged(self.hooks.known)
             if found is None:
-                if not place.is_empty:
+                if not attribute.is_empty:
                     del self._replaced[key]
             elif found == ("parameter", True):
                 return (

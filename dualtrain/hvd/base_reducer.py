@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from dualtrain.errors import BackendError
-from dualtrain.gradients.hooks import ParameterHooks, Place, reducers_of
+from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks, reducers_of
 from dualtrain.gradients.parameters import check_supported
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.slots import Slot
@@ -379,12 +379,12 @@ class HorovodReducer(ABC):
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def parameter_replaced(self, place: Place, name: str) -> None:
-        """Record that parameter ``name``, or a module that has it, was replaced in ``place``.
+    def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
+        """Record that parameter ``name``, or a module that has it, was replaced in ``attribute``.
 
         Exchanges are refused as long as the replacement has trained parameters without a reducer.
         """
-        self.refusals.replace(place, name)
+        self.refusals.replace(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:
         """Count one more backward pass for a gradient. Raises AssertionError after too many passes, as Horovod does."""
