@@ -100,7 +100,7 @@ class Refusals:
         """
         for slot in self.hooks.slots:
             slot.param.grad = None
-            self.dropped = True
+        self.dropped = bool(self.hooks.slots)
 
     def _unaveraged(self) -> str | None:
         # Attributes are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
