@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dualtrain.cores import RANKS_PER_CORE, share_of, usable_cores
+from dualtrain.cores import share_of, too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.functions.children import run_children
 from dualtrain.functions.outcome import results_of
@@ -78,9 +78,8 @@ def _check(function: object, nproc: int) -> None:
         raise UserError(f"run() was given {function!r}, which cannot be called: give a function, and its arguments as args")
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise UserError(f"the number of ranks is {nproc!r}: give a whole number from 1")
-    most = RANKS_PER_CORE * usable_cores()
-    if nproc > most:
-        raise UserError(f"{nproc} ranks are too many for this host's cores: give {most} at most")
+    if (reason := too_many_ranks(nproc, usable_cores())) is not None:
+        raise UserError(f"{nproc} ranks are too many for this host: {reason}")
     refuse_other_backend()
     world = detect_world()
     if world.size > 1:
