@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,14 +147,20 @@ def is_transient(error: BaseException) -> bool:
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether ``error``, or an error that led to it, is one of a disk or a network, such as a reset connection."""
+    return any(
+        isinstance(each, ConnectionError | TimeoutError) or (isinstance(each, OSError) and each.errno in _TEMPORARY)
+        for each in with_causes(error)
+    )
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error``, and then the errors that led to it, including those that ``raise … from None`` hides."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
-        if isinstance(each, ConnectionError | TimeoutError) or (isinstance(each, OSError) and each.errno in _TEMPORARY):
-            return True
+        yield each
         seen.add(id(each))
         each = each.__cause__ or each.__context__
-    return False
 
 
 class NotSavedError(RuntimeError):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dualtrain.errors import BackendError, RankFailedError, one_line
+from dualtrain.errors import BackendError, RankFailedError, one_line, with_causes
 from dualtrain.functions.payload import dumps, loads
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -80,7 +80,8 @@ def _failed(error: BaseException) -> Outcome:
             pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Outcome(reason=_in_one_line(error), trace=trace, error=pickled, by_peer=_is_by_peer(error))
+    by_peer = any(isinstance(each, BackendError) for each in with_causes(error))
+    return Outcome(reason=_in_one_line(error), trace=trace, error=pickled, by_peer=by_peer)
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -94,15 +95,3 @@ def _without_own_frames(error: BaseException) -> BaseException:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
         trace = trace.tb_next
     return error.with_traceback(trace)
-
-
-def _is_by_peer(error: BaseException) -> bool:
-    """Return whether ``error`` reports a failed collective operation, or was caused by one."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        if isinstance(each, BackendError):
-            return True
-        seen.add(id(each))
-        each = each.__cause__ or each.__context__
-    return False
