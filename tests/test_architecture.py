@@ -53,7 +53,7 @@ LAYERS = {
         {"meeting_point", "placement", "session"},
     ],
     "backends": [
-        {"compilation", "watch", "objects", "inference", "subnormals"},
+        {"compilation", "watch", "objects", "inference", "subnormals", "horovod_start"},
         {"waits"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},

@@ -10,11 +10,10 @@ import importlib
 import importlib.util
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,25 +23,16 @@ import torch
 
 from dualtrain.backends.base import Closed, ReduceOp, Work, refuse_other_devices
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.horovod_start import Meet, http_store, initialise
 from dualtrain.backends.inference import ordinary
-from dualtrain.differences import fingerprint, refuse_unlike
+from dualtrain.differences import fingerprint
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
-from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
-from dualtrain.rendezvous.http_store import HttpStore
-from dualtrain.rendezvous.left_over import refuse_left_over
-from dualtrain.rendezvous.meeting_point import names_by_server, within
-from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
+from dualtrain.rendezvous.hosts import listening_address
 
 _YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, then sleeps between polls
-#: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
-#: backend's name, and the reason why this host cannot be used, or ``None``.
-Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
-#: Gloo's timeout in Horovod is this much longer than the backend's: Gloo's error names no rank, the backend's does.
-_GLOO_SECONDS_MORE = 3
 _SHUT_DOWN = "Horovod has been shut down"  # error of an operation that is started after Horovod's thread has failed
 _worlds = count()  # counts the worlds that this process has joined without the job's store
-_ADDRESS_KEY = "horovod"  # key in the job's store; its value is the address of the store that Horovod itself uses
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
@@ -115,7 +105,7 @@ def _wrap_init(library: Any, world: World, meet: Meet) -> None:
 
     def init(*args: Any, **kwargs: Any) -> None:
         if not library.is_initialized():
-            kept.append(_initialise(partial(plain, *args, **kwargs), world, 300.0, False, True, meet))
+            kept.append(initialise(partial(plain, *args, **kwargs), world, 300.0, False, True, meet))
 
     for module in (library, library.mpi_ops, library.elastic):
         module.init = init
@@ -214,7 +204,7 @@ class HorovodBackend(Backend):
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
             # Keep a reference: rank 0 serves the store only while a reference exists, and other ranks may still need it.
-            self._store, address = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
+            self._store, address = initialise(self.library.init, world, timeout, self._launched, groups, meet)
         self._set = self.library.global_process_set
         self._scope = _scope(address) if self._owns_world else ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
@@ -310,7 +300,7 @@ class HorovodBackend(Backend):
         if self._launched or self.library.mpi_enabled():
             return self.library.add_process_set(ranks)
         where = listening_address(self.world), self.rank == 0
-        with _http_store(*where, share=self.broadcast_object, joined=self.barrier):
+        with http_store(*where, share=self.broadcast_object, joined=self.barrier):
             return self.library.add_process_set(ranks)
 
     def disconnect(self) -> None:
@@ -318,42 +308,6 @@ class HorovodBackend(Backend):
         if self._owns_world:
             self.library.shutdown()
             self.library, self._store = Closed(), None
-
-
-def _initialise(
-    start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
-) -> tuple[KeyValueStore | None, str | None]:
-    """Start Horovod.
-
-    The ranks meet through Horovod's own launcher or MPI, if one of them has started this process. Otherwise they meet
-    through the job's store. A single rank needs neither.
-
-    Args:
-        start: Horovod's ``init``.
-        world: this process's place.
-        timeout: seconds to wait for the other ranks.
-        launched: whether Horovod's own launcher or MPI has started this process.
-        groups: whether process sets can be made later.
-        meet: makes the job's store.
-
-    Returns:
-        The job's store, which must be kept as long as the world is used, and the address of Horovod's store. Both are
-        ``None`` if the ranks did not meet through the job's store.
-    """
-    if not world.launcher.startswith("mpi"):
-        _check_name()
-    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)) + _GLOO_SECONDS_MORE)}
-    defaults = _defaults(world, groups) | (limits if launched else {})
-    with variables({name: os.environ.get(name, value) for name, value in defaults.items()}):
-        if launched:
-            _initialise_launched(start, world, timeout)
-            return None, None
-        if world.size == 1:
-            with variables(description(world)):
-                start()
-            return None, None
-        with variables(limits):
-            return _initialise_by_store(start, world, timeout, meet)
 
 
 def _scope(address: str | None) -> str:
@@ -367,130 +321,3 @@ def _scope(address: str | None) -> str:
     of them has joined equally many worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
-
-
-def _defaults(world: World, groups: bool) -> dict[str, str]:
-    """Return environment variables to set in place of Horovod's defaults, unless the user has set them."""
-    # Disable Horovod's fusion: our buckets fuse gradients in a layout that is the same on every backend.
-    defaults = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(groups))}
-    if 2 * world.local_size > (os.cpu_count() or 1):
-        # Each rank has two busy threads, which spin while Open MPI waits. With fewer cores than threads they must yield:
-        # with 4 ranks on 2 cores, this gave 3.6 times as many steps per second.
-        defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    return defaults
-
-
-def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
-    """Start Horovod in a process that Horovod's own launcher or MPI has started."""
-    refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
-    if world.launcher.startswith("mpi"):
-        refuse_left_over(world, os.environ)
-        # MPI has no timeout of its own.
-        within(timeout, start, f"Horovod did not start on rank {world.rank} of {world.size}")
-    else:
-        start()
-
-
-def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> tuple[KeyValueStore, str]:
-    """Start Horovod's Gloo controller with our own HTTP store, whose address the ranks get through the job's store.
-
-    Returns:
-        The job's store, and the address of the HTTP store.
-    """
-    # ``meet`` sets the local ranks by the hosts' identities: Horovod aborts the process if local ranks are inconsistent.
-    store, world = meet(world, timeout, "horovod", _obstacle())
-
-    def share(server_address: str | None) -> str:
-        if server_address is not None:
-            store.set(_ADDRESS_KEY, server_address)
-        try:
-            return str(store.get(_ADDRESS_KEY).decode())
-        except RuntimeError as error:
-            raise UserError(
-                f"rank 0 did not send the address of Horovod's store within {timeout:g} s: see rank 0's own message"
-            ) from error
-
-    def joined() -> None:
-        if int(store.add("joined", 1)) == world.size:
-            store.set("all joined", "1")
-        try:
-            store.get("all joined")
-        except RuntimeError as error:
-            raise UserError(
-                f"Horovod started on rank {world.rank}, but not on all {world.size} ranks within {timeout:g} s"
-            ) from error
-
-    with (
-        variables(description(world)),
-        _http_store(listening_address(world), world.rank == 0, share, joined) as server_address,
-    ):
-        start()
-    return store, server_address
-
-
-def _check_name() -> None:
-    """Check that this host's own name has an address: Horovod 0.28.1 over Gloo crashes without one.
-
-    Raises:
-        UserError: the name has no address.
-    """
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError as error:
-        raise UserError(
-            f"this host's name {socket.gethostname()!r} has no address ({error}), and Horovod would crash: put it into "
-            "/etc/hosts, give the container a network, or use --backend torch"
-        ) from error
-
-
-def _obstacle() -> str | None:
-    """Return the reason why Horovod cannot use this host together with others, or ``None``.
-
-    Horovod 0.28.1 makes Gloo advertise the address that the host's name resolves to, whatever interface is chosen.
-    """
-    name = socket.gethostname()
-    if not is_loopback(name):
-        return None
-    return (
-        f"host {name} resolves its own name to a loopback address, which Horovod would send to the other hosts: give "
-        f"{name} the address {address()} in its /etc/hosts (Debian's installer writes 127.0.1.1 there), or use --backend "
-        "torch"
-    )
-
-
-@contextmanager
-def _http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[str]:
-    """Serve Horovod's key-value store on one rank; on all ranks, set the variables with its address, and yield the address.
-
-    ``share`` sends the server's address from the serving rank to the others; ``joined`` blocks until all ranks have started
-    Horovod. Each start needs a new server, since a used server still has the keys of the last start.
-    """
-    server = HttpStore(host) if serving else None
-    try:
-        server_address = share(f"{server.url_prefix} {server.port}" if server else None)
-        prefix, port = server_address.split()
-        with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
-            yield server_address
-        joined()
-    finally:
-        if server is not None:
-            server.close()
-
-
-def description(world: World) -> dict[str, str]:
-    """Return this process's place as the variables that Horovod's own launcher would have set."""
-    place = {
-        "RANK": world.rank,
-        "SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_SIZE": world.local_size,
-        "CROSS_RANK": world.cross_rank,
-        "CROSS_SIZE": world.cross_size,
-        "HOSTNAME": socket.gethostname(),
-        "CONTROLLER": "gloo",
-        "CPU_OPERATIONS": "gloo",
-    }
-    name = listening_interface(world)
-    if name is not None and "HOROVOD_GLOO_IFACE" not in os.environ:
-        place["GLOO_IFACE"] = name
-    return {f"HOROVOD_{key}": str(value) for key, value in place.items()}

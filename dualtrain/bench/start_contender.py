@@ -111,7 +111,7 @@ def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str,
         ranks = [{"RANK": world.rank, "LOCAL_RANK": world.local_rank, "GROUP_RANK": world.cross_rank} for world in worlds]
         yield [_as_text({**shared, **each}) for each in ranks]
         return
-    from dualtrain.backends.horovod import description
+    from dualtrain.backends.horovod_start import description
     from dualtrain.rendezvous.hosts import loopback
     from dualtrain.rendezvous.http_store import HttpStore
 
