@@ -247,6 +247,20 @@ def no_environment_leaks() -> Iterator[None]:
         pytest.fail(f"the test leaves launcher variables changed: {', '.join(changed)}")
 
 
+@pytest.fixture
+def import_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make ``import horovod`` import dualtrain during the test, even if an earlier test has imported Horovod itself."""
+    from dualtrain.horovodize import imports
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("DUALTRAIN_BACKEND", "torch")
+    imports.install()
+    yield
+    imports.uninstall()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print, for each failed test, the command that repeats it."""
     reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]

@@ -32,29 +32,17 @@ def python(*command: object) -> subprocess.CompletedProcess[str]:
 # -- the import hook --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hook(monkeypatch):
-    """Remove Horovod's modules from this process, and install the import hook. Restore the modules afterwards."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("DUALTRAIN_BACKEND", "torch")
-    imports.install()
-    yield
-    imports.uninstall()
-
-
 @pytest.mark.parametrize(
     ("old", "new"), [*imports.HOMES.items(), *((f"horovod.torch.{name}", f"dualtrain.hvd.{name}") for name in MODULES)]
 )
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_horovod_torch_is_the_module_dualtrain_hvd(old, new):
     module = importlib.import_module(old)
     assert module is importlib.import_module(new) is sys.modules[old]
     assert module.__name__ == module.__spec__.name == new
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_packages_of_horovod_contain_their_modules():
     horovod = importlib.import_module("horovod.common.exceptions") and sys.modules["horovod"]
     assert horovod.__version__ == "0.28.1"
@@ -64,7 +52,7 @@ def test_packages_of_horovod_contain_their_modules():
 
 
 @pytest.mark.parametrize(("module", "library"), [("horovod.spark", "pyspark"), ("horovod.ray", "ray")])
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_importing_horovod_spark_or_ray_names_the_missing_library(module, library, monkeypatch):
     for name in [name for name in sys.modules if name.startswith((f"dualtrain.{module[8:]}", f"{library}."))]:
         monkeypatch.delitem(sys.modules, name)
@@ -74,7 +62,7 @@ def test_importing_horovod_spark_or_ray_names_the_missing_library(module, librar
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "keras", "mxnet.x", "data", "common.basics", "torch.mpi_lib_v2", "nothing"])
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_a_module_without_counterpart_raises_import_error(name):
     with pytest.raises(
         ModuleNotFoundError, match=r"No module named 'horovod\.\S+': dualtrain covers .*horovod\.torch"
@@ -84,7 +72,7 @@ def test_a_module_without_counterpart_raises_import_error(name):
     assert seen.value.name.startswith("horovod.")
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_every_public_name_exists():
     hvd = importlib.import_module("horovod.torch")
     assert [
@@ -92,7 +80,7 @@ def test_every_public_name_exists():
     ] == []
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_programs_can_use_horovods_helper_functions():
     seen: list[int] = []
     once = importlib.import_module("horovod.common.util")._cache(seen.append)
@@ -107,7 +95,7 @@ def test_programs_can_use_horovods_helper_functions():
         in_thread(seen.append, 3)
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_programs_can_query_which_libraries_horovod_was_built_with():
     util, hvd = importlib.import_module("horovod.common.util"), importlib.import_module("horovod.torch")
     assert [util.extension_available(name) for name in ("torch", "tensorflow", "mxnet")] == [True, False, False]
@@ -115,7 +103,7 @@ def test_programs_can_query_which_libraries_horovod_was_built_with():
         assert getattr(util, name)() == getattr(hvd, name)()
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_env_ignores_variables_that_are_none(monkeypatch):
     monkeypatch.setenv("KEPT", "before")
     monkeypatch.delenv("NEW", raising=False)
@@ -124,13 +112,13 @@ def test_env_ignores_variables_that_are_none(monkeypatch):
     assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_exceptions_survive_pickling():
     error = importlib.import_module("horovod.torch").HorovodInternalError("lost")
     assert type(pickle.loads(pickle.dumps(error))) is type(error)
 
 
-def test_the_hook_can_be_installed_twice_and_uninstalled(hook):
+def test_the_hook_can_be_installed_twice_and_uninstalled(import_hook):
     before = list(sys.meta_path)
     imports.install()
     assert sys.meta_path == before

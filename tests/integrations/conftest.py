@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dualtrain.horovodize import imports
 from tests.pool import ROOT
 
 SECONDS = 240.0
@@ -40,17 +39,6 @@ def java() -> None:
 def ray() -> None:
     """Skip the test if Ray is missing."""
     require("ray.train")
-
-
-@pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make ``import horovod`` import dualtrain during the test, even if an earlier test has imported Horovod itself."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    imports.install()
-    yield
-    imports.uninstall()
 
 
 Program = Callable[[str], list[str]]

@@ -107,7 +107,7 @@ failure(one_host.start)
     assert "Ray is not initialized: call ray.init()" in stopped[2]
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
     from horovod.ray import RayExecutor
     from horovod.ray.runner import RayExecutor as Same

@@ -93,7 +93,7 @@ for local in (True, False):
     assert len(lines) == 2
 
 
-@pytest.mark.usefixtures("hook")
+@pytest.mark.usefixtures("import_hook")
 def test_horovod_spark_is_dualtrain_spark():
     import horovod.spark
     from horovod.spark import run
