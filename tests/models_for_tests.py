@@ -75,9 +75,12 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, backend, **options)
     return DistributedOptimizer(optimizer, model.named_parameters(), backend=backend, **options)
 
 
+def sgd_of(model: nn.Module, momentum: float = 0.9, weight_decay: float = 0.0) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
+
+
 def sgd(model: nn.Module, backend, momentum: float = 0.9, weight_decay: float = 0.0, **options) -> DistributedOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
-    return wrap(inner, model, backend, **options)
+    return wrap(sgd_of(model, momentum, weight_decay), model, backend, **options)
 
 
 def of_every_rank(backend, loss):

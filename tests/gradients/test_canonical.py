@@ -11,16 +11,10 @@ from torch import nn
 from dualtrain import BackendError, DistributedOptimizer
 from dualtrain.backends.sum_order import sum_order
 from dualtrain.gradients import Transfer
+from tests.backends.test_sum_order import tree
 from tests.hvd.worlds import worlds
 from tests.models_for_tests import CLASSES, conv_net, image_loss, perceptron, small_buckets, vector_loss, vectors
 from tests.threads import run_threads
-
-
-def tree(parts):
-    if len(parts) == 1:
-        return parts[0]
-    half = 1 << (len(parts) - 1).bit_length() - 1
-    return tree(parts[:half]) + tree(parts[half:])
 
 
 def own_gradients(rank):

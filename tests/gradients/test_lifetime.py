@@ -20,7 +20,7 @@ from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.launchers import World
 from tests.hvd.worlds import OURS_2, library
-from tests.models_for_tests import perceptron, sgd, small_buckets, vector_loss
+from tests.models_for_tests import perceptron, sgd, sgd_of, small_buckets, vector_loss
 from tests.threads import run_threads
 
 
@@ -30,10 +30,6 @@ def alone():
 
 
 # -- reducers are freed with their owner --------------------------------------------------------------------------
-
-
-def sgd_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def trainer(model, backend):

@@ -16,7 +16,17 @@ from torch import nn
 from dualtrain import BackendError, DistributedOptimizer, Trainer
 from dualtrain.gradients import GradientReducer, Transfer
 from tests.hvd.worlds import OURS_2, library, worlds
-from tests.models_for_tests import mean_gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, vectors
+from tests.models_for_tests import (
+    mean_gradients,
+    perceptron,
+    same_on_all,
+    seeded,
+    sgd,
+    sgd_of,
+    small_buckets,
+    vector_loss,
+    vectors,
+)
 from tests.threads import run_threads
 
 STEPS = 3
@@ -64,10 +74,6 @@ REPLACE = [halve_data, halve_assigned, halve_in_place, halve_set, transpose_stor
 
 def net():
     return seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
-
-
-def sgd_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def expected(size, replace):
