@@ -135,8 +135,13 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in reversed(params)]
     rounds, begun, ended = 1000, threading.Barrier(2), threading.Barrier(2)
     monkeypatch.setattr("dualtrain.gradients.reducer.at_end_of_pass", lambda call: None)
-    reducer._ending = lambda: True
     wrong = []
+
+    def start_over():
+        backend.sent.clear()
+        filling.clear()
+        reducer._start_over(reduced=False)
+        reducer._ending, reducer._seen = (lambda: True), 1  # as if one backward pass were running
 
     def device(number):
         for _ in range(rounds):
@@ -147,17 +152,11 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
             ended.wait(10)
             if number == 0:
                 wrong.extend([list(backend.sent)] * (backend.sent != list(range(8))))
-                backend.sent.clear()
-                filling.clear()
                 for bucket in reducer.buckets:
                     bucket.finish()
-                reducer._start_over(reduced=False)
-                reducer._ending, reducer._seen = (lambda: True), 1
+                start_over()
 
-    backend.sent.clear()
-    filling.clear()
-    reducer._start_over(reduced=False)
-    reducer._ending, reducer._seen = (lambda: True), 1
+    start_over()
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(device, number) for number in range(2)]:
             done.result(60)
