@@ -29,7 +29,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dualtrain.bench.meet import free_port
+from dualtrain.bench import meet
 from dualtrain.processes import JOB_SIGNALS
 from tests.forked import server
 
@@ -39,6 +39,19 @@ CALL_SECONDS = 120.0  # longer than a backend's timeout, so that the backend's e
 AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to detect a failed rank
 EXIT_SECONDS = 10.0
 TIMEOUT = 60.0
+_used_ports: set[int] = set()
+
+
+def free_port() -> int:
+    """Return a free port that this function has not returned before.
+
+    Each rank numbers its worlds at an address. If a world of four ranks got the port of an earlier world of two, the
+    numbers would differ between the ranks, and the ranks would not meet.
+    """
+    while (port := meet.free_port()) in _used_ports:
+        pass
+    _used_ports.add(port)
+    return port
 
 
 class RankError(AssertionError):

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from dualtrain import ReduceOp
+from dualtrain.bench import meet
 from tests.conftest import pytest_terminal_summary
 from tests.distribution import ByFile
-from tests.pool import Pool, RankError, in_turn
+from tests.pool import Pool, RankError, free_port, in_turn
 from tests.threads import run_threads
 
 
@@ -67,6 +68,12 @@ def test_workers_end_with_their_parent():
         assert await_end(pids, 60)
     finally:
         pool.close()
+
+
+def test_no_world_gets_the_port_of_an_earlier_world(monkeypatch):
+    ports = iter([1, 1, 2])
+    monkeypatch.setattr(meet, "free_port", lambda: next(ports))
+    assert [free_port(), free_port()] == [1, 2]
 
 
 def test_local_functions_are_refused(spmd):
