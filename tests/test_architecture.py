@@ -48,7 +48,7 @@ TOP_LEVEL += ["functions", "spark", "ray"]
 #: The files of some packages by layer, from bottom to top. Each file imports from lower layers only.
 LAYERS = {
     "rendezvous": [
-        {"hosts", "http_store", "connection"},
+        {"hosts", "http_store", "connection", "key_value_store"},
         {"store", "reachability", "left_over"},
         {"meeting_point", "placement", "session"},
     ],

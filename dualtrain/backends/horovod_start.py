@@ -15,9 +15,10 @@ from dualtrain.errors import UserError
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.rendezvous.http_store import HttpStore
+from dualtrain.rendezvous.key_value_store import KeyValueStore
 from dualtrain.rendezvous.left_over import refuse_left_over
 from dualtrain.rendezvous.meeting_point import names_by_server, within
-from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
+from dualtrain.rendezvous.placement import SAME_BACKEND
 
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
 #: backend's name, and the reason why this host cannot be used, or ``None``.

@@ -6,36 +6,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
 
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import identity
+from dualtrain.rendezvous.key_value_store import KeyValueStore
 from dualtrain.rendezvous.reachability import check_all_reachable
 
 SAME_BACKEND = "give the same --backend to all"
 _REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused, before the store's server exits
-
-
-class KeyValueStore(Protocol):
-    """The methods of torch.distributed's stores that are used here. Waits that time out raise RuntimeError."""
-
-    def set(self, key: str, value: str) -> Any:
-        """Set ``key``."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return the value of ``key``; block until it is set."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number ``key``, which begins at 0, and return the sum."""
-        ...
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Block until all ``keys`` are set."""
-        ...
 
 
 def place_ranks(

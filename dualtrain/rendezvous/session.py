@@ -18,9 +18,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from dualtrain.errors import UserError
+from dualtrain.rendezvous.key_value_store import KeyValueStore
 
 _POLL_SECONDS = 0.01
 _OLDER = (
@@ -29,27 +29,7 @@ _OLDER = (
 )
 
 
-class LastingStore(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
-
-    def set(self, key: str, value: str) -> Any:
-        """Set ``key``."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return the value of ``key``; block until it is set."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number ``key``, which begins at 0, and return the sum."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all ``keys`` are set. Does not block."""
-        ...
-
-
-def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[float, float]) -> str:
+def agree_on_session(store: KeyValueStore, rank: int, size: int, limit: tuple[float, float]) -> str:
     """Return a name that no other attempt has, the same on all ranks. Collective; blocks.
 
     Args:
@@ -90,7 +70,7 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     return session
 
 
-def _lead(store: LastingStore, size: int, limit: tuple[float, float]) -> str:
+def _lead(store: KeyValueStore, size: int, limit: tuple[float, float]) -> str:
     """Do rank 0's part of :func:`agree_on_session`."""
     session, turn = secrets.token_hex(16), store.add("rank 0", 1)
     missing, answered = list(range(1, size)), dict[int, str]()
@@ -122,5 +102,5 @@ def _await(condition: Callable[[], bool], limit: tuple[float, float], what: Call
         time.sleep(_POLL_SECONDS)
 
 
-def _read(store: LastingStore, key: str) -> str:
+def _read(store: KeyValueStore, key: str) -> str:
     return store.get(key).decode()

@@ -1,0 +1,30 @@
+"""The part of the interface of torch.distributed's stores that this package uses. This package does not import torch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+
+class KeyValueStore(Protocol):
+    """A key-value store that all ranks share. A wait that times out raises RuntimeError."""
+
+    def set(self, key: str, value: str) -> Any:
+        """Set ``key``."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``; block until it is set."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the number ``key``, which begins at 0, and return the sum."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all ``keys`` are set. Does not block."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Block until all ``keys`` are set."""
+        ...
