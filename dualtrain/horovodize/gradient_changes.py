@@ -34,10 +34,10 @@ def is_change(source: Source, node: ast.AST) -> bool:
 
 def changing_functions(source: Source) -> set[str]:
     """Return the names of the program's functions, without methods, that change gradients and do not average them."""
-    for file in source.program:
+    for file in source.files:
         if file not in _CHANGING:  # several rules call this function once for each file
             _CHANGING[file] = set(_changing_functions_of(file))
-    return {name for file in source.program for name in _CHANGING[file]}
+    return {name for file in source.files for name in _CHANGING[file]}
 
 
 _CHANGING: WeakKeyDictionary[Source, set[str]] = WeakKeyDictionary()

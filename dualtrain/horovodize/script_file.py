@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
 from dualtrain.horovodize.run_script import refuse_notebook
 from dualtrain.horovodize.source import Source
-from dualtrain.horovodize.wrapped_names import wrapped_names
+from dualtrain.horovodize.wrapped_names import make_program
 
 
 class ScriptFile(NamedTuple):
@@ -47,20 +47,20 @@ def read_script(name: str) -> ScriptFile:
 
 
 def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
-    """Read and parse all scripts of a program. Each source gets the names of the optimizers that any script wraps.
+    """Read and parse all scripts of a program.
 
     Raises:
         UserError: a script cannot be read, or is not valid Python.
     """
     files = {name: read_script(name) for name in names}
-    sources = [_parse(file) for file in files.values()]
-    wrapped = wrapped_names(sources)
-    return {name: (file, _parse(file, wrapped, sources)) for name, file in files.items()}
+    sources = {name: _parse(file) for name, file in files.items()}
+    make_program(list(sources.values()))
+    return {name: (file, sources[name]) for name, file in files.items()}
 
 
-def _parse(file: ScriptFile, wrapped: Iterable[str] = (), program: Sequence[Source] = ()) -> Source:
+def _parse(file: ScriptFile) -> Source:
     try:
-        return Source(file.text, wrapped, program)
+        return Source(file.text)
     except SyntaxError as error:
         raise UserError(f"{file.name}:{error.lineno} is not valid Python ({error.msg}): fix it first") from None
     except (ValueError, RecursionError, MemoryError) as error:

@@ -7,7 +7,8 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -40,14 +41,12 @@ class Source:
 
     Args:
         text: source code of the script.
-        wrapped: names of the optimizers that other files of the program wrap.
-        program: the program's files, if there are several.
 
     Raises:
         SyntaxError: the text is not valid Python.
     """
 
-    def __init__(self, text: str, wrapped: Iterable[str] = (), program: Sequence[Source] = ()) -> None:
+    def __init__(self, text: str) -> None:
         self.text = text
         self.tree = ast.parse(text)
         #: All nodes in source order.
@@ -56,21 +55,18 @@ class Source:
         self._bindings = Bindings(self.nodes, self.parents, self._imports_of)
         self._full_names: dict[ast.AST, str] = {}
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        #: Names of variables that hold an hvd.DistributedOptimizer; for ``self.optimizer`` this is ``optimizer``.
-        self.wrapped = {*self.own_wrapped, *wrapped}
-        self.program = program or [self]
+        #: Names of the program's variables that hold an hvd.DistributedOptimizer: ``optimizer`` for ``self.optimizer``.
+        self.wrapped = {name for name, _ in self.wraps}
+        #: This file, and then the other files of the program.
+        self.files = [self]
         #: Objects that other modules compute from this source, by class.
         self.derived: dict[type, object] = {}
 
-    @property
-    def files(self) -> list[Source]:
-        """This file, and the program's other files."""
-        return [self, *(file for file in self.program if file.text != self.text)]
-
     def with_text(self, text: str) -> Source:
-        """Return the source of a new ``text`` of the same file; other files of the program do not change."""
-        after = Source(text, self.wrapped)
-        after.program = [after if file.text == self.text else file for file in self.program]
+        """Return the source of a new ``text`` of the same file, with copies of the program's other files."""
+        after = Source(text)
+        after.wrapped |= self.wrapped
+        connect([after, *map(copy, self.files[1:])])
         return after
 
     @cached_property
@@ -225,11 +221,6 @@ class Source:
         ]
 
     @property
-    def own_wrapped(self) -> set[str]:
-        """Names of the optimizers that this file wraps."""
-        return {name for name, _ in self.wraps}
-
-    @property
     def plain_optimizers(self) -> set[str]:
         """Names of the variables to which an optimizer of torch is assigned."""
         return {target.rpartition(".")[2] for target, value, _ in self.assignments if self.makes_optimizer(value)}
@@ -377,6 +368,12 @@ class Source:
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
                 yield above, below
             below = above
+
+
+def connect(files: Sequence[Source]) -> None:
+    """Make ``files`` one program."""
+    for file in files:
+        file.files = [file, *(other for other in files if other is not file)]
 
 
 def last_name(node: ast.AST) -> str:

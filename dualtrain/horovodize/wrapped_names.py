@@ -5,16 +5,24 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from dualtrain.horovodize.source import Source, last_name
+from dualtrain.horovodize.source import Source, connect, last_name
 
 
-def wrapped_names(sources: Sequence[Source]) -> set[str]:
+def make_program(sources: Sequence[Source]) -> None:
+    """Make ``sources`` one program: each of them gets the names of the optimizers that any of them wraps."""
+    connect(sources)
+    names = _wrapped_names(sources)
+    for source in sources:
+        source.wrapped = names
+
+
+def _wrapped_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
 
     These are the variables to which an hvd.DistributedOptimizer is assigned. Parameters to which such a variable is
     passed, and copies of it, count too, unless the program assigns an unwrapped optimizer to the same name.
     """
-    names = set().union(*(source.own_wrapped for source in sources))
+    names = set().union(*(source.wrapped for source in sources))
     plain = {name for source in sources for name in source.plain_optimizers}
     defined: dict[str, list[list[str]]] = {}
     for source in sources:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -395,6 +396,22 @@ def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
     alone, together = parse_scripts([str(one)]), parse_scripts([str(one), str(other)])
     assert any(each.message.startswith(split) for each in findings(alone[str(one)][1]))
     assert not any(each.message.startswith(split) for each in findings(together[str(one)][1]))
+
+
+def test_each_file_of_a_program_is_searched_once(tmp_path):
+    names = [str(tmp_path / name) for name in ("one.py", "other.py")]
+    for name in names:
+        Path(name).write_text(f"import torch\nimport horovod.torch as hvd\n{BASE}{INIT}Base().fit()\n")
+    message = "all ranks write this file"
+    (source,) = [source for _, source in parse_scripts(names[:1]).values()]
+    assert any(each.message.startswith(message) for each in findings(source))
+    sources = [source for _, source in parse_scripts(names).values()]
+    assert [len(source.files) for source in sources] == [2, 2]  # although both files have the same text
+    changed = sources[0].with_text("x = 1")
+    assert [[file.text for file in one.files] for one in changed.files] == [
+        ["x = 1", sources[1].text],
+        [sources[1].text, "x = 1"],
+    ]
 
 
 def test_findings_with_the_same_message_are_printed_in_one_line(tmp_path, capsys):

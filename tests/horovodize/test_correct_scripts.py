@@ -5,7 +5,7 @@ import pytest
 from dualtrain.horovodize import gradient_changes
 from dualtrain.horovodize.gradient_changes import changing_functions
 from dualtrain.horovodize.rules import RULES
-from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.source import Source, connect
 
 BY_NAME = {rule.__name__: rule for rule in RULES}
 START = "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
@@ -205,8 +205,7 @@ def test_a_rule_reports_nothing_for_a_correct_script(rule, text):
 
 def test_each_file_is_searched_for_changes_of_gradients_once(monkeypatch):
     program = [Source(f"{START}def clip{n}(m):\n    for p in m.parameters():\n        p.grad.mul_(2)\n") for n in range(3)]
-    for file in program:
-        file.program = program
+    connect(program)
     assert [changing_functions(file) for file in program] == [{"clip0", "clip1", "clip2"}] * 3
     monkeypatch.setattr(gradient_changes, "is_change", None)  # a second search would call it
     assert changing_functions(program[1]) == {"clip0", "clip1", "clip2"}

@@ -12,7 +12,7 @@ from dualtrain.files import read_text
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, weights, wrapping
 from dualtrain.horovodize.source import Source
-from dualtrain.horovodize.wrapped_names import wrapped_names
+from dualtrain.horovodize.wrapped_names import make_program
 
 #: Rules whose findings can change numbers, the likeliest cause first.
 CAUSES: tuple[Rule, ...] = (
@@ -50,9 +50,8 @@ def likely_causes(program: Sequence[str]) -> list[str]:
     """
     first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]
-    texts = _texts(start, Path() if program[0] == "-m" else first.parent)
-    wrapped = wrapped_names(list(texts.values()))
-    sources = {path: Source(source.text, wrapped) for path, source in texts.items()}
+    sources = _sources(start, Path() if program[0] == "-m" else first.parent)
+    make_program(list(sources.values()))
     found = {path: _findings(source) for path, source in sources.items()}
     return [f"{path}:{each}" for number in range(len(CAUSES)) for path in found for each in found[path][number]]
 
@@ -67,7 +66,7 @@ def _findings(source: Source) -> list[list[str]]:
     return [[f"{each.line}: {each.message}" for each in of_rule if each.line not in off] for of_rule in found]
 
 
-def _texts(start: Sequence[Path], folder: Path) -> dict[Path, Source]:
+def _sources(start: Sequence[Path], folder: Path) -> dict[Path, Source]:
     """Return the script and the modules that it imports from ``folder``, by path."""
     found: dict[Path, Source] = {}
     waiting = deque(start)

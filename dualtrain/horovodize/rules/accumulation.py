@@ -21,7 +21,7 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
     for events in steps(source):
         for event in events:
             wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
-            known = wraps or ([wrap for file in source.program for _, wrap in file.wraps] if event.optimizer else [])
+            known = wraps or ([wrap for file in source.files for _, wrap in file.wraps] if event.optimizer else [])
             if event.kind not in STEPS or not known or any(_has_passes(wrap) for wrap in known):
                 continue
             found = (
@@ -142,7 +142,7 @@ def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bo
 
     If any backward pass reaches a model of the optimizer, only models of the optimizer count.
     """
-    wraps = [(file, wrap) for file in source.program for name, wrap in file.wraps if name == step.optimizer]
+    wraps = [(file, wrap) for file in source.files for name, wrap in file.wraps if name == step.optimizer]
     own = {model for file, wrap in wraps for model in models_of_optimizer(file, wrap)}
     reached = [models_of_loss(source, backward) for backward in passes]
     shared = {model for number, one in enumerate(reached) for other in reached[:number] for model in one & other}

@@ -31,7 +31,7 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
             continue
         if not is_for_evaluation(source, call) or not is_read(source, call) or _drops_last(source, call):
             continue
-        combined = any(_combines(file, one) for file in source.program for one in file.calls)
+        combined = any(_combines(file, one) for file in source.files for one in file.calls)
         known = not combined and not leaves_program(source, call) and not _is_returned_with(source, call)
         yield Finding(call.lineno, "trap", _PARTIAL if known or _evaluates_on_some_ranks(source) else _PADDED)
 
@@ -74,7 +74,7 @@ def _combines(source: Source, call: ast.Call) -> bool:
     if called[:1].isupper():
         # AverageMeter does not combine results. A class such as Metric in Horovod's examples does. If no file of the
         # program defines the class, assume from its name that it combines results.
-        return "Metric" in called and all(called != one.name for file in source.program for one in _classes(file))
+        return "Metric" in called and all(called != one.name for file in source.files for one in _classes(file))
     return bool(_COMBINATIONS.search(called))
 
 

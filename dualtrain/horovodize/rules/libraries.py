@@ -84,7 +84,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
     """A model in DataParallel, which makes each rank use the GPUs of all ranks."""
     guards = Guards.of(source)
     scopes = {source.scope(wrap) for _, wrap in source.wraps}
-    if any(re.search("visible_devices", file.text, re.IGNORECASE) for file in (source, *source.program)):
+    if any(re.search("visible_devices", file.text, re.IGNORECASE) for file in source.files):
         return  # the script may make only one GPU visible to each rank
     for call in source.calls:
         if source.name(call.func) not in _DP or source.scope(call) not in scopes or not _gets_all_gpus(source, call):

@@ -39,7 +39,7 @@ def models_of_optimizer(source: Source, wrap: ast.Call) -> set[str]:
 def _models(source: Source) -> set[str]:
     return {
         ast.unparse(call.func.value)
-        for file in (source, *source.program)
+        for file in source.files
         for call in file.calls
         if isinstance(call.func, ast.Attribute) and call.func.attr in _OF_MODELS
     }

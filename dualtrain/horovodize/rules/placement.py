@@ -44,8 +44,8 @@ def same_gpu(source: Source) -> Iterator[Finding]:
     if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
         return  # Ray may make only one GPU visible to each rank
     guards = Guards.of(source)
-    placed = any(_PLACED.search(file.code) for file in (source, *source.program))
-    shown = any(_VISIBLE.search(file.code) for file in (source, *source.program))
+    placed = any(_PLACED.search(file.code) for file in source.files)
+    shown = any(_VISIBLE.search(file.code) for file in source.files)
     for call in source.calls:
         if guards.is_without_horovod(call) or runs_on_driver(source, call):
             continue

@@ -29,9 +29,8 @@ _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|t
 
 def sampler_without_ranks(source: Source) -> Iterator[Finding]:
     """A DistributedSampler without num_replicas or rank, which therefore reads them from torch.distributed."""
-    files = (source, *source.program)
-    called = (last_name(call.func) for file in files for call in file.calls)
-    if any(_STARTS_GROUP.match(name) and all(name not in file.functions for file in files) for name in called):
+    called = (last_name(call.func) for file in source.files for call in file.calls)
+    if any(_STARTS_GROUP.match(name) and all(name not in file.functions for file in source.files) for name in called):
         return
     samplers = list(distributed_samplers(source))
     for call in samplers:
@@ -270,7 +269,7 @@ def _is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may make ``data`` itself: by random numbers without a seed, or by rollouts."""
     text = ast.unparse(data)
     draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
-    if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, (source, *source.program)))):
+    if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, source.files))):
         return True
     names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
     values = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
@@ -287,7 +286,7 @@ def _is_of_torchvision(source: Source, data: ast.expr) -> bool:
 def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
     """Return whether nothing reads the loader that ``call`` makes, and a loader with a sampler has the same data."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
-    nodes = [node for file in (source, *source.program) for node in file.nodes]
+    nodes = [node for file in source.files for node in file.nodes]
     loads = [node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store)]
     used = any(target in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")) for node in loads)
     if used or not target.isidentifier():

@@ -14,16 +14,18 @@ from dualtrain.horovodize.source import Finding, Source, keyword
 
 def different_splits(source: Source) -> Iterator[Finding]:
     """A split of the data that gives a different result on each rank: random_split, or train_test_split of sklearn."""
-    guards, files = Guards.of(source), [source, *source.program]
+    guards = Guards.of(source)
     for call in source.calls if source.wraps else ():
         name = source.name(call.func)
         if name == "torch.utils.data.random_split":
-            seeded = any(map(seeds_torch, files)) or len(call.args) > 2 or keyword(call, "generator") is not None
+            seeded = any(map(seeds_torch, source.files)) or len(call.args) > 2 or keyword(call, "generator") is not None
             given = "generator=torch.Generator().manual_seed(0)"
         elif name == "sklearn.model_selection.train_test_split":
             ordered = [word for word in call.keywords if word.arg == "shuffle" and ast.unparse(word.value) == "False"]
             parts = bool(call.args) and is_sharded(source, call.args[0])
-            seeded = any(map(seeds_numpy, files)) or keyword(call, "random_state") is not None or bool(ordered) or parts
+            seeded = (
+                any(map(seeds_numpy, source.files)) or keyword(call, "random_state") is not None or bool(ordered) or parts
+            )
             given = "random_state=0"
         else:
             continue
@@ -52,7 +54,7 @@ def shuffled_shards(source: Source) -> Iterator[Finding]:
     """A shuffle without a seed, of a list from which each rank then takes its part."""
     for call in source.calls:
         seeded = {"numpy.random.shuffle": seeds_numpy, "random.shuffle": seeds_random}.get(source.name(call.func))
-        if seeded is None or any(map(seeded, (source, *source.program))) or not call.args or runs_on_driver(source, call):
+        if seeded is None or any(map(seeded, source.files)) or not call.args or runs_on_driver(source, call):
             continue
         if _is_split_by_rank(source, ast.unparse(call.args[0]), call):
             message = (

@@ -100,7 +100,7 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     named = (last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES))
     if any(averages_in_step(name) and not name.endswith("synchronize") for name in named):
         return True
-    calls = (call for file in (source, *source.program) for call in file.calls if not file.name(call.func))
+    calls = (call for file in source.files for call in file.calls if not file.name(call.func))
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
 
 

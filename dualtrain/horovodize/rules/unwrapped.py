@@ -276,7 +276,7 @@ def _is_used(source: Source, wrapper: str) -> bool:
 
     These uses do not count: zero_grad, param_groups, state_dict, an lr_scheduler and broadcast_optimizer_state.
     """
-    for file in {id(one): one for one in (source, *source.program)}.values():
+    for file in source.files:
         for node in file.nodes:
             if last_name(node) != wrapper or isinstance(getattr(node, "ctx", None), ast.Store):
                 continue

@@ -30,7 +30,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
         return not isinstance(outer, ast.Call) or is_read(source, outer, depth + 1)
     found = list(_loads(source, name))
     if not found:  # a program that does not train may be a module that another file imports
-        return not any(last_name(other.func) == "backward" for file in source.program for other in file.calls)
+        return not any(last_name(other.func) == "backward" for file in source.files for other in file.calls)
     return any(_reads(file, node, depth) for file, node in found)
 
 
@@ -122,10 +122,9 @@ def _key_of(parent: ast.AST, value: ast.AST) -> str:
 
 def _reads_entry(source: Source, key: str) -> bool:
     """Return whether anything may read the entry ``key`` of a dict, by its key or in a loop over all entries."""
-    files = source.files
-    if any(".values()" in file.code or ".items()" in file.code or _has_computed_index(file) for file in files):
+    if any(".values()" in file.code or ".items()" in file.code or _has_computed_index(file) for file in source.files):
         return True
-    return any(not _is_written(file, node) for file in files for node in file.mentions.get(key, ()))
+    return any(not _is_written(file, node) for file in source.files for node in file.mentions.get(key, ()))
 
 
 def _has_computed_index(source: Source) -> bool:
@@ -144,7 +143,7 @@ def _is_written(source: Source, key: ast.AST) -> bool:
 def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | None, depth: int) -> bool:
     """Return whether the function that gets the argument ``node`` may read samples through it."""
     found = [
-        (file, file.functions[last_name(call.func)]) for file in source.program if last_name(call.func) in file.functions
+        (file, file.functions[last_name(call.func)]) for file in source.files if last_name(call.func) in file.functions
     ]
     if len(found) != 1 or depth > 3 or (word is None and node not in call.args):
         return True
@@ -171,7 +170,7 @@ def _reads_returned(source: Source, node: ast.AST, depth: int) -> bool:
     function = source.scope(node)
     if not isinstance(above, ast.Return) or not isinstance(function, Function) or depth > 3:
         return True
-    calls = [(file, call) for file in source.program for call in file.calls if last_name(call.func) == function.name]
+    calls = [(file, call) for file in source.files for call in file.calls if last_name(call.func) == function.name]
     if not calls or source.is_ambiguous(function.name):
         return True
     return any(_reads_result(file, call, number, depth) for file, call in calls)
@@ -223,7 +222,7 @@ def _is_known(source: Source, call: ast.Call) -> bool:
         return True
     if isinstance(call.func, ast.Attribute) and last_name(call.func.value) not in ("self", "cls", "super"):
         return False  # a method of an object whose class is unknown
-    for file in source.program:
+    for file in source.files:
         if name in file.functions or any(isinstance(node, ast.ClassDef) and node.name == name for node in file.nodes):
             return True
     return False
@@ -236,6 +235,6 @@ def _is_called(source: Source, statement: ast.AST) -> bool:
 
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is in a class whose base class is not defined in the program."""
-    own = {one.name for file in source.program for one in file.nodes if isinstance(one, ast.ClassDef)}
+    own = {one.name for file in source.files for one in file.nodes if isinstance(one, ast.ClassDef)}
     bases = [base for above in source.above(node) if isinstance(above, ast.ClassDef) for base in above.bases]
     return any(last_name(base) not in own | {"object", "Module"} for base in bases)

@@ -22,8 +22,7 @@ _START_ALIKE = re.compile(
 
 def never_broadcast(source: Source) -> Iterator[Finding]:
     """Initial weights that differ between ranks: one finding for each model."""
-    files = source.files
-    if any(file.uses_elastic or seeds_ranks_alike(file) or _START_ALIKE.search(file.code) for file in files):
+    if any(file.uses_elastic or seeds_ranks_alike(file) or _START_ALIKE.search(file.code) for file in source.files):
         return
     seen: set[str] = set()
     for _, wrap in source.wraps:

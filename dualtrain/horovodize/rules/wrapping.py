@@ -68,8 +68,7 @@ _BROADCAST_STATE = (
 
 def _is_loaded_by_all(source: Source, load: ast.Call) -> bool:
     """Return whether all ranks may run ``load``, or the program broadcasts the optimizer's state."""
-    files = (source, *source.program)
-    broadcasts = any(True for file in files for _ in file.hvd_calls("broadcast_optimizer_state"))
+    broadcasts = any(True for file in source.files for _ in file.hvd_calls("broadcast_optimizer_state"))
     return broadcasts or not Guards.of(source).looks_like_one_rank(load)
 
 
@@ -188,7 +187,7 @@ def _unwrapped(source: Source, value: ast.expr) -> ast.expr:
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
     """Parameters that are frozen after an optimizer is wrapped; one finding for all parameters."""
-    own = {model for file in source.program for _, wrap in file.wraps for model in models_of_optimizer(file, wrap)}
+    own = {model for file in source.files for _, wrap in file.wraps for model in models_of_optimizer(file, wrap)}
     later = (node for _, wrap in source.wraps for node in nodes_after(source, wrap))
     frozen = (node for node in later if _freezes(source, node) and _is_of_models(source, node, own))
     lines = {source.statement(node).lineno for node in frozen}
