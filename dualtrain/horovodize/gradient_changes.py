@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable
 
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
 from dualtrain.horovodize.source import Source, last_name
@@ -34,24 +33,16 @@ def is_change(source: Source, node: ast.AST) -> bool:
 
 def changing_functions(source: Source) -> set[str]:
     """Return the names of the program's functions, without methods, that change gradients and do not average them."""
-    for file in source.files:
-        if file not in _CHANGING:  # several rules call this function once for each file
-            _CHANGING[file] = set(_changing_functions_of(file))
-    return {name for file in source.files for name in _CHANGING[file]}
+    return {name for file in source.files for name in file.once(_changing_functions_of)}
 
 
-_CHANGING: WeakKeyDictionary[Source, set[str]] = WeakKeyDictionary()
-
-
-def _changing_functions_of(file: Source) -> Iterator[str]:
-    if ".grad" not in file.code:
-        return
-    for name, function in file.functions.items():
+def _changing_functions_of(file: Source) -> set[str]:
+    found = set[str]()
+    for name, function in file.functions.items() if ".grad" in file.code else ():
         inside = list(ast.walk(function))
-        if file.is_ambiguous(name) or _may_average(inside):
-            continue
-        if any(is_change(file, node) for node in inside):
-            yield name
+        if not file.is_ambiguous(name) and not _may_average(inside) and any(is_change(file, node) for node in inside):
+            found.add(name)
+    return found
 
 
 def _may_average(nodes: Iterable[ast.AST]) -> bool:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from dualtrain.horovodize.source import Source, last_name
 
@@ -42,9 +42,7 @@ class Guards:
     @classmethod
     def of(cls, source: Source) -> Guards:
         """Return the guards of ``source``. They are computed once, because all rules need them."""
-        if cls not in source.derived:
-            source.derived[cls] = cls(source)
-        return cast(Guards, source.derived[cls])
+        return source.once(cls)
 
     def _assigned_ranks(self) -> dict[str, str]:
         """Map each variable that is assigned one kind of rank, and no other kind, to this kind.

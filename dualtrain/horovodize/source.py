@@ -7,15 +7,16 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import MODULE_NAMES, PUBLIC
 
+T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
@@ -59,8 +60,7 @@ class Source:
         self.wrapped = {name for name, _ in self.wraps}
         #: This file, and then the other files of the program.
         self.files = [self]
-        #: Objects that other modules compute from this source, by class.
-        self.derived: dict[type, object] = {}
+        self._computed: dict[object, Any] = {}
 
     def with_text(self, text: str) -> Source:
         """Return the source of a new ``text`` of the same file, with copies of the program's other files."""
@@ -68,6 +68,12 @@ class Source:
         after.wrapped |= self.wrapped
         connect([after, *map(copy, self.files[1:])])
         return after
+
+    def once(self, compute: Callable[[Source], T]) -> T:
+        """Return ``compute(self)``, which must depend on this file only. It is called once, also for copies."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        return self._computed[compute]  # type: ignore[no-any-return]
 
     @cached_property
     def code(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
@@ -246,10 +245,9 @@ _RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
 
 def runs_after_init(source: Source, node: ast.AST) -> bool:
     """Return whether the source shows that ``node`` runs after ``hvd.init()``."""
-    return node in _nodes_after_init(source)
+    return node in source.once(_nodes_after_init)
 
 
-@lru_cache(maxsize=1)
 def _nodes_after_init(source: Source) -> frozenset[ast.AST]:
     return frozenset(later for init in source.hvd_calls("init") for later in nodes_after(source, init))
 
