@@ -11,8 +11,13 @@ from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.ranks import Collectives, leaves
 from dualtrain.horovodize.source import Finding, Scope, Source, last_name
 
-#: Code that may send a value from one rank to the others.
+#: Code that may send a value from one rank to the others, besides broadcast_parameters and broadcast_optimizer_state.
 _SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")
+
+
+def may_send(source: Source) -> bool:
+    """Return whether the program may send values between ranks by a call that ``_SENDS`` matches."""
+    return any(_SENDS.search(file.code) for file in source.files)
 
 
 def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
@@ -77,7 +82,7 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
 
     If the program sets learning rates in several places, it may correct this rate elsewhere, so there is no finding.
     """
-    if any(_SENDS.search(file.code) for file in source.files):
+    if may_send(source):
         return
     guards = Guards.of(source)
     sends = [call for file in source.files for call in file.calls if last_name(call.func) == "broadcast_optimizer_state"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
+from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
@@ -82,13 +83,9 @@ def _is_false(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
-#: Code that may send what one rank has loaded, besides broadcast_parameters and broadcast_optimizer_state.
-_SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")
-
-
 def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:
     """State of a model or optimizer that only some ranks load before training, and that is not broadcast afterwards."""
-    if any(_SENDS.search(file.code) for file in source.files):
+    if may_send(source):
         return
     guards, models = Guards.of(source), {ast.unparse(model) for _, wrap in source.wraps if (model := _model_of(wrap))}
     loads = [call for call in source.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "load_state_dict"]
