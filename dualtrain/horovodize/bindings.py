@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from dualtrain.horovodize.names import HOMES
+
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
 #: Yields (name in the script, full name) for each name that an import statement binds.
 _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
-
-#: Modules that scripts pass to functions. If a parameter has the name by which the script imports such a module, its
-#: value most likely is this module.
-_PASSED = ("horovod.torch", "dualtrain.hvd")
 
 
 class Bindings:
@@ -20,7 +18,8 @@ class Bindings:
 
     A parameter or an assignment hides an import of the same name in the same scope and in outer scopes. Two kinds of
     bindings do not hide an import: fallbacks (``hvd = None``, which scripts execute if the import fails), and parameters
-    whose value most likely is a module in ``_PASSED``.
+    whose value most likely is a module in ``HOMES``: scripts pass these modules to functions, and a parameter often has the
+    name by which the script imports the module.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
     nonlocal.
@@ -69,7 +68,7 @@ class Bindings:
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
         """Yield the names that ``node`` binds, except imports, fallbacks, and parameters that are most likely modules."""
         if isinstance(node, _FUNCTION):
-            yield from (name for name in _parameters(node) if self.imported.get(name) not in _PASSED)
+            yield from (name for name in _parameters(node) if self.imported.get(name) not in HOMES)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
             yield node.id
 

@@ -1,5 +1,8 @@
 """Names of Horovod 0.28.1, sorted by kind. They are listed here because ``--check`` does not import Horovod."""
 
+#: Modules with the API of horovod.torch.
+HOMES = ("horovod.torch", "dualtrain.hvd")
+
 #: Collectives that return a new tensor and do not change their input.
 OUT_OF_PLACE = {
     "allgather",

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
-from dualtrain.horovodize.names import MODULE_NAMES, PUBLIC
+from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
 
 T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
@@ -23,9 +23,6 @@ _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A
 _SCHEDULE = re.compile(r"torch\.optim\.(lr_scheduler\.\w+|swa_utils\.SWALR)")
 #: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
-
-#: Modules with the API of horovod.torch.
-HOMES = ("horovod.torch", "dualtrain.hvd")
 
 
 class Finding(NamedTuple):

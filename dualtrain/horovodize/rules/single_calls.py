@@ -10,6 +10,7 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import (
     ASYNC,
     COMPRESSIONS,
+    HOMES,
     MODULE_NAMES,
     OBJECTS,
     OUT_OF_PLACE,
@@ -17,7 +18,7 @@ from dualtrain.horovodize.names import (
     RANK_NAMES,
     WRAP_ARGUMENTS,
 )
-from dualtrain.horovodize.source import HOMES, Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = {"exceptions", "util"}
