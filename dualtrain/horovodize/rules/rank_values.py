@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import calls_of, nodes_after
-from dualtrain.horovodize.rules.ranks import Collectives, leaves
+from dualtrain.horovodize.rules.ranks import Collectives, may_leave
 from dualtrain.horovodize.source import Finding, Scope, Source, last_name
 
 #: Code that may send a value from one rank to the others, besides broadcast_parameters and broadcast_optimizer_state.
@@ -44,7 +44,7 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name]:
     """Yield the variables in ``range(…)`` of ``loop``, and ``flag`` of ``if flag: break``, if this is the only exit."""
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
         yield from (value for value in loop.iter.args if isinstance(value, ast.Name))
-    exits = [node for part in loop.body for node in ast.walk(part) if leaves(node)]
+    exits = [node for part in loop.body for node in ast.walk(part) if may_leave(node)]
     endless = isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))
     for one in loop.body if endless else ():
         if isinstance(one, ast.If) and isinstance(one.test, ast.Name) and isinstance(one.body[-1], ast.Break):

@@ -171,14 +171,14 @@ class Collectives:
         around = [one for one in self.source.above(branch) if isinstance(one, ast.If) and above in self.source.above(one)]
         other += [later for one in around for later in self._following(one)]
         endless = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
-        if not endless or any(leaves(node) for part in other for node in ast.walk(part)):
+        if not endless or any(may_leave(node) for part in other for node in ast.walk(part)):
             return ""  # the other ranks perhaps leave the loop too
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
     def in_one_arm(self, branch: ast.If) -> str:
         """Return a collective that only one of the two paths through ``branch`` and the code after it calls; "" if none."""
         last = [node for arm in (branch.body, branch.orelse) for part in arm[-1:] for node in ast.walk(part)]
-        ends = any(leaves(node) and not isinstance(node, ast.Return) for node in last)
+        ends = any(may_leave(node) and not isinstance(node, ast.Return) for node in last)
         if ends or any(map(self._ends_program, last)):
             return ""  # the loop or the program ends
         later = self._following(branch)
@@ -194,7 +194,7 @@ class Collectives:
         """Return whether ``node`` calls a function of the script that always ends with ``raise`` or an exit."""
         function = called_function(self.source, node) if isinstance(node, ast.Call) else None
         last = function.body[-1] if function is not None else node
-        return last is not node and (isinstance(last, ast.Raise) or (isinstance(last, ast.Expr) and leaves(last.value)))
+        return last is not node and (isinstance(last, ast.Raise) or (isinstance(last, ast.Expr) and may_leave(last.value)))
 
     def _is_conditional(self, call: ast.Call, branch: ast.If) -> bool:
         """Return whether an ``if`` that does not contain ``branch`` decides whether ``call`` runs."""
@@ -251,8 +251,8 @@ class Collectives:
         return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))
 
 
-def leaves(node: ast.AST) -> bool:
-    """Return whether ``node`` ends a loop, function or process."""
+def may_leave(node: ast.AST) -> bool:
+    """Return whether ``node`` may end a loop, function or process. ``Guards.leaves`` tests for a certain end."""
     exits = isinstance(node, ast.Call) and last_name(node.func).lower() in ("abort", "exit", "_exit", "quit")
     return exits or isinstance(node, ast.Break | ast.Return | ast.Raise)
 
