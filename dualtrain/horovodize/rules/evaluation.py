@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.rules.uses import is_read, leaves_program, loader_around
+from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
 
 _EVALUATION = re.compile(
@@ -16,7 +16,6 @@ _EVALUATION = re.compile(
 _TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)(data|set|loader|sampler|dl|ds)*($|[^a-z])")
 #: A variable as a pair: the function or module that assigns it (``None`` for an attribute), and its name.
 _Variable = tuple[Scope | None, str]
-_SAMPLER = r"torch\.utils\.data(\.distributed)?\.DistributedSampler"
 
 
 def padded_evaluation(source: Source) -> Iterator[Finding]:
@@ -26,8 +25,7 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
     each rank evaluates only a part of the samples. Otherwise, it says that samples are repeated.
     """
     for call in source.calls:
-        of_torch = re.fullmatch(_SAMPLER, source.name(call.func))
-        if not of_torch and not source.hvd(call.func).endswith(".ElasticSampler"):
+        if not is_distributed_sampler(source, call) and not source.hvd(call.func).endswith(".ElasticSampler"):
             continue
         if not is_for_evaluation(source, call) or not is_read(source, call) or _drops_last(source, call):
             continue

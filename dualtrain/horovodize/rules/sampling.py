@@ -11,7 +11,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.seeds import seeds_torch
-from dualtrain.horovodize.rules.uses import is_read, leaves_program
+from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program
 from dualtrain.horovodize.source import Finding, Function, Scope, Source, first_argument, keyword, last_name
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
@@ -311,6 +311,7 @@ def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
     return name.startswith("torchvision.datasets.") or name == "torch.utils.data.TensorDataset" or (indexed and whole)
 
 
+#: torch's DataLoader. These rules depend on its arguments, so loaders of other libraries do not count.
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
@@ -331,14 +332,8 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 
 def distributed_samplers(source: Source) -> Iterator[ast.Call]:
-    """Yield the calls of torch's DistributedSampler."""
-    return (call for call in source.calls if is_distributed_sampler(source, call))
-
-
-def is_distributed_sampler(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` makes a DistributedSampler of torch, in a script that uses Horovod."""
-    name = source.name(call.func)
-    return source.uses_horovod and name.startswith("torch.utils.data") and name.endswith(".DistributedSampler")
+    """Yield the calls that make a DistributedSampler of torch, if the file uses Horovod."""
+    return (call for call in source.calls if source.uses_horovod and is_distributed_sampler(source, call))
 
 
 _COUNTS = ("range", "trange", "tqdm", "count", "master_bar", "xrange")

@@ -15,6 +15,12 @@ _HARMLESS = {"id", "isinstance", "len", "logger", "print", "repr", "str", "type"
 _ITERATES = {"cycle", "enumerate", "islice", "iter", "list", "map", "next", "notebook_tqdm", "tqdm", "trange", "zip"}
 
 
+def is_distributed_sampler(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` makes a DistributedSampler of torch."""
+    name = source.name(call.func)
+    return name.startswith("torch.utils.data") and name.endswith(".DistributedSampler")
+
+
 def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     """Return whether anything may read samples through the sampler or loader that ``call`` makes."""
     if depth > 3:
@@ -48,7 +54,7 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
         parent = file.parents[node]
         parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
         if isinstance(parent, ast.Call) and parent.func is not node:
-            if _is_loader(file, parent):
+            if _is_loader(parent):
                 if leaves_program(file, parent) if _name_of(file, parent) else _is_returned(file, parent):
                     return True
             elif not _is_known(file, parent):
@@ -62,7 +68,7 @@ def loader_around(source: Source, call: ast.Call) -> ast.Call | None:
     """Return the loader in ``loader = DataLoader(data, sampler=call)``, if ``call`` is its sampler; else None."""
     word = source.parents[call]
     loader = source.parents[word] if isinstance(word, ast.keyword) and word.arg == "sampler" else None
-    known = isinstance(loader, ast.Call) and _is_loader(source, loader) and _name_of(source, loader)
+    known = isinstance(loader, ast.Call) and _is_loader(loader) and _name_of(source, loader)
     return loader if known and isinstance(loader, ast.Call) else None
 
 
@@ -104,7 +110,7 @@ def _reads(source: Source, node: ast.AST, depth: int) -> bool:
     if isinstance(parent, ast.Call) and parent.func is not node:
         if last_name(parent.func) in _HARMLESS:
             return False
-        if _is_loader(source, parent):
+        if _is_loader(parent):
             return is_read(source, parent, depth + 1)
         return _reads_argument(source, parent, node, word, depth)
     return _reads_returned(source, node, depth)
@@ -206,7 +212,8 @@ def _sees(source: Source, node: ast.AST, target: ast.AST) -> bool:
     return node.id not in source.parameters(node) and all(one.id != node.id for one in stores)
 
 
-def _is_loader(source: Source, call: ast.Call) -> bool:
+def _is_loader(call: ast.Call) -> bool:
+    """Return whether ``call`` makes a loader, perhaps of another library than torch."""
     return last_name(call.func).lower().endswith(("dataloader", "loader")) and last_name(call.func)[:1].isupper()
 
 
