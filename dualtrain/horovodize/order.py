@@ -86,6 +86,14 @@ def argument(source: Source, function: Function, call: ast.Call, parameter: str)
     return call.args[position] if position < len(call.args) else keyword(call, parameter)
 
 
+def arguments(source: Source, function: Function, call: ast.Call, parameter: str) -> list[ast.expr]:
+    """Return what ``call`` may pass for ``parameter`` of ``function``: the argument, or else what ``call`` unpacks."""
+    given = argument(source, function, call, parameter)
+    unpacked = [one.value for one in call.args if isinstance(one, ast.Starred)]
+    unpacked += [word.value for word in call.keywords if word.arg is None]
+    return unpacked if given is None else [given]
+
+
 def _following_with_callers(source: Source, first: ast.AST, depth: int) -> Iterator[ast.AST]:
     yield from _following(source, first)
     if depth < 3:

@@ -57,6 +57,11 @@ CASES = [
         "Base().fit()\nOwn().fit()",
     ),
     (
+        "saved_by_all_ranks",  # a call that unpacks its arguments
+        f"{INIT}def save(path):\n    torch.save(x, path)\nsave(**{{'path': 'x'}})",
+        f"{INIT}def save(path):\n    torch.save(x, path)\nsave(**{{'path': str(hvd.rank())}})",
+    ),
+    (
         "saved_by_all_ranks",  # no finding if the condition has a name like save_logs: it may be true on one rank only
         f"{INIT}if args.epochs:\n    torch.save(x, 'x')",
         f"{INIT}if args.save_logs:\n    torch.save(x, 'x')",

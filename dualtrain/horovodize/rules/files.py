@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, nodes_after, runs_on_driver
+from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 #: Functions that write a file, each with the position and the name of its path argument.
@@ -170,16 +170,7 @@ def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
             yield from (item.context_expr for item in opened if ast.unparse(item.optional_vars or node) == text)
     scope = source.scope(node)
     if isinstance(node, ast.Name) and isinstance(scope, Function) and text in source.parameters(node):
-        names = next((names for name, names in source.definitions if name == _called_as(source, scope)), [])
-        for call in calls_of(source, scope):
-            yield from (value for name, value in zip(names, call.args, strict=False) if name == text)
-            yield from (word.value for word in call.keywords if word.arg == text)
-
-
-def _called_as(source: Source, function: Function) -> str:
-    """Return the name under which ``function`` is called: the name of the class for ``__init__``."""
-    parent = source.parents[function]
-    return parent.name if isinstance(parent, ast.ClassDef) and function.name == "__init__" else function.name
+        yield from (value for call in calls_of(source, scope) for value in arguments(source, scope, call, text))
 
 
 def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import runs_on_driver
+from dualtrain.horovodize.order import arguments, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source, last_name
 
 _SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
@@ -184,14 +184,11 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
 
 def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
     """Return what the calls in this file pass for ``parameter`` of the function that contains it."""
-    scope = source.scope(parameter)
-    names = next((names for name, names in source.definitions if name == getattr(scope, "name", "")), [])
-    found: list[ast.expr] = []
-    for call in source.calls:
-        if isinstance(scope, Function) and last_name(call.func) == scope.name:
-            found += [value for name, value in zip(names, call.args, strict=False) if name == parameter.id]
-            found += [word.value for word in call.keywords if word.arg == parameter.id]
-    return found
+    function = source.scope(parameter)
+    if not isinstance(function, Function):
+        return []
+    calls = (call for call in source.calls if last_name(call.func) == function.name)
+    return [value for call in calls for value in arguments(source, function, call, parameter.id)]
 
 
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
