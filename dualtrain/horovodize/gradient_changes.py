@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
-from dualtrain.horovodize.source import Source, last_name
+from dualtrain.horovodize.source import Source, last_name, variables_in
 
 #: Methods that change a tensor. Zeroing does not count: scripts zero gradients before backward, and those of frozen
 #: parameters.
@@ -60,9 +60,5 @@ def _is_gradient(source: Source, node: ast.AST) -> bool:
     if last_name(node.value) in ("bias", "weight") and isinstance(node.value, ast.Attribute):
         return True
     loops = [above for above in source.above(node) if isinstance(above, ast.For)]
-    named = (loop for loop in loops if last_name(node.value) in _names(loop.target))
+    named = (loop for loop in loops if last_name(node.value) in variables_in(loop.target))
     return isinstance(node.value, ast.Name) and any("param" in ast.unparse(loop.iter) for loop in named)
-
-
-def _names(target: ast.expr) -> set[str]:
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from dualtrain.horovodize.source import Source, last_name
+from dualtrain.horovodize.source import Source, last_name, names_in
 
 RANKS = ("rank", "local_rank", "cross_rank")
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
@@ -195,8 +195,7 @@ class Guards:
         """Return whether ``test``, or a value that is assigned to one of its variables, contains a word such as rank."""
         if _ONE_RANK.search(ast.unparse(test)):
             return True
-        names = {ast.unparse(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
-        values = [value for name in names for value in self.source.values.get(name, ())]
+        values = [value for name in names_in(test) for value in self.source.values.get(name, ())]
         return depth < 2 and any(self._names_one_rank(value, depth + 1) for value in values)
 
     def tests(self, node: ast.AST) -> list[ast.expr]:

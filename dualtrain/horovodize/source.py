@@ -384,6 +384,16 @@ def last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def variables_in(node: ast.AST) -> set[str]:
+    """Return the names of the variables in ``node``, without attributes."""
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the variables and attributes in ``node`` as text: "self" and "self.rate" for ``self.rate``."""
+    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
+
+
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Return the keyword argument ``name`` of ``call``, or None."""
     return next((word.value for word in call.keywords if word.arg == name), None)

@@ -9,7 +9,7 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, steps
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
-from dualtrain.horovodize.source import Finding, Function, Source, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, last_name, names_in, variables_in
 
 _LOOP = ast.For | ast.While
 
@@ -73,7 +73,7 @@ def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -
 
 def _counts(loop: ast.For | ast.While, value: ast.expr) -> bool:
     """Return whether a variable in ``value`` changes in ``loop``, as a counter of batches does."""
-    names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}
+    names = names_in(value)
     changed = [node for node in ast.walk(loop) if isinstance(getattr(node, "ctx", None), ast.Store)]
     return any(ast.unparse(node) in names for node in changed)
 
@@ -108,7 +108,7 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
 
 def _loops_over_models(source: Source, loop: ast.For, backward: ast.Call) -> bool:
     """Return whether each iteration may use a different model, because the loop variable is called to compute the loss."""
-    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    names = variables_in(loop.target)
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
     called = {ast.unparse(call.func).partition(".")[0] for call in calls if last_name(call.func) not in _OF_DATA}

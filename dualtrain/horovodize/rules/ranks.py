@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.order import called as called_function
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name, variables_in
 
 #: Methods of an elastic state that broadcast.
 _OF_STATE = ("check_host_updates", "commit", "sync")
@@ -259,7 +259,7 @@ def may_leave(node: ast.AST) -> bool:
 
 def _compares_equal(test: ast.expr, target: ast.expr) -> bool:
     """Return whether ``test`` contains a comparison such as ``epoch == last`` with a variable of a loop."""
-    names = {ast.unparse(node) for node in ast.walk(target) if isinstance(node, ast.Name)}
+    names = variables_in(target)
     return any(
         isinstance(node, ast.Compare)
         and isinstance(node.ops[0], ast.Eq)

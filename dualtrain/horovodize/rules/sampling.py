@@ -12,7 +12,7 @@ from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program
-from dualtrain.horovodize.source import Finding, Function, Scope, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Scope, Source, first_argument, keyword, last_name, names_in
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
 _SHARDED = re.compile(
@@ -271,9 +271,13 @@ def _is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
     draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
     if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, source.files))):
         return True
-    names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
-    values = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
-    return depth < 4 and any(_is_made_by_rank(source, value, depth + 1) for value in values)
+    return depth < 4 and any(_is_made_by_rank(source, value, depth + 1) for value in _definitions(source, data))
+
+
+def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
+    """Return the values that the script assigns to the names in ``data``, also as elements of tuples."""
+    names = names_in(data)
+    return [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
 
 
 def _is_of_torchvision(source: Source, data: ast.expr) -> bool:
@@ -367,11 +371,10 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """
     if _SHARDED.search(ast.unparse(data)):
         return True
-    names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
-    values = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
     scope: Scope = source.scope(data)
-    given = isinstance(scope, Function) and {word.arg for word in scope.args.args} & names
-    return bool(given) or (depth < 4 and any(is_sharded(source, value, depth + 1) for value in values))
+    if isinstance(scope, Function) and {word.arg for word in scope.args.args} & names_in(data):
+        return True
+    return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, data))
 
 
 def _counts_epochs_by_size(source: Source) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import arguments, runs_on_driver
-from dualtrain.horovodize.source import Finding, Function, Source, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, last_name, names_in
 
 _SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
 _AUGMENTATIONS = re.compile(r"^torchvision\.transforms\.(v2\.)?(Random|ColorJitter|AutoAugment|RandAugment|TrivialAugment)")
@@ -170,13 +170,12 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
         return True
     if "rank" in ast.unparse(value).lower() or any(guards.rank(node) for node in nodes):
         return True
-    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     if isinstance(value, ast.Name) and value.id in source.parameters(value):
         if depth > 2:  # a long chain of calls, or a method that passes the seed to a method of the same name
             return True
         found = [_depends_on_rank(source, guards, given, depth + 1) for given in _arguments(source, value)]
         return not found or any(found)  # a caller in another file may add the rank
-    values = [given for name in names for given in source.values.get(name, ())]
+    values = [given for name in names_in(value) for given in source.values.get(name, ())]
     parameters = [node for node in nodes if isinstance(node, ast.Name) and node.id in source.parameters(node)]
     values += [given for parameter in parameters for given in _arguments(source, parameter)]
     return depth < 3 and any(_depends_on_rank(source, guards, given, depth + 1) for given in values)

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Source, first_argument, last_name
+from dualtrain.horovodize.source import Source, first_argument, last_name, names_in
 
 #: Functions that may copy weights from one of their arguments to another.
 _COPIES = re.compile(r"copy|clone|share|tie|transfer|init|update|assign|same|set_|vector_to", re.IGNORECASE)
@@ -85,7 +85,7 @@ def are_related(source: Source, one: str, other: str) -> bool:
     first, second = {one, *_reachable(source, one)}, {other, *_reachable(source, other)}
     if any(_is_model(source, name) for name in first & second):
         return True
-    return any({one, other} <= _names(node) for node in source.nodes if _may_copy(node))
+    return any({one, other} <= names_in(node) for node in source.nodes if _may_copy(node))
 
 
 def _may_copy(node: ast.AST) -> bool:
@@ -115,7 +115,7 @@ def _reachable(source: Source, model: str) -> set[str]:
         values = [value for target, value, _ in source.assignments if target == name or _is_part(target, name)]
         methods = (call for call in source.calls if _is_part(ast.unparse(call.func), name))
         values += [given for call in methods for given in (*call.args, *(word.value for word in call.keywords))]
-        names = {one for value in values for one in _names(value)} - found
+        names = {one for value in values for one in names_in(value)} - found
         found |= names
         left += [one for one in names if one in source.values]
     return found
@@ -123,7 +123,3 @@ def _reachable(source: Source, model: str) -> set[str]:
 
 def _is_part(text: str, name: str) -> bool:
     return text.startswith((f"{name}.", f"{name}["))
-
-
-def _names(value: ast.AST) -> set[str]:
-    return {ast.unparse(node) for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)}

@@ -10,7 +10,7 @@ from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.sampling import is_sharded
 from dualtrain.horovodize.rules.seeds import seeds_numpy, seeds_random, seeds_torch
 from dualtrain.horovodize.rules.uses import is_distributed_sampler
-from dualtrain.horovodize.source import Finding, Source, keyword
+from dualtrain.horovodize.source import Finding, Source, keyword, names_in
 
 
 def different_splits(source: Source) -> Iterator[Finding]:
@@ -71,7 +71,7 @@ def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
     later = [node for node in nodes if getattr(node, "lineno", 0) > shuffle.lineno]
     names = {name}
     for statement in sorted((node for node in later if isinstance(node, ast.Assign)), key=lambda node: node.lineno):
-        if names & {ast.unparse(part) for part in ast.walk(statement.value) if isinstance(part, ast.Name | ast.Attribute)}:
+        if names & names_in(statement.value):
             names |= {ast.unparse(target) for target in statement.targets}
     for node in later:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and ast.unparse(node.value) in names:

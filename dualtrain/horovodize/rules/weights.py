@@ -11,7 +11,7 @@ from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name, variables_in
 
 #: Code that may give all ranks the same weights, besides broadcast_parameters. Copies of other models' weights don't count.
 _START_ALIKE = re.compile(
@@ -56,7 +56,7 @@ def _is_set_to_constants(source: Source, model: str) -> bool:
         loop = source.parents[source.statement(call)]
         loop = source.parents[loop] if isinstance(loop, ast.With) else loop
         if isinstance(tensor, ast.Name) and isinstance(loop, ast.For):
-            names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+            names = variables_in(loop.target)
             owner = owner_of(loop.iter, "parameters", "named_parameters")
             if tensor.id in names and owner is not None and ast.unparse(owner) == model:
                 return True
