@@ -83,6 +83,11 @@ CASES = [
         f"{WRAP}for net in nets:\n    net(x).backward()\noptimizer.step()",
     ),
     (
+        "frozen_after_wrapping",  # only the variable of the loop is a parameter
+        f"{WRAP}for group in model.parameters():\n    group.requires_grad = False",
+        f"{WRAP}for group in model.parameters():\n    p.requires_grad = False\n    masks[0].requires_grad = False",
+    ),
+    (
         "frozen_after_wrapping",  # a target network, whose parameters the optimizer does not have
         f"{WRAP}for p in model.parameters():\n    p.requires_grad = False",
         f"{WRAP}for p in target.parameters():\n    p.requires_grad = False",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name, variables_in
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:
@@ -237,9 +237,10 @@ def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
 
 
 def _is_parameter(source: Source, owner: ast.expr) -> bool:
-    """Return whether ``owner`` is the variable of a loop over parameters."""
+    """Return whether ``owner`` is a variable of a loop over parameters."""
     loops = [above for above in source.above(owner) if isinstance(above, ast.For)]
-    return any(last_name(owner) in ast.unparse(loop.target) and "parameters" in ast.unparse(loop.iter) for loop in loops)
+    named = (loop for loop in loops if isinstance(owner, ast.Name) and owner.id in variables_in(loop.target))
+    return any("parameters" in ast.unparse(loop.iter) for loop in named)
 
 
 def _unfreezes_too(source: Source, node: ast.AST) -> bool:
