@@ -23,6 +23,8 @@ _SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
     (ast.Eq, 1): False,
     (ast.LtE, 1): False,
 }
+#: Comparisons of a rank with a constant that separate rank 0 from all other ranks.
+_FIRST_RANK = {(ast.Lt, "1"), (ast.LtE, "0"), (ast.Gt, "0"), (ast.GtE, "1")}
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
 _LOOPS = ast.While | ast.For | ast.AsyncFor
 #: Nodes whose parts may be skipped or repeated, besides ``if`` statements.
@@ -118,7 +120,8 @@ class Guards:
             if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name | ast.BoolOp | ast.Call):
                 return self.signature(values[0], depth + 1)
         if isinstance(test, ast.Compare) and (rank := self._rank_constant(test)):
-            return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
+            holds = isinstance(test.ops[0], ast.Eq | ast.In | ast.Lt | ast.LtE)
+            return holds, f"{self.rank(test.left)} == {rank}"
         if self.rank(test):
             return False, f"{self.rank(test)} == 0"
         returned = self._returned_test(test)
@@ -158,18 +161,17 @@ class Guards:
     def _rank_constant(self, test: ast.expr) -> str:
         """Return the one constant, besides -1, with which ``test`` compares a rank; "" if there is none, or several.
 
-        For example, return "0" for ``rank not in (-1, 0)``.
+        For example, return "0" for ``rank not in (-1, 0)``, and for ``rank < 1``.
         """
         if not isinstance(test, ast.Compare) or not self.rank(test.left):
             return ""
-        constants = self._constants(test.comparators[0])
-        ranks = [node for node in constants if ast.unparse(node) != "-1"]  # -1 is for runs without Horovod
-        if isinstance(test.ops[0], ast.In | ast.NotIn):
-            one = len(ranks) == 1
-        else:
-            zero = isinstance(test.ops[0], ast.Gt) and [ast.unparse(node) for node in ranks] == ["0"]
-            one = zero or (isinstance(test.ops[0], ast.Eq | ast.NotEq) and len(ranks) == 1)
-        return ast.unparse(ranks[0]) if one else ""
+        constants = map(ast.unparse, self._constants(test.comparators[0]))
+        ranks = [text for text in constants if text != "-1"]  # -1 is for runs without Horovod
+        if len(ranks) != 1:
+            return ""
+        if isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+            return ranks[0]
+        return "0" if (type(test.ops[0]), ranks[0]) in _FIRST_RANK else ""
 
     def _constants(self, value: ast.expr) -> list[ast.expr]:
         """Return the integer constants in ``value``: a list, a tuple, a set, one constant, or a variable with one value."""

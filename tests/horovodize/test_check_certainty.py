@@ -83,6 +83,11 @@ CASES = [
         f"{WRAP}for net in nets:\n    net(x).backward()\noptimizer.step()",
     ),
     (
+        "collective_on_some_ranks",  # no finding if the other ranks make the same call
+        "if hvd.rank() < 1:\n    hvd.barrier()",
+        "if hvd.rank() <= 0:\n    hvd.barrier()\nif hvd.rank() >= 1:\n    hvd.barrier()",
+    ),
+    (
         "frozen_after_wrapping",  # only the variable of the loop is a parameter
         f"{WRAP}for group in model.parameters():\n    group.requires_grad = False",
         f"{WRAP}for group in model.parameters():\n    p.requires_grad = False\n    masks[0].requires_grad = False",
