@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dualtrain.horovodize.names import HOMES
@@ -18,8 +19,8 @@ class Bindings:
 
     A parameter or an assignment hides an import of the same name in the same scope and in outer scopes. Two kinds of
     bindings do not hide an import: fallbacks (``hvd = None``, which scripts execute if the import fails), and parameters
-    whose value most likely is a module in ``HOMES``: scripts pass these modules to functions, and a parameter often has the
-    name by which the script imports the module.
+    whose value most likely is a module in ``HOMES``: scripts pass these modules to functions. The name of such a parameter
+    contains hvd or horovod, and the script imports the module by this name.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
     nonlocal.
@@ -68,9 +69,13 @@ class Bindings:
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
         """Yield the names that ``node`` binds, except imports, fallbacks, and parameters that are most likely modules."""
         if isinstance(node, _FUNCTION):
-            yield from (name for name in _parameters(node) if self.imported.get(name) not in HOMES)
+            yield from (name for name in _parameters(node) if not self._is_module(name))
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
             yield node.id
+
+    def _is_module(self, parameter: str) -> bool:
+        """Return whether the value of ``parameter`` most likely is a module in ``HOMES``, by its name."""
+        return self.imported.get(parameter) in HOMES and re.search("hvd|horovod", parameter, re.IGNORECASE) is not None
 
     def _is_fallback(self, node: ast.Name) -> bool:
         """Return whether ``node`` is assigned a constant, or is assigned in an exception handler or in an ``else``.

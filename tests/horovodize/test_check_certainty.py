@@ -88,6 +88,11 @@ CASES = [
         "if hvd.rank() <= 0:\n    hvd.barrier()\nif hvd.rank() >= 1:\n    hvd.barrier()",
     ),
     (
+        "unknown_name",  # a hidden state, and not the module
+        "def train(hvd):\n    hvd.timeline.start()",
+        "import horovod.torch as h\ndef forward(x, h):\n    return h.view(-1)",
+    ),
+    (
         "frozen_after_wrapping",  # only the variable of the loop is a parameter
         f"{WRAP}for group in model.parameters():\n    group.requires_grad = False",
         f"{WRAP}for group in model.parameters():\n    p.requires_grad = False\n    masks[0].requires_grad = False",
