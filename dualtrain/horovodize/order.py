@@ -16,6 +16,9 @@ _STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|das
 ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func", "train_hvd", "train_loop_per_worker")
 
 
+_LOOPS = ast.For | ast.AsyncFor | ast.While
+
+
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` perhaps runs only in the driver.
 
@@ -104,15 +107,18 @@ def _following_with_callers(source: Source, first: ast.AST, depth: int) -> Itera
 def _following(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes after ``first`` in the same function, until a block ends with a return, an exception or an exit."""
     guards, scope = Guards.of(source), source.scope(first)
-    statement = source.statement(first)
+    statement: ast.AST = source.statement(first)
     while statement is not scope:
         if isinstance(statement, ast.stmt) and not isinstance(statement, ast.Module):
             block = source.block(statement)
             for later in block[block.index(statement) + 1 :]:
                 yield from _own_nodes(later)
-            if guards.leaves(block) and not isinstance(block[-1], ast.Continue | ast.Break):
+            if isinstance(block[-1], ast.Break):  # the rest of the loop does not run
+                statement = next(above for above in source.above(statement) if isinstance(above, _LOOPS | Scope))
+                continue
+            if guards.leaves(block) and not isinstance(block[-1], ast.Continue):
                 return
-        statement = source.parents[statement]  # type: ignore[assignment]
+        statement = source.parents[statement]
 
 
 def _inside_called(source: Source, call: ast.Call, seen: set[Scope]) -> Iterator[ast.AST]:

@@ -183,6 +183,13 @@ CASES = [
         WRAP + "for e in r:\n    train(e)\n    if hvd.rank() == 0:\n        optimizer.param_groups[0]['lr'] *= 0.1  # HERE",
         WRAP + "train()\nif hvd.rank() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1",
     ),
+    (
+        "rate_on_some_ranks",  # no finding if the loop ends after the change
+        WRAP + "for e in r:\n    if hvd.rank() == 0:\n        for g in optimizer.param_groups:\n"
+        "            g['lr'] *= 0.1  # HERE\n            break\n    loss.backward()\n    optimizer.step()",
+        WRAP + "for e in r:\n    if e == last:\n        if hvd.rank() == 0:\n            for g in optimizer.param_groups:\n"
+        "                g['lr'] *= 0.1\n        break\n    loss.backward()\n    optimizer.step()",
+    ),
     ("rate_times_size", "torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, lr=0.1)"),
     ("rate_times_size", "torch.optim.SGD(p, 0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, 0.1 / hvd.size())"),
     (
@@ -1455,6 +1462,10 @@ def test_code_that_needs_mpirun_must_be_changed(call):
 def test_code_for_mpirun_may_stay_if_other_launchers_need_no_change(snippet):
     found = findings(source(f"import os\nfrom mpi4py import MPI\nhvd.init()\n{snippet}"))
     assert [finding.level for finding in found if "torchrun" in finding.message] == ["differs"]
+
+
+def test_break_outside_of_a_loop_does_not_stop_the_check():
+    assert findings(source("def f():\n    hvd.shutdown()\n    break\nf()")) == []
 
 
 def test_variables_of_mpi_and_torchrun_in_two_statements_have_no_finding():

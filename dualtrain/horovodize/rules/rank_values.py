@@ -107,10 +107,19 @@ def _is_repeated(source: Source, node: ast.AST) -> bool:
 
 
 def _may_repeat(source: Source, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether ``node``, or a call of the function that contains it, is in a loop that is not over param_groups."""
-    for above in source.above(node):
-        if isinstance(above, ast.While) or (isinstance(above, ast.For) and "param_groups" not in ast.unparse(above.iter)):
-            return True
+    """Return whether ``node``, or a call of the function that contains it, is in a loop that is not over param_groups.
+
+    A loop that ``break`` ends after ``node`` does not count.
+    """
+    left = False  # whether ``break`` follows in the same loop
+    for above in (node, *source.above(node)):
+        if isinstance(above, ast.For | ast.While):
+            over_groups = isinstance(above, ast.For) and "param_groups" in ast.unparse(above.iter)
+            if not left and not over_groups:
+                return True
+            left = False
+        if isinstance(above, ast.stmt):
+            left = left or isinstance(source.block(above)[-1], ast.Break)
     calls = calls_of(source, source.scope(node))
     return depth < 3 and any(_may_repeat(source, call, depth + 1) for call in calls)
 
