@@ -12,7 +12,7 @@ import pytest
 from dualtrain.horovodize.check import check, findings
 from dualtrain.horovodize.names import MODULE_NAMES, RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
-from dualtrain.horovodize.rules.single_calls import discarded_result
+from dualtrain.horovodize.rules.discarded import discarded_result
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 from tests.pool import ROOT

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from dualtrain.horovodize.rules import (
     accumulation,
+    discarded,
     environment,
     evaluation,
     files,
@@ -29,7 +30,7 @@ from dualtrain.horovodize.source import Finding, Source
 Rule = Callable[[Source], Iterable[Finding]]
 
 RULES: tuple[Rule, ...] = (
-    single_calls.discarded_result,
+    discarded.discarded_result,
     single_calls.unknown_name,
     single_calls.uncalled,
     single_calls.unknown_argument,

@@ -3,189 +3,20 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import (
-    ASYNC,
     COMPRESSIONS,
     HOMES,
     MODULE_NAMES,
-    OBJECTS,
-    OUT_OF_PLACE,
     PUBLIC,
     RANK_NAMES,
     WRAP_ARGUMENTS,
 )
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = {"exceptions", "util"}
-_NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
-_NEW_TENSORS |= {f"torch.{name}Tensor" for name in ("Byte", "Float", "Int", "Long")} | {"torch.Tensor"}
-_COPIES = ("torch.as_tensor", "torch.tensor")
-_METHODS = ("clone", "cpu", "cuda", "detach", "double", "float", "to")
-
-
-def discarded_result(source: Source) -> Iterator[Finding]:
-    """A collective whose result or handle is discarded."""
-    for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC, *OBJECTS):
-        alone = isinstance(source.parents[call], ast.Expr)
-        if not (alone or _is_unused(source, call)) or _is_barrier(source, call) or _expects_error(source, call):
-            continue
-        name = source.hvd(call.func)
-        if name in ASYNC:
-            message = f"the handle of {name}() is lost, so nothing waits for the result; pass it to hvd.synchronize()"
-        else:
-            cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
-            cure = cure if alone else cure.replace("assign", "use")
-            if name == "broadcast_object" and _has_state(call):
-                cure = "broadcast its state_dict(), and load the result on all ranks"
-            message = f"the result of {name}() is lost, and its input is not changed; {cure}"
-        yield Finding(call.lineno, "trap", message, tuple(_edits_to_use_result(source, call, name)) if alone else ())
-    yield from _discarded_from_functions(source)
-
-
-def _has_state(call: ast.Call) -> bool:
-    """Return whether the name of the sent object is typical of objects with a ``state_dict``, such as ``scheduler``."""
-    value = first_argument(call, "obj")
-    named = re.search(r"(^|_)(scheduler|optimizer|scaler|model)(_?(wu|re|lr|\d))?$", last_name(value)) if value else None
-    return named is not None
-
-
-def _expects_error(source: Source, call: ast.Call) -> bool:
-    """Return whether the call is a test for an error: in ``with raises(…)``, or in a ``try`` of one or two statements."""
-    statement = source.statement(call)
-    above = source.parents[statement]
-    if isinstance(above, ast.With):
-        return "raises" in ast.unparse(above.items[0]).lower()
-    return isinstance(above, ast.Try) and len(above.body) < 3 and statement in above.body
-
-
-def _is_unused(source: Source, call: ast.Call) -> bool:
-    """Return whether the result is in a list that is discarded, or in a local variable that nothing reads."""
-    parent = source.parents[call]
-    if isinstance(parent, ast.ListComp):
-        return parent.elt is call and isinstance(source.parents[parent], ast.Expr)
-    if not isinstance(parent, ast.Assign) or not isinstance(source.scope(call), Function):
-        return False
-    if re.search(r"bench|perf|test|time|warm", getattr(source.scope(call), "name", ""), re.IGNORECASE):
-        return False
-    names = {target.id for target in parent.targets if isinstance(target, ast.Name)}
-    if any(_UNUSED.match(name) for name in names):
-        return False  # discarded on purpose, as after a call that serves as a barrier
-    read = (node.id for node in source.nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store))
-    other = any(isinstance(node, ast.Global | ast.Nonlocal) and names & set(node.names) for node in source.nodes)
-    return len(names) == len(parent.targets) and not other and names.isdisjoint(read)
-
-
-#: Names of variables that are unused on purpose.
-_UNUSED = re.compile(r"_|dummy|ignore|unused|temp$|tmp$")
-
-
-def _discarded_from_functions(source: Source) -> Iterator[Finding]:
-    """Report discarded results of the script's own functions that only return the result of a collective."""
-    for call in source.calls:
-        function = source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
-        if function is None or not isinstance(source.parents[call], ast.Expr) or source.is_ambiguous(function.name):
-            continue
-        inner = _returned_collective(source, function)
-        if inner and not _BARRIER.search(function.name) and not _is_new(source, call.args[0] if call.args else None):
-            message = f"the result of {function.name}(), which calls {inner}(), is lost; assign the result"
-            yield Finding(call.lineno, "trap", message)
-
-
-def _returned_collective(source: Source, function: Function) -> str:
-    """Return the name of the collective whose result ``function`` returns; "" if ``function`` may do more than that."""
-    body = [part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    simple = all(
-        isinstance(part, ast.Return) or (isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name))
-        for part in body
-    )
-    inside = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    names = [source.hvd(node.func) for node in inside if source.hvd(node.func)]
-    own = [name for name in names if name in OUT_OF_PLACE]
-    returns = any(isinstance(part, ast.Return) and part.value is not None for part in body)
-    only_these = set(names) <= {*own, *RANK_NAMES}
-    return own[0] if simple and returns and own and only_these and function.args.args else ""
-
-
-def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit]:
-    """Return edits that make the call change its input, or wait for its handle; none if the input is not a variable."""
-    value, layout = call.args[0] if call.args else None, source.layout
-    if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
-        return []
-    if isinstance(value, ast.Name) and value.id in source.parameters(call):
-        return []  # the caller of the function may still need the tensor's old value
-    if name in ("allreduce", "broadcast"):
-        end = layout.end(call.func)
-        return [Edit(end, end, "_")]
-    if name in ASYNC and name.endswith("_") and (wait := source.spell("synchronize", call)):
-        return [Edit(layout.start(call), layout.start(call), f"{wait}("), Edit(layout.end(call), layout.end(call), ")")]
-    return []
-
-
-def _is_barrier(source: Source, call: ast.Call) -> bool:
-    """Return whether the call may be only a barrier.
-
-    It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
-    is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and is read after the
-    call.
-    """
-    value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
-    names = [keyword(call, "name"), *call.args[1:]]
-    if _is_copy_read_later(source, call, value):
-        return False
-    if any(_BARRIER.search(ast.unparse(name)) for name in names if name is not None):
-        return True
-    scope = source.scope(call)
-    if _BARRIER.search(getattr(scope, "name", "")) is not None:
-        return True
-    return _is_new(source, value)
-
-
-def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
-    """Return whether ``value`` is made from the value of a variable, and is read after ``call`` in the same function."""
-    if not isinstance(value, ast.Name):
-        return False
-    made = [(given, at) for target, given, at in source.assignments if target == value.id]
-    values = [given for given, at in made if not isinstance(at, ast.AugAssign)]
-    if not values or not all(_copies_variable(source, one) for one in values):
-        return False
-    scope, later = source.scope(call), call.end_lineno or call.lineno
-    same = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later]
-    same = [node for node in same if source.scope(node) is scope]
-    # ``value /= size`` reads the value, too.
-    stored = any(isinstance(node.ctx, ast.Store) and not isinstance(source.parents[node], ast.AugAssign) for node in same)
-    return not stored and any(getattr(source.parents[node], "attr", "") not in _OF_SHAPE for node in same)
-
-
-def _copies_variable(source: Source, made: ast.expr) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or a call such as ``y.clone()``."""
-    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
-        if isinstance(made.func.value, ast.Name):
-            return True
-        made = made.func.value
-    copies = isinstance(made, ast.Call) and source.name(made.func) in _COPIES and bool(made.args)
-    return copies and isinstance(made, ast.Call) and any(isinstance(part, ast.Name) for part in ast.walk(made.args[0]))
-
-
-#: Attributes of a tensor that do not depend on its values.
-_OF_SHAPE = ("device", "dtype", "element_size", "nbytes", "numel", "shape", "size")
-_BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
-
-
-def _is_new(source: Source, value: ast.expr | None, *, follow: bool = True) -> bool:
-    """Return whether ``value`` is a constant or a new tensor, or a variable that has only values of these kinds."""
-    if isinstance(value, ast.Name) and follow:
-        values = source.values.get(value.id, ())
-        return bool(values) and all(_is_new(source, one, follow=False) for one in values)
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call):
-        value = value.func.value  # torch.zeros(1).cuda()
-    if isinstance(value, ast.Call):
-        return source.name(value.func) in _NEW_TENSORS
-    return isinstance(value, ast.Constant)
 
 
 def unknown_name(source: Source) -> Iterator[Finding]:
