@@ -23,6 +23,7 @@ from dualtrain.horovodize.rules import (
     undefined,
     unwrapped,
     weights,
+    whole_data,
     wrapping,
 )
 from dualtrain.horovodize.source import Finding, Source
@@ -64,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     placement.use_after_shutdown,
     placement.use_before_init,
     splits.different_splits,
-    sampling.every_rank_reads_all,
+    whole_data.every_rank_reads_all,
     sampling.same_order_every_epoch,
     sampling.sampler_with_shuffle,
     sampling.sampler_by_local_rank,

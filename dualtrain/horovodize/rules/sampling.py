@@ -8,22 +8,13 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
-from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation, is_for_training
-from dualtrain.horovodize.rules.seeds import seeds_torch
-from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program
-from dualtrain.horovodize.source import Finding, Function, Scope, Source, first_argument, keyword, last_name, names_in
+from dualtrain.horovodize.order import runs_on_driver
+from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
+from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
+from dualtrain.horovodize.rules.uses import LOADERS, is_distributed_sampler, is_read, leaves_program
+from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
-_SHARDED = re.compile(
-    r"rank|size\(|shard|petastorm|make_batch_reader|make_reader|partition|world|(?<!co)mpi|chunk|scatter|\bcomm\b",
-    re.IGNORECASE,
-)
-#: Words for data that each process generates itself, such as a replay buffer.
-_MADE_BY_RANK = re.compile(
-    r"rollout|collect(?!ions)|replay|(?<!from)buffer|(?<!in)memory|episode|trajector|simulat|self_?play|\benv\b",
-    re.IGNORECASE,
-)
 _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|transformers\.\w*Trainer")
 
 
@@ -74,7 +65,7 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
     made = {target for target, value, _ in source.assignments if any(part in samplers for part in ast.walk(value))}
     for call in source.calls:
         shuffle, sampler = keyword(call, "shuffle"), keyword(call, "sampler")
-        if source.name(call.func) not in _LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
+        if source.name(call.func) not in LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
             continue
         given = isinstance(sampler, ast.Name) and sampler.id in source.parameters(call)
         if sampler is not None and not given and (sampler in samplers or ast.unparse(sampler) in made):
@@ -117,7 +108,7 @@ def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
         return False
     if is_for_evaluation(source, call) or is_for_other_launcher(source, call) or not is_read(source, call):
         return False
-    made_by_rank = is_sharded(source, data) or _is_made_by_rank(source, data)
+    made_by_rank = is_sharded(source, data) or is_made_by_rank(source, data)
     seed = keyword(call, "seed")  # a seed that depends on the rank gives each rank other samples in each step
     if seed is not None and is_sharded(source, seed):
         return False
@@ -127,7 +118,7 @@ def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     """A shuffling DistributedSampler without set_epoch."""
     calls = [_sets_constant(file, node) for file in source.files for node in file.nodes if _sets_epoch(node)]
-    if not all(calls) or _has_trainer(source):
+    if not all(calls) or has_trainer(source):
         return
     loops = _epoch_loops(source)
     for call in distributed_samplers(source) if loops else ():
@@ -175,10 +166,10 @@ def _sets_constant(source: Source, node: ast.AST) -> bool:
 def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
     found = [(target, statement) for target, value, statement in source.assignments if value is call]
     once = len(found) == 1 and sum(name == found[0][0] for name, _, _ in source.assignments) == 1
-    return _set_epoch(source, *found[0]) if once else []
+    return set_epoch(source, *found[0]) if once else []
 
 
-def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
+def set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
     """Return edits that call set_epoch in the loop over epochs.
 
     Return no edits if there are several such loops, or if the loop cannot use the variable ``sampler``.
@@ -199,140 +190,6 @@ def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> 
         return same and getattr(home, "name", "") == "__init__" and source.parents[statement] is home
     at_top = source.parents[statement] is source.tree
     return at_top and isinstance(user, Function) and target not in {word.arg for word in user.args.args}
-
-
-def every_rank_reads_all(source: Source) -> Iterator[Finding]:
-    """A loader of training data without a sampler, in a script with a wrapped optimizer."""
-    if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
-        return
-    guards = Guards.of(source)
-    for call in source.calls:
-        if source.name(call.func) not in _LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
-            continue
-        others = {word.arg for word in call.keywords if not _is_random(source, word)} & {"sampler", "batch_sampler", None}
-        data = first_argument(call, "dataset")
-        if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
-            continue
-        if _is_made_by_rank(source, data):
-            continue
-        if _is_replaced(source, call, data) or not is_read(source, call) or guards.looks_like_one_rank(call):
-            continue
-        if not _is_alternative(source, call):
-            certain = "" if _is_of_torchvision(source, data) else " (unless the data set itself is split by rank)"
-            message = (
-                f"every rank reads all samples{certain}, so that an epoch has as many steps as on one rank; pass "
-                "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
-            )
-            yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
-
-
-def _shuffles_training(source: Source, call: ast.Call) -> bool:
-    shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
-    shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
-    return (
-        shuffles
-        or any(_is_random(source, word) for word in call.keywords)
-        or (shuffle is None and _has_whole_training_set(source, call))
-    )
-
-
-def _is_random(source: Source, word: ast.keyword) -> bool:
-    """Return whether ``word`` is ``sampler=RandomSampler(data)``, which shuffles all samples, as ``shuffle=True`` does."""
-    values = source.values.get(ast.unparse(word.value), [word.value])
-    random = [
-        isinstance(value, ast.Call)
-        and source.name(value.func) in ("torch.utils.data.RandomSampler", "torch.utils.data.sampler.RandomSampler")
-        and len(value.args) + len(value.keywords) == 1
-        for value in values
-    ]
-    return word.arg == "sampler" and all(random)
-
-
-def _is_alternative(source: Source, call: ast.Call) -> bool:
-    """Return whether runs with Horovod may use a different loader in place of ``call``.
-
-    That is so if a different branch makes a sampler, or a loader with a sampler. It is also so if the script makes a
-    DistributedSampler, and nothing calls the function around ``call``.
-    """
-    for other in source.calls:
-        samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
-        if (samples or last_name(other.func) == "DistributedSampler") and source.exclusive(call, other):
-            return True
-    scope = source.scope(call)
-    if not isinstance(scope, Function) or not any(True for _ in distributed_samplers(source)):
-        return False
-    elsewhere = any(last_name(each.func) == scope.name for file in source.files[1:] for each in file.calls)
-    return scope.name not in ENTRY_POINTS and not elsewhere and not any(True for _ in calls_of(source, scope))
-
-
-def _is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether each process may make ``data`` itself: by random numbers without a seed, or by rollouts."""
-    text = ast.unparse(data)
-    draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
-    if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, source.files))):
-        return True
-    return depth < 4 and any(_is_made_by_rank(source, value, depth + 1) for value in _definitions(source, data))
-
-
-def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
-    """Return the values that the script assigns to the names in ``data``, also as elements of tuples."""
-    names = names_in(data)
-    return [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
-
-
-def _is_of_torchvision(source: Source, data: ast.expr) -> bool:
-    values = source.values.get(ast.unparse(data), [data])
-    return all(
-        isinstance(value, ast.Call) and source.name(value.func).startswith("torchvision.datasets.") for value in values
-    )
-
-
-def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
-    """Return whether nothing reads the loader that ``call`` makes, and a loader with a sampler has the same data."""
-    target = next((name for name, value, _ in source.assignments if value is call), "")
-    nodes = [node for file in source.files for node in file.nodes]
-    loads = [node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store)]
-    used = any(target in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")) for node in loads)
-    if used or not target.isidentifier():
-        return False
-    loaders = [other for other in source.calls if source.name(other.func) in _LOADERS and other.args]
-    same = [other for other in loaders if ast.unparse(other.args[0]) == ast.unparse(data)]
-    return any(keyword(other, "sampler") is not None for other in same)
-
-
-def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
-    """Return whether the loader has a name for training, and a map-style dataset that is not split by rank."""
-    target = next((name for name, value, _ in source.assignments if value is call), "")
-    data = first_argument(call, "dataset")
-    made = [data, *source.values.get(ast.unparse(data), ())] if data is not None else []
-    calls = [value for value in made if isinstance(value, ast.Call)]
-    if not is_for_training(target) or len(calls) != 1:
-        return False
-    name = source.name(calls[0].func)
-    own = {node.name: node for node in source.nodes if isinstance(node, ast.ClassDef)}.get(last_name(calls[0].func))
-    indexed = own is not None and any(getattr(part, "name", "") == "__getitem__" for part in own.body)
-    whole = own is None or not _SHARDED.search(ast.unparse(own))
-    return name.startswith("torchvision.datasets.") or name == "torch.utils.data.TensorDataset" or (indexed and whole)
-
-
-#: torch's DataLoader. These rules depend on its arguments, so loaders of other libraries do not count.
-_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
-
-
-def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
-    statement = source.statement(call)
-    size, rank = source.spell("size", call), source.spell("rank", call)
-    words = [word for word in call.keywords if word.arg == "shuffle"]
-    found = [target for target, value, _ in source.assignments if value is call]
-    if not (words and size and rank and found and found[0].isidentifier() and isinstance(data, ast.Name | ast.Attribute)):
-        return []
-    name = (re.sub(r"_?(data)?_?loader$", "", found[0]) or "train") + "_sampler"
-    if re.search(rf"\b{name}\b", source.text) or not source.imports_torch(call):
-        return []
-    sampler = f"torch.utils.data.DistributedSampler({ast.unparse(data)}, num_replicas={size}(), rank={rank}())"
-    before = source.layout.insert_before(statement, f"{name} = {sampler}")
-    epochs = _set_epoch(source, name, statement)
-    return [*before, source.layout.replace(words[0], f"sampler={name}"), *epochs] if before and epochs else []
 
 
 def distributed_samplers(source: Source) -> Iterator[ast.Call]:
@@ -359,33 +216,6 @@ def _runs_once(source: Source, loop: ast.For) -> bool:
     return all(isinstance(value, ast.Constant) and value.value == 1 for value in values)
 
 
-def _has_trainer(source: Source) -> bool:
+def has_trainer(source: Source) -> bool:
+    """Return whether the script uses a library that may give each rank its samples."""
     return any(_TRAINERS.match(name) for name in source.imported_names)
-
-
-def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether ``data`` may depend on the rank.
-
-    That is so if its name, or an expression that defines it, contains a word such as rank. Parameters of functions count
-    too, because their values are unknown.
-    """
-    if _SHARDED.search(ast.unparse(data)):
-        return True
-    scope: Scope = source.scope(data)
-    if isinstance(scope, Function) and {word.arg for word in scope.args.args} & names_in(data):
-        return True
-    return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, data))
-
-
-def _counts_epochs_by_size(source: Source) -> bool:
-    """Return whether the script divides a value, probably the number of epochs or steps, by the number of ranks.
-
-    ``1 / hvd.size()`` does not count: scripts use it as the first factor of a warm-up, or to turn a sum into an average.
-    """
-    return any(
-        isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.Div | ast.FloorDiv)
-        and not (isinstance(node.left, ast.Constant) and node.left.value == 1)
-        and any(isinstance(part, ast.Call) and source.hvd(part.func) == "size" for part in ast.walk(node.right))
-        for node in source.nodes
-    )

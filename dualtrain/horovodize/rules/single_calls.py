@@ -5,14 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.names import (
-    COMPRESSIONS,
-    HOMES,
-    MODULE_NAMES,
-    PUBLIC,
-    RANK_NAMES,
-    WRAP_ARGUMENTS,
-)
+from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
 from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.

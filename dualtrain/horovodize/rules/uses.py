@@ -12,6 +12,8 @@ from dualtrain.horovodize.source import Function, Source, last_name
 _DESCRIBED_BY = {"batch_size", "dataset", "epoch", "num_replicas", "num_samples", "rank", "sampler", "set_epoch"}
 #: Functions that read no samples from their arguments.
 _HARMLESS = {"id", "isinstance", "len", "logger", "print", "repr", "str", "type"}
+#: torch's DataLoader. Rules that depend on its arguments test for these names.
+LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _ITERATES = {"cycle", "enumerate", "islice", "iter", "list", "map", "next", "notebook_tqdm", "tqdm", "trange", "zip"}
 
 
