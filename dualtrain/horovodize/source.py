@@ -250,6 +250,11 @@ class Source:
         return {node.name: node for node in self.nodes if isinstance(node, Function)}
 
     @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        """Classes of the script."""
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+
+    @cached_property
     def called_names(self) -> list[tuple[str, set[str]]]:
         """Functions and methods of the script, each with the names of what it calls: "step" for ``o.step()``."""
         functions = [node for node in self.nodes if isinstance(node, Function)]

@@ -72,12 +72,8 @@ def _combines(source: Source, call: ast.Call) -> bool:
     if called[:1].isupper():
         # AverageMeter does not combine results. A class such as Metric in Horovod's examples does. If no file of the
         # program defines the class, assume from its name that it combines results.
-        return "Metric" in called and all(called != one.name for file in source.files for one in _classes(file))
+        return "Metric" in called and all(called != one.name for file in source.files for one in file.classes)
     return bool(_COMBINATIONS.search(called))
-
-
-def _classes(source: Source) -> Iterator[ast.ClassDef]:
-    return (node for node in source.nodes if isinstance(node, ast.ClassDef))
 
 
 def _drops_last(source: Source, sampler: ast.Call) -> bool:

@@ -199,7 +199,7 @@ def _is_overridden(source: Source, function: Function) -> bool:
     own = source.parents[function]
     if not isinstance(own, ast.ClassDef):
         return False
-    classes = [node for file in source.files for node in file.nodes if isinstance(node, ast.ClassDef)]
+    classes = [node for file in source.files for node in file.classes]
     below = {own.name}
     while more := {one.name for one in classes if below & {last_name(base) for base in one.bases}} - below:
         below |= more

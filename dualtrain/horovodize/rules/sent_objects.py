@@ -13,7 +13,7 @@ _SCHEDULE = "a learning-rate schedule"
 
 def code_in_objects(source: Source) -> Iterator[Finding]:
     """Functions, schedules and instances of the script's classes, given to broadcast_object or allgather_object."""
-    classes = {node.name for node in source.nodes if isinstance(node, ast.ClassDef)}
+    classes = {node.name for node in source.classes}
     for call in source.hvd_calls(*OBJECTS):
         value = keyword(call, "obj") or (call.args[0] if call.args else None)
         what = _code_in(source, value, classes) if value is not None else None

@@ -231,10 +231,7 @@ def _is_known(source: Source, call: ast.Call) -> bool:
         return True
     if isinstance(call.func, ast.Attribute) and last_name(call.func.value) not in ("self", "cls", "super"):
         return False  # a method of an object whose class is unknown
-    for file in source.files:
-        if name in file.functions or any(isinstance(node, ast.ClassDef) and node.name == name for node in file.nodes):
-            return True
-    return False
+    return any(name in file.functions or any(node.name == name for node in file.classes) for file in source.files)
 
 
 def _is_called(source: Source, statement: ast.AST) -> bool:
@@ -244,6 +241,6 @@ def _is_called(source: Source, statement: ast.AST) -> bool:
 
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is in a class whose base class is not defined in the program."""
-    own = {one.name for file in source.files for one in file.nodes if isinstance(one, ast.ClassDef)}
+    own = {one.name for file in source.files for one in file.classes}
     bases = [base for above in source.above(node) if isinstance(above, ast.ClassDef) for base in above.bases]
     return any(last_name(base) not in own | {"object", "Module"} for base in bases)

@@ -109,7 +109,7 @@ def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
     if not is_for_training(target) or len(calls) != 1:
         return False
     name = source.name(calls[0].func)
-    own = {node.name: node for node in source.nodes if isinstance(node, ast.ClassDef)}.get(last_name(calls[0].func))
+    own = {node.name: node for node in source.classes}.get(last_name(calls[0].func))
     indexed = own is not None and any(getattr(part, "name", "") == "__getitem__" for part in own.body)
     whole = own is None or not SHARDED.search(ast.unparse(own))
     return name.startswith("torchvision.datasets.") or name == "torch.utils.data.TensorDataset" or (indexed and whole)
