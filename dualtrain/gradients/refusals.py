@@ -21,6 +21,7 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks
 from dualtrain.gradients.parameters import Forms
+from dualtrain.gradients.sparse import has_values
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 _NEW_LAYOUT = (
@@ -40,6 +41,8 @@ class Refusals:
 
     Attributes:
         optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
+        allows_copies: whether the param_groups may also contain parameters for which backward computes no gradients. An
+            example is the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
         dropped: whether gradients were dropped, and neither computed nor set to zeros since.
@@ -49,10 +52,14 @@ class Refusals:
         self.steps = 0
         self.dropped = False
         self.optimizer: torch.optim.Optimizer | None = None
+        self.allows_copies = False
         self.hooks = hooks
         self._forms = Forms([])
-        #: The optimizer's parameters, by group, at the last check that found all of them in ``hooks.known``.
+        #: The optimizer's parameters, by group, at the last check that refused none of them.
         self._in_groups: list[list[torch.Tensor]] = []
+        #: Parameters without a hook of this reducer, by id, that had no gradient when they were found in a group.
+        self._copies: dict[int, torch.Tensor] = {}
+        self._trained_copies: set[int] = set()  # ids of those for which backward has computed a gradient since then
         #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
         self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
         self._flag = torch.zeros(1, device="cpu")
@@ -146,19 +153,32 @@ class Refusals:
         in_groups = [group["params"] for group in groups]
         # This runs twice in every step, so the comparison runs in C. It uses ``is``: == would compare tensors' values.
         same_lengths = list(map(len, in_groups)) == list(map(len, self._in_groups))
-        if same_lengths and all(map(is_, chain(*in_groups), chain(*self._in_groups))):
+        same = same_lengths and all(map(is_, chain(*in_groups), chain(*self._in_groups)))
+        if same and not self._trained_copies:
             return None
         for number, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
-                if p.requires_grad and id(p) not in self.hooks.known:
+                if p.requires_grad and id(p) not in self.hooks.known and not self._is_copy(p):
                     return (
                         f"group {number} parameter {i} {tuple(p.shape)} was added to the optimizer's param_groups after "
                         "the optimizer was wrapped: use add_param_group on every rank"
                     )
         # Skip later checks only if all parameters are known: an unknown one that is frozen now may be unfrozen later.
-        if self.hooks.known.issuperset(map(id, chain(*in_groups))):
+        if (self.hooks.known | self._copies.keys()).issuperset(map(id, chain(*in_groups))):
             self._in_groups = [list(params) for params in in_groups]
         return None
+
+    def _is_copy(self, p: torch.Tensor) -> bool:
+        """Return whether ``p``, which has no hook of this reducer, is allowed: backward has computed no gradient for it."""
+        if not self.allows_copies:
+            return False
+        if id(p) not in self._copies:
+            if not p.is_leaf or has_values(p.grad):
+                return False
+            trained, key = self._trained_copies, id(p)
+            p.register_post_accumulate_grad_hook(lambda _: trained.add(key))
+            self._copies[key] = p
+        return id(p) not in self._trained_copies
 
     def check_groups(self, backend: Backend) -> None:
         """Raise BackendError, on this rank, if the optimizer has gradients that were not averaged."""

@@ -328,8 +328,11 @@ class HorovodReducer(ABC):
                 compat.note(compat.FROZEN)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse exchanges if ``optimizer`` has parameters that were not added to this reducer."""
-        self.refusals.optimizer = optimizer
+        """Refuse exchanges if ``optimizer`` has trained parameters that were not added to this reducer.
+
+        Copies that the program steps in place of the trained parameters are allowed, as on Horovod.
+        """
+        self.refusals.optimizer, self.refusals.allows_copies = optimizer, True
 
     def close(self) -> None:
         """Remove the hooks: gradients of later backward passes are not combined. A second call does nothing."""

@@ -194,9 +194,16 @@ def remove_and_replace_module(model, optimizer):
     return r"the module of parameter '2\.weight' was replaced by one with", lambda: model.__setitem__(2, before)
 
 
+def with_gradient():
+    """Return a parameter with a gradient. hvd refuses unknown parameters only if they have gradients."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    return p
+
+
 def append(model, optimizer):
     params = optimizer.param_groups[0]["params"]
-    params.append(nn.Parameter(torch.ones(2)))
+    params.append(with_gradient())
     return r"group 0 parameter 4 \(2,\) was added to the optimizer's param_groups", params.pop
 
 
@@ -506,7 +513,7 @@ def refused_and_repeated(backend):
             optimizer.step()
             optimizer.zero_grad()
             listed = optimizer.param_groups[0]["params"]
-            listed += [nn.Parameter(torch.ones(2))] * backend.rank
+            listed += [with_gradient()] * backend.rank
             return lambda: listed.__delitem__(slice(2, None))
 
         native = DistributedOptimizer(torch.optim.SGD(params, 1.0), named, backend=backend)

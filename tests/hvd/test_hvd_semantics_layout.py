@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hvd.worlds import OURS, OURS_3, PAIR, library, sum_of_ranks
+from tests.hvd.worlds import OURS, OURS_2, OURS_3, PAIR, library, sum_of_ranks
 
 
 class Program:
@@ -225,3 +225,46 @@ def test_the_order_of_parameters_may_differ_between_ranks_only_if_gradients_are_
         assert all("the order of the parameters differs: a (float32" in text for text in found)
     else:
         assert found == [{"Sum": [-3.0, -30.0], "Max": [-2.0, -20.0]}[op]] * 2
+
+
+def steps_of_copies(backend, op):
+    """Replace a float16 parameter of the optimizer by a float32 copy, as apex does at level O2, and take two steps."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=getattr(hvd, op))
+        copy = optimizer.param_groups[0]["params"][0] = p.detach().float().requires_grad_()
+        for _ in range(2):
+            p.grad = copy.grad = None
+            (p.sum() * (hvd.rank() + 1)).backward()
+            optimizer.synchronize()
+            copy.grad = p.grad.float() / 2
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            p.data.copy_(copy.data)
+        return p.tolist()
+
+
+@pytest.mark.parametrize("op", ["Sum", "Max"])
+@PAIR
+def test_the_optimizer_may_step_copies_of_the_parameters(real, op):
+    assert real(steps_of_copies, op) == [[{"Sum": -3.0, "Max": -2.0}[op]] * 2] * 2
+
+
+def train_an_unknown_parameter(backend, op, when):
+    """Put a parameter into a group without add_param_group, and train it before or after the first ``synchronize``."""
+    with library(backend) as hvd:
+        program = Program(hvd, op)
+        added = torch.nn.Parameter(torch.zeros(1))
+        program.optimizer.param_groups[0]["params"].append(added)
+        if when == "later":
+            program.step()
+        (program.a.sum() + added.sum()).backward()
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"parameter 2 \(1,\) was added to the optimizer's"):
+            program.optimizer.synchronize()
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+@pytest.mark.parametrize("op", ["Sum", "Max"])
+@OURS_2
+def test_a_trained_parameter_that_was_added_without_add_param_group_is_refused(real, op, when):
+    real(train_an_unknown_parameter, op, when)
