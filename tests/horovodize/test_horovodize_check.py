@@ -58,8 +58,22 @@ CASES = [
     (
         "uncovered_imports",
         "from horovod.common.basics import HorovodBasics  # HERE",
-        "from horovod import run, __version__\nfrom horovod.common import elastic\nfrom horovod.common.util import x",
+        "from horovod import run, __version__\nfrom horovod.common import elastic\nfrom horovod.common.util import env",
     ),
+    (
+        "uncovered_imports",  # names that the replaced module does not have
+        "from horovod.common.util import split_list, check_extension  # HERE",
+        "from horovod.torch.elastic import state, TorchState\nfrom horovod.torch import *\n"
+        # The rule unknown_name reports the last import.
+        "from horovod.torch import Sum as S\nfrom horovod.torch.mpi_ops import AllreduceType\nAllreduceType.Sum",
+    ),
+    (
+        "uncovered_imports",  # a name of mpi_ops that the script does not use; a module that does not exist
+        "from horovod.torch.mpi_ops import AllreduceType as T, Sum  # HERE",
+        "import horovod.torch.elastic.sampler\ntry:\n    from horovod.torch.mpi_ops import AllreduceType as T\n"
+        "    import horovod.torch.other\nexcept ImportError:\n    T = None",
+    ),
+    ("uncovered_imports", "import horovod.torch.other  # HERE", "import horovod.torch.mpi_ops as ops"),
     ("horovod_run", "import horovod\nhorovod.run(train, np=2)  # HERE", "import horovod\nhorovod.__version__"),
     ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
     ("branch_on_build", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),

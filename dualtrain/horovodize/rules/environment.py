@@ -9,24 +9,28 @@ from collections.abc import Iterator
 from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
-from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
+from dualtrain.horovodize.names import BUILD, MODULE_NAMES, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
 from dualtrain.horovodize.order import calls_of
+from dualtrain.horovodize.own_modules import file_of, names_in
 from dualtrain.horovodize.rules.sampling import is_for_other_launcher
 from dualtrain.horovodize.rules.single_calls import is_switched_off, mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
 _OF_MPI = re.compile(r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)|PMI_(LOCAL_)?(RANK|SIZE)|MV2_COMM_WORLD_(LOCAL_)?(RANK|SIZE)")
+#: Modules from which the rule ``unknown_name`` reports the imported names that the script uses.
+_REPORTED_WHERE_USED = {"horovod.torch", *(f"horovod.torch.{name}" for name in MODULE_NAMES)}
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 
 
 def uncovered_imports(source: Source) -> Iterator[Finding]:
-    """Imports of horovod.tensorflow, horovod.spark.torch and the like, and of Horovod's internal modules."""
+    """Imports of horovod.tensorflow, horovod.spark.torch and the like, and of Horovod's internal modules and names."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            reported = node.module in _REPORTED_WHERE_USED
+            names = [f"{node.module}.{alias.name}" for alias in node.names if not (reported and _is_used(source, alias))]
         else:
             continue
         uncovered = [name for name in names if not _covered(name)]
@@ -57,10 +61,16 @@ def is_guarded(source: Source, node: ast.AST) -> bool:
     return any("horovod.torch" in ast.unparse(other) and source.exclusive(node, other) for other in others)
 
 
+def _is_used(source: Source, alias: ast.alias) -> bool:
+    return any(isinstance(node, ast.Name) for node in source.mentions.get(alias.asname or alias.name, ()))
+
+
 def _covered(name: str) -> bool:
     package, _, last = name.rpartition(".")
+    module, owner = home(name), home(package)
     inside = last == "*" or last in PACKAGES.get(package, {}) or last == ENGINES.get(package, ("", ""))[1]
-    return not name.startswith("horovod.") or name in PACKAGES or inside or home(name) is not None
+    known = (module is not None and file_of(module) is not None) or (owner is not None and last in names_in(owner))
+    return not name.startswith("horovod.") or name in PACKAGES or inside or known
 
 
 def horovod_run(source: Source) -> Iterator[Finding]:
