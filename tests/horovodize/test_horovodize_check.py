@@ -74,6 +74,13 @@ CASES = [
         "    import horovod.torch.other\nexcept ImportError:\n    T = None",
     ),
     ("uncovered_imports", "import horovod.torch.other  # HERE", "import horovod.torch.mpi_ops as ops"),
+    (
+        "subclass_of_wrapper",
+        "from horovod.torch.optimizer import _DistributedOptimizer as Base\nclass Mine(Base):  # HERE\n    x = 1",
+        "from horovod.torch.optimizer import _DistributedOptimizer\nclass Other(torch.optim.Optimizer):\n"
+        "    x = isinstance(y, _DistributedOptimizer)\nclass _DistributedAdasumOptimizer: ...\n"
+        "class Mine(_DistributedAdasumOptimizer): ...",
+    ),
     ("horovod_run", "import horovod\nhorovod.run(train, np=2)  # HERE", "import horovod\nhorovod.__version__"),
     ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
     ("branch_on_build", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),

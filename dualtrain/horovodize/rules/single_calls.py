@@ -109,6 +109,18 @@ def unknown_argument(source: Source) -> Iterator[Finding]:
                 yield Finding(call.lineno, "unsupported", message)
 
 
+def subclass_of_wrapper(source: Source) -> Iterator[Finding]:
+    """A subclass of Horovod's internal class _DistributedOptimizer, whose methods and attributes dualtrain lacks."""
+    for node in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
+        for base in node.bases:
+            if source.hvd(base) in ("_DistributedOptimizer", "_DistributedAdasumOptimizer"):
+                message = (
+                    f"dualtrain's class {ast.unparse(base)} has none of the methods and attributes of Horovod's, so that a "
+                    "subclass of it fails; wrap the optimizer with hvd.DistributedOptimizer"
+                )
+                yield Finding(node.lineno, "unsupported", message)
+
+
 def join_with_other_operations(source: Source) -> Iterator[Finding]:
     """join() together with Min, Max or Product."""
     operations = {source.hvd(node) for node in source.nodes} & {"Min", "Max", "Product"}
