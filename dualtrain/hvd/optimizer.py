@@ -111,6 +111,7 @@ class _Optimizer(NativeOptimizer):
     process_set = FixedOption()
     gradient_predivide_factor = FixedOption()
     sparse_as_dense = FixedOption()
+    _compression = FixedOption()  # private in Horovod too; programs read the state of their own compressor
 
     def wrap(
         self,
@@ -126,7 +127,7 @@ class _Optimizer(NativeOptimizer):
         self._takes_set_to_none = takes_set_to_none(optimizer)
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
         self._passes = passes
-        self.op, self.process_set = op, process_set
+        self.op, self.process_set, self._compression = op, process_set, compression
         self.gradient_predivide_factor, self.sparse_as_dense = 1 / transfer.before, transfer.sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
         self._fills_unused = True
@@ -370,7 +371,7 @@ class _AdasumOptimizer(_Optimizer):
         self._closed = True
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
-        self._compression, self._name = compression, base_name(named, self.process_set)
+        self._name = base_name(named, self.process_set)
 
     def synchronize(self) -> None:
         """Do nothing: gradients are not combined."""

@@ -104,7 +104,7 @@ def rules(backend):
         accumulating.step()
         accumulating.zero_grad()
         # On Horovod, options may be changed at any time.
-        for option in ("op", "process_set", "gradient_predivide_factor", "sparse_as_dense"):
+        for option in ("op", "process_set", "gradient_predivide_factor", "sparse_as_dense", "_compression"):
             value = getattr(accumulating, option)
             check(hvd, (option, lambda: setattr(accumulating, option, value), None, "AttributeError"))  # noqa: B023
         # Wrap an optimizer that has a state and options.
