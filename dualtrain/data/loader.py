@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
-import multiprocessing.connection
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from dualtrain.data.sources import Batch, Source, Tensors
 from dualtrain.data.transforms import Transform
-from dualtrain.data.worker_waits import LESS, Waits
+from dualtrain.data.worker_waits import LESS, Waits, unsent
 from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, start_forkserver
 
@@ -122,9 +122,8 @@ class LoaderSource(Source):
         options: dict[str, Any] = {}
         if self._workers:
             # Don't fork this process: the child would inherit its GPU context and its communicators' sockets.
-            context = multiprocessing.get_context("forkserver")
             start_forkserver(["dualtrain.data.preload"])
-            options = {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": _begin}
+            options = {"multiprocessing_context": _Context(), "persistent_workers": True, "worker_init_fn": _begin}
         return _Loader(
             self._reader,  # type: ignore[arg-type]
             batch_sampler=self._feed,  # type: ignore[arg-type]
@@ -141,6 +140,24 @@ class _Loader(DataLoader[Any]):
 
     def check_worker_number_rationality(self) -> None:
         """Do nothing."""
+
+
+class _Context(ForkServerContext):
+    """Multiprocessing's context for processes of the fork server, with queues of the class ``_Queue``."""
+
+    def Queue(self, maxsize: int = 0) -> Queue[Any]:  # noqa: N802 - the name in multiprocessing
+        return _Queue(maxsize, ctx=self)
+
+
+class _Queue(Queue):  # type: ignore[type-arg] # not generic at run time
+    """Queue that sends an error in place of a batch that it cannot send, for example because /dev/shm is full.
+
+    Multiprocessing's own queue prints a traceback and sends nothing, so the rank would wait until the timeout.
+    """
+
+    def _on_queue_feeder_error(self, error: Exception, item: tuple[Any, Any]) -> None:
+        # Private API of Python, the same in 3.11 to 3.14: the thread that sends the items calls this method after an error.
+        self.put((item[0], unsent(error)))
 
 
 class _Feed:

@@ -117,6 +117,13 @@ class Waits:
         return f"{what}: the storage hangs or is slow; repair it, or give a longer --timeout"
 
 
+def unsent(error: Exception) -> UserError:
+    """Return the error for a batch that a worker could not send. The usual cause is too little shared memory."""
+    less = _TOO_MANY_FILES.search(str(error))
+    cure = LESS if less else "enlarge /dev/shm (docker run --shm-size), or give --workers 0 (the rank reads the samples)"
+    return UserError(f"a data worker cannot send a batch ({error}): {cure}", transient=True)
+
+
 def _end_in_words(status: int) -> tuple[str, str]:
     """Return the signal or exit status that ended a worker, and its usual cause with the cure."""
     by = signal.Signals(-status).name if status < 0 else f"exit status {status}"

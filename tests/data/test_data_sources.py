@@ -418,6 +418,30 @@ def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
         os.close(status)
 
 
+class TooLarge:
+    """Stands for a tensor that does not fit into /dev/shm: it cannot be sent to another process."""
+
+    def __reduce__(self):
+        raise RuntimeError("unable to allocate shared memory")
+
+
+class Unsendable(Numbers):
+    def __getitems__(self, wanted):
+        return TooLarge(), torch.tensor(wanted[0])
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_at_once(capfd):
+    source = LoaderSource(Unsendable(), 1)
+    source.timeout = 60.0
+    try:
+        with pytest.raises(UserError, match=r"cannot send a batch \(unable to allocate .*\): enlarge /dev/shm") as error:
+            list(source.stream([Batch(torch.arange(2))], CPU))
+    finally:
+        source.close()
+    assert error.value.transient
+    assert capfd.readouterr().err == ""
+
+
 def test_a_worker_that_was_killed_is_named(monkeypatch):
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch's default: 5 s
     source = LoaderSource(Numbers(), 2)
@@ -463,6 +487,7 @@ def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
         next(source.stream(batch, torch.device("cpu")))
     with pytest.raises(UserError, match=r"cannot send their batches \(too many open files\): raise the limits"):
         Waits(list, 0.0).bound(partial(_raise, RuntimeError("Too many open files. Communication with the workers …")))
+    assert "raise the limits of open files" in str(worker_waits.unsent(OSError(24, "Too many open files")))
     with pytest.raises(RuntimeError, match="else"):
         Waits(list, 0.0).bound(partial(_raise, RuntimeError("something else")))
 
