@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from dualtrain.data.sources import Batch, Source, Tensors
 from dualtrain.data.transforms import Transform
-from dualtrain.data.worker_waits import LESS, Waits, unsent
+from dualtrain.data.worker_waits import Waits, unsent, unstarted
 from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, start_forkserver
 
@@ -80,9 +80,7 @@ class LoaderSource(Source):
             raise
         except OSError as error:
             self.close()
-            raise UserError(
-                f"the data workers cannot be started ({error}): set TMPDIR to a shorter path, or {LESS}", transient=True
-            ) from error
+            raise unstarted(error) from error
         # Register ``close`` after the workers start, so that it runs before torch's own exit handler, which waits for them.
         atexit.unregister(self.close)
         atexit.register(self.close)

@@ -487,6 +487,8 @@ def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
         next(source.stream(batch, torch.device("cpu")))
     with pytest.raises(UserError, match=r"cannot send their batches \(too many open files\): raise the limits"):
         Waits(list, 0.0).bound(partial(_raise, RuntimeError("Too many open files. Communication with the workers …")))
+    full = worker_waits.unstarted(OSError(errno.ENOSPC, "No space left on device"))
+    assert "No space left on device): make sure that /dev/shm and TMPDIR exist" in str(full)
     assert "raise the limits of open files" in str(worker_waits.unsent(OSError(24, "Too many open files")))
     with pytest.raises(RuntimeError, match="else"):
         Waits(list, 0.0).bound(partial(_raise, RuntimeError("something else")))
