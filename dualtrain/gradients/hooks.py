@@ -266,8 +266,10 @@ def _on_module(owner: nn.Module, key: str, new: Any) -> None:
 
 
 def _report_replacement(owner: nn.Module, key: str, replaced: Iterable[torch.Tensor]) -> None:
-    watchers = [watcher for p in replaced for watcher in _watchers(p)]
-    for ref, name in dict(watchers[::-1]).items():  # one report for each reducer, which names its first parameter
+    names: dict[Reducer, str] = {}  # one report for each reducer, which names its first parameter
+    for ref, name in (watcher for p in replaced for watcher in _watchers(p)):
         reducer = ref()
         if reducer is not None:
-            reducer.parameter_replaced(ModuleAttribute(weakref.ref(owner), key), name)
+            names.setdefault(reducer, name)
+    for reducer, name in names.items():
+        reducer.parameter_replaced(ModuleAttribute(weakref.ref(owner), key), name)

@@ -64,7 +64,9 @@ def test_a_reducer_without_references_is_freed_and_its_model_cannot_train(alone,
     assert [ref() for ref in refs] == [None] * 5 + [model]
     with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is no longer averaged.*or call its close\(\)"):
         vector_loss(model, 0).backward()
-    # With a new reducer, the model can train again.
+    # With a new reducer, the model can train again. Parameters and modules may be replaced before.
+    model[0].bias = nn.Parameter(torch.zeros(6))
+    model[2] = nn.Linear(6, 3)
     again = sgd(model, alone)
     vector_loss(model, 0).backward()
     again.close()
