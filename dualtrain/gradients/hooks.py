@@ -120,6 +120,7 @@ class ParameterHooks:
             if id(p) in had:
                 continue  # the group was removed from the optimizer and added again, or has the parameter twice
             had.add(id(p))
+            remove_freed(p)
             if not p.requires_grad:
                 self.frozen.append((name, p))
                 continue
@@ -238,6 +239,14 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
     return [hook.watcher for hook in hooks.values() if hasattr(hook, "watcher")]
+
+
+def remove_freed(p: torch.Tensor) -> None:
+    """Remove the hooks of garbage-collected reducers from ``p``, which a new reducer has now: they would raise an error."""
+    # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
+    hooks = p._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in hooks.items() if hasattr(hook, "watcher") and hook.watcher[0]() is None]:
+        del hooks[key]
 
 
 def _observe_replacements() -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from dualtrain.errors import BackendError
-from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks, reducers_of
+from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks, reducers_of, remove_freed
 from dualtrain.gradients.parameters import check_supported
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.slots import Slot
@@ -304,6 +304,8 @@ class HorovodReducer(ABC):
             if p.requires_grad:
                 check_supported(name, p)
         self.close_replaced(named, self.process_set)
+        for _, p in named:
+            remove_freed(p)  # the next ``reduce`` adds the hooks of this reducer
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()

@@ -64,10 +64,12 @@ def test_a_reducer_without_references_is_freed_and_its_model_cannot_train(alone,
     assert [ref() for ref in refs] == [None] * 5 + [model]
     with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is no longer averaged.*or call its close\(\)"):
         vector_loss(model, 0).backward()
-    # With a new reducer, the model can train again. Parameters and modules may be replaced before.
-    model[0].bias = nn.Parameter(torch.zeros(6))
-    model[2] = nn.Linear(6, 3)
+    # With a new reducer, the model can train again. Parameters and modules may be replaced before, and unfrozen later.
+    model[0] = nn.Linear(4, 6)
+    model[2].bias = nn.Parameter(torch.zeros(3))
+    model[2].requires_grad_(False)
     again = sgd(model, alone)
+    model[2].requires_grad_(True)
     vector_loss(model, 0).backward()
     again.close()
 
@@ -89,6 +91,30 @@ def freed(backend):
 @OURS_2
 def test_an_optimizer_of_hvd_without_references_is_freed(real):
     assert real(freed) == [0, 0]
+
+
+def added_after_freed(backend):
+    with library(backend) as hvd:
+        model = perceptron()
+        for begin in (0, 2):  # the optimizer of all layers is freed, then one of the last layer is made
+            made = None
+            gc.collect()
+            model[:begin].requires_grad_(False)
+            made = hvd.DistributedOptimizer(sgd_of(model[begin:]), named_parameters=model.named_parameters())
+            vector_loss(model, hvd.rank()).backward()
+            made.step()
+        model[0].requires_grad_(True)
+        made.add_param_group({"params": model[0].parameters()})
+        made.zero_grad()
+        vector_loss(model, hvd.rank()).backward()
+        made.step()
+        return [p.tolist() for p in model.parameters()]
+
+
+@OURS_2
+def test_hvd_combines_the_gradients_of_an_added_group_whose_first_optimizer_was_freed(real):
+    first, second = real(added_after_freed)
+    assert first == second
 
 
 @MAKERS

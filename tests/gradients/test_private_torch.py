@@ -26,7 +26,7 @@ def test_torch_lists_the_hooks_of_a_parameter():
     found = getattr(p, "_post_accumulate_grad_hooks", None) or {}
     assert list(found.values()) == [hook], (
         f"{VERSION} does not keep a parameter's hooks in _post_accumulate_grad_hooks: change gradients/hooks.py (restore, "
-        "has_later_hook, _watchers) and gradients/slots.py (copy_to_bucket)"
+        "has_later_hook, _watchers, remove_freed) and gradients/slots.py (copy_to_bucket)"
     )
     handle.remove()
     assert not p._post_accumulate_grad_hooks
