@@ -92,10 +92,10 @@ class Bucket:
         self._params = [slot.param for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
         self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
-        start = self.values.data_ptr()
-        #: Where this bucket's gradients lie in memory: (first address, address past the last). ``make_buckets`` replaces
-        #: this list by the sorted ranges of all buckets.
-        self.ranges = [(start, start + self.values.nbytes)]
+        #: Where this bucket's gradients lie in memory: (first address, address past the last).
+        self._range = self._find_range()
+        #: The sorted ranges of all buckets. ``make_buckets`` replaces this list.
+        self.ranges = [self._range]
         #: Slots whose gradients were copied to the bucket, or will be created there by ``unpack``.
         self._copied: list[Slot] = []
         #: Slots whose gradients lay in the bucket already.
@@ -119,6 +119,22 @@ class Bucket:
         self._dense_only = order is not None and not transfer.sparse_as_dense
         #: The first slot whose gradient or parameter has a new shape, found by ``pack``, which sends zeros for it.
         self.reshaped: Slot | None = None
+
+    def _find_range(self) -> tuple[int, int]:
+        start = self.values.data_ptr()
+        return start, start + self.values.nbytes
+
+    def follow_memory(self) -> None:
+        """Record the buffer's new address if ``share_memory_()`` of a gradient, or of the model, has moved the buffer."""
+        if self.values.data_ptr() == self._range[0]:
+            return
+        found = self._find_range()
+        self.ranges[self.ranges.index(self._range)] = found
+        self.ranges.sort()
+        self._range = found
+        self._parts_of.clear()
+        for slot in self.slots:
+            slot.address = slot.view.data_ptr()
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of any bucket that was made together with this one."""

@@ -117,6 +117,7 @@ class Exchange:
         """
         if self._backend is None:
             return
+        self._follow_memory()
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
         except Exception:
@@ -138,6 +139,8 @@ class Exchange:
         """Send the next bucket; does not block. ``scalars``, if given, are sent as extra scalars with the last bucket."""
         assert self._backend is not None
         schedule = self.schedule
+        if not schedule.next:
+            self._follow_memory()
         bucket = schedule.take_next()
         bucket.pack()
         if not schedule.has_unsent:
@@ -146,6 +149,11 @@ class Exchange:
         self._backend.drain()
         bucket.start()
         return bucket
+
+    def _follow_memory(self) -> None:
+        # Before any bucket is packed: ``pack`` compares addresses of gradients with those of all buckets.
+        for bucket in self.schedule.buckets:
+            bucket.follow_memory()
 
     def _load_extra(self, scalars: torch.Tensor | None) -> None:
         if scalars is not None:
@@ -160,6 +168,7 @@ class Exchange:
         """
         self._load_extra(scalars)
         self.refusals.load_none()
+        self._follow_memory()
         separate_gradients(self.slots)
         for bucket in self.schedule.buckets:
             bucket.add_shard()

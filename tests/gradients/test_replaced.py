@@ -65,11 +65,26 @@ def transpose_in_place(model):
             p.grad.data = p.grad.data.t()
 
 
+def share_memory(model):
+    """Halve the gradients, and move the buffers in which they lie. New tensors may then get the buffers' old memory."""
+    halve_in_place(model)
+    model.share_memory()
+
+
 def cast_and_back(model):
     model.double().float()
 
 
-REPLACE = [halve_data, halve_assigned, halve_in_place, halve_set, transpose_storage, transpose_in_place, cast_and_back]
+REPLACE = [
+    halve_data,
+    halve_assigned,
+    halve_in_place,
+    halve_set,
+    transpose_storage,
+    transpose_in_place,
+    cast_and_back,
+    share_memory,
+]
 
 
 def net():
