@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.conftest import Spmd
-from tests.hvd.worlds import OURS_2, OURS_3, PAIR, library
+from tests.hvd.worlds import OURS_2, OURS_3, PAIR, is_horovod, library
 
 STEPS = 3  # the third step has half the learning rate
 
@@ -397,3 +397,25 @@ def test_loss_scaling_works_as_documented_by_horovod(real):
     for weights, scales in results:
         assert weights == pytest.approx([1 - step] * 2, abs=1e-5)
         assert scales == [4.0, 2.0, 2.0]
+
+
+def kept(backend):
+    """Return two flags: a view of an earlier gradient has kept its values; the library is Horovod itself."""
+    with library(backend) as hvd:
+        p = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)])
+        steps = []
+        for factor in (1.0, 2.0, 3.0):
+            p.grad = None
+            (factor * p.sum()).backward()
+            optimizer.step()
+            steps.append((p.grad.view(-1), p.grad.clone(), p.grad))
+        view, clone, gradient = (each.tolist() for each in steps[0])
+        assert clone == gradient == [1.0, 1.0]
+        return view == clone, is_horovod(hvd)
+
+
+@PAIR
+def test_only_horovod_keeps_views_of_an_earlier_gradient(real):
+    for same_values, by_horovod in real(kept):
+        assert same_values == by_horovod
