@@ -90,7 +90,7 @@ class Backend(Reductions, ObjectCalls):
         The operations of a channel and those of this backend may be interleaved in a different order on each rank. The
         channel is closed with this backend.
         """
-        channel = self._now("channel", None, partial(self._group, list(range(self.size))))
+        channel = self._now("channel", None, partial(self._group, list(range(self.size)), "channel"))
         assert channel is not None
         return channel
 
@@ -219,8 +219,8 @@ class Backend(Reductions, ObjectCalls):
             raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
         return self._group(members)
 
-    def _group(self, members: list[int]) -> Backend | None:
-        agree(self, Call("group", shape=tuple(members)))
+    def _group(self, members: list[int], kind: str = "group") -> Backend | None:
+        agree(self, Call(kind, shape=tuple(members)))
         hosts = [self.hosts[rank] for rank in members]
         world = self.world.placed(members.index(self.rank), hosts) if self.rank in members else None
         group = self.subset(members, world)

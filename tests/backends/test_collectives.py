@@ -1080,6 +1080,7 @@ def other_calls(backend):
         "allgather_object": lambda: backend.allgather_object(1),
         "allgather_object of an unknown class": lambda: backend.allgather_object(Unknown()),
         "group": lambda: backend.group([0]),
+        "group of all ranks": lambda: backend.group(range(backend.size)),
         "channel": backend.channel,
         "compare": lambda: compare(backend, "settings", lambda: {"seed": backend.rank}),
         "broadcast_parameters": lambda: broadcast_parameters(torch.nn.Linear(1, 1), backend),
