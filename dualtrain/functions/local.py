@@ -31,8 +31,9 @@ def run(
     Functions and results are sent only between this process and its children, over socket pairs that the children inherit.
 
     Raises:
-        RankFailedError: the function raised on a rank (its exception is the ``__cause__``), or the process of a rank ended
-            before the function returned. The other ranks are ended.
+        RankFailedError: the function raised on a rank, its result cannot be pickled, or the process of a rank ended before
+            the function returned. The other ranks are ended. The function's exception is the ``__cause__``, if it is an
+            ``Exception`` that can be pickled.
         UserError: there are too many ranks for this host, the function cannot be pickled, or this process is itself
             one of several ranks.
     """
