@@ -51,6 +51,10 @@ class Transfer:
     coalesce: bool = True
     average_first: bool = True
 
+    def __post_init__(self) -> None:
+        # A generator, such as ``layer.parameters()``, can be read only once.
+        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
+
     @property
     def sums(self) -> bool:
         """Return whether the result is a plain sum: both factors are 1."""

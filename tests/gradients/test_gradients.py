@@ -1148,7 +1148,9 @@ def grouped(backend):
     model = conv_net()
     chosen = [[model[0].weight, model[7].bias], [model[5].weight]]
     expected = mean_gradients(model, of_every_rank(backend, image_loss))
-    reducer = GradientReducer(model.named_parameters(), backend, transfer=Transfer(groups=chosen, bucket_bytes=0))
+    # Like ``layer.parameters()``, the groups are generators.
+    transfer = Transfer(groups=(iter(group) for group in chosen), bucket_bytes=0)
+    reducer = GradientReducer(model.named_parameters(), backend, transfer=transfer)
     for _ in range(2):
         model.zero_grad()
         image_loss(model, backend.rank).backward()
