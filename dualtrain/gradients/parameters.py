@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -56,6 +56,8 @@ def name_parameters(
     theirs = number_parameters(optimizer.param_groups)
     if named is None:
         return theirs
+    if isinstance(named, nn.Module | Mapping):
+        raise TypeError(f"named_parameters is a {type(named).__name__}: pass model.named_parameters()")
     pairs = list(named)
     doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if doubled:

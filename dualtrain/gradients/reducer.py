@@ -96,6 +96,8 @@ class GradientReducer:
         if passes < 1:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
         extra = renamed_option("carry", carry, "extra", extra)
+        if extra < 0:
+            raise ValueError(f"the number of extra scalars must be 0 or more, not {extra}")
         self.backend = backend
         # Two reducers may send their first buckets at the same time, and Horovod matches operations by name.
         self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"

@@ -579,6 +579,11 @@ def names(backend):
         DistributedOptimizer(inner, [("w", p) for p in model.parameters()], backend=backend)
     with pytest.raises(ValueError, match="backward passes per step must be 1 or more, not -1"):
         wrap(inner, model, backend, backward_passes_per_step=-1)
+    with pytest.raises(ValueError, match="number of extra scalars must be 0 or more, not -1"):
+        wrap(inner, model, backend, extra=-1)
+    for given in (model, dict(model.named_parameters())):
+        with pytest.raises(TypeError, match=rf"is a {type(given).__name__}: pass model\.named_parameters\(\)"):
+            DistributedOptimizer(inner, given, backend=backend)
     with pytest.raises(ValueError, match="unused='all' is not known"):
         wrap(inner, model, backend, unused="all")
     with pytest.raises(ValueError, match="some parameters appear"):
