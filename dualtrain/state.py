@@ -12,6 +12,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.comparison import agree_on_list
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.wire import as_bytes, dense, from_bytes, shares_elements
 
 _CHUNK_BYTES = 25 << 20
@@ -143,7 +144,7 @@ def _average_buffers(model: torch.nn.Module, backend: Backend, counted: tuple[in
             mine = packed if counted[1] else torch.zeros_like(packed)
             packed = backend.allreduce_(mine, "sum", name="buffers").div_(counted[0])
         for buffer, part in zip(chunk, packed.split([b.numel() for b in chunk]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
+            ordinary(buffer).copy_(part.view(buffer.shape))
 
 
 def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -254,4 +255,4 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _unpack(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     for tensor, part in zip(tensors, packed.split([t.numel() * t.element_size() for t in tensors]), strict=True):
         # Copy the slice: its start may not be aligned for the dtype.
-        tensor.copy_(from_bytes(part.clone(), tensor.dtype, tuple(tensor.shape)))
+        ordinary(tensor).copy_(from_bytes(part.clone(), tensor.dtype, tuple(tensor.shape)))

@@ -189,6 +189,22 @@ def test_a_single_element_with_a_stride_is_broadcast(typical):
     typical(single_elements)
 
 
+def made_in_inference_mode(backend):
+    with torch.inference_mode():
+        model = Normalised(seed=backend.rank)
+    expected = Normalised(seed=0)
+    broadcast_parameters(model, backend)
+    check(tensors_of(model), tensors_of(expected))
+    with torch.inference_mode():
+        model.table.fill_(backend.rank)
+    average_buffers(model, backend)
+    assert model.table.tolist() == [(backend.size - 1) / 2] * 3
+
+
+def test_a_model_that_was_made_in_inference_mode_is_broadcast_and_averaged(typical):
+    typical(made_in_inference_mode)
+
+
 def broadcasts_nothing(backend):
     broadcast_parameters([], backend)
     broadcast_parameters({}, backend)
