@@ -232,6 +232,9 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     The new layers have the parameters and buffers of the old ones, so an optimizer of the model stays valid. In training,
     their forward and backward are collective: every rank must run them. ``FrozenNorm`` layers are not changed. Layers of
     subclasses of torch's classes are not changed either; rank 0 logs the names of those that are in training mode.
+
+    Raises:
+        ValueError: ``model`` itself is one of torch's BatchNorm layers.
     """
     layers = [
         (title, layer)
@@ -242,6 +245,8 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     others = [
         f"{title!r} ({type(layer).__name__})" for title, layer in layers if type(layer) not in _PLAIN and layer.training
     ]
+    if type(model) in _PLAIN:
+        raise ValueError(f"a {type(model).__name__} cannot be replaced in place: give a model that contains it")
     if others and backend.rank == 0:
         shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
         log.warning("only layers of torch's own BatchNorm classes are synchronized, not: %s", shown)

@@ -82,6 +82,13 @@ def test_sync_batchnorm_replaces_shared_layers_and_warns_of_subclasses(caplog):
     assert "frozen" not in caplog.text
 
 
+def test_a_batchnorm_layer_alone_cannot_be_synchronized():
+    norm = nn.BatchNorm1d(4)
+    with connect("local") as backend, pytest.raises(ValueError, match="BatchNorm1d cannot be replaced in place"):
+        synchronize_norms(norm, backend)
+    assert list(norm.children()) == []
+
+
 def evaluates_alone(backend):
     model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False))
     synchronize_norms(model, backend)
