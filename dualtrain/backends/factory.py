@@ -112,7 +112,7 @@ def connect(
     Raises:
         UserError: a name is unknown, the device does not support the transport, the backend does not support
             ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, its
-            size is not the number of processes that were started, or ``timeout`` is no number of seconds.
+            size is not the number of processes that were started, or ``timeout`` is no number of seconds above 0.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none" and world.size == 1:
@@ -170,8 +170,8 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 
 def _checked_timeout(timeout: object) -> float:
-    if not isinstance(timeout, Real) or not timeout <= threading.TIMEOUT_MAX:  # also true for NaN
-        raise UserError(f"timeout={timeout!r} cannot end a wait: pass a number of seconds, such as 300.0")
+    if not isinstance(timeout, Real) or not 0 < float(timeout) <= threading.TIMEOUT_MAX:  # also true for NaN
+        raise UserError(f"timeout={timeout!r} is no time limit: pass a number of seconds above 0, such as 300.0")
     return float(timeout)
 
 

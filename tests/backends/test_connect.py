@@ -174,9 +174,9 @@ def test_a_world_of_several_processes_made_by_the_program_cannot_use_the_local_b
         connect("local", world=World(1, 2))
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), None, "30"])
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), None, "30", 0, -1])
 def test_a_timeout_that_is_no_usable_number_of_seconds_is_refused(timeout):
-    with pytest.raises(UserError, match=rf"timeout={timeout!r} cannot end a wait: pass a number of seconds"):
+    with pytest.raises(UserError, match=rf"timeout={timeout!r} is no time limit: pass a number of seconds above 0"):
         connect("torch", world=ALONE, timeout=timeout)
 
 
