@@ -485,7 +485,7 @@ def changes_in_a_hook(backend):
             for step in range(3):
                 if place == "later node" and step == 1:
                     for p in params:
-                        p.data.mul_(2)  # step 0 had no hook that doubles the gradients
+                        p.data.mul_(2)  # in place of the hook, which step 0 did not have
                         torch.autograd.graph.get_gradient_edge(p).node.register_hook(lambda *_, p=p: double(p))
                 optimizer.zero_grad()
                 sum((hvd.rank() + 1) * p.sum() for p in params).backward()

@@ -19,9 +19,9 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
 
     The first run with dualtrain reproduces Horovod's defects. If the script meets none of them, this run also counts as the
     run without defects. Otherwise, a run without defects follows, which is shorter if possible. If both sides agree, the
-    other rounds only measure the speed; the side that runs first alternates. If the sides differ but end in the same way,
-    the sides run again, as far as rounds and steps are left, to check that runs of the same side agree. If Horovod's run
-    was recorded earlier, only dualtrain runs. The module ``plan`` computes the numbers of steps.
+    other rounds only measure the speed; the side that runs first alternates. If the weights differ, but optimizers, steps
+    and exit status do not, the sides run again while rounds and steps are left, to check that runs of the same side agree.
+    If Horovod's run was recorded earlier, only dualtrain runs. The module ``plan`` computes the numbers of steps.
 
     Raises:
         RunError: the script failed on Horovod.

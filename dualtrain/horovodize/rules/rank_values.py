@@ -54,8 +54,8 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name]:
 def _is_set_on_some_ranks(source: Source, name: ast.Name) -> bool:
     """Return whether one statement, which only some ranks run, sets the variable ``name``, and no rank sends the value.
 
-    All other assignments must assign constants in the same function, and at least one of them must run on all ranks. Only
-    print() and range() may get the variable.
+    All other assignments must assign constants in the same function, and at least one of them must run on all ranks. The
+    variable may be an argument of print() and range() only, because another function may send it.
     """
     guards, scope = Guards.of(source), source.scope(name)
     stores = [node for node in source.mentions.get(name.id, ()) if isinstance(getattr(node, "ctx", None), ast.Store)]
@@ -109,7 +109,7 @@ def _is_repeated(source: Source, node: ast.AST) -> bool:
 def _may_repeat(source: Source, node: ast.AST, depth: int = 0) -> bool:
     """Return whether ``node``, or a call of the function that contains it, is in a loop that is not over param_groups.
 
-    A loop that ``break`` ends after ``node`` does not count.
+    A loop does not count if a ``break`` after ``node`` ends it.
     """
     left = False  # whether ``break`` follows in the same loop
     for above in (node, *source.above(node)):
