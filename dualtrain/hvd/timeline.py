@@ -61,7 +61,10 @@ class Timeline:
             for what, activity in sorted(self._open) if self.active else ():
                 self._write(name=activity, ph="E", pid=self._line(what))
             if self._file is not None:
-                self._file.close()
+                try:
+                    self._file.close()  # a network file system may report a full disk only now
+                except OSError as error:
+                    self._give_up(error)
                 self._file = None
 
     def begin(self, what: str, activity: str) -> None:

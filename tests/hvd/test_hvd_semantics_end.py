@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import dualtrain
+from dualtrain.hvd.timeline import Timeline
 from dualtrain.launchers import World
 from tests.forked import holds, in_child, run_ranks
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
@@ -335,6 +336,18 @@ def test_calls_work_although_the_timeline_cannot_be_written(path):
         hvd.stop_timeline()
         hvd.shutdown()
     assert [f"the timeline {path} cannot be written" in text for text in lines.texts] == [True, True]
+
+
+def test_an_error_when_a_timeline_is_closed_is_logged(tmp_path):
+    timeline = Timeline()
+    timeline.start(str(tmp_path / "trace.json"), False)
+    timeline.begin("loss", "ALLREDUCE")
+    file = timeline._file
+    full = OSError(28, "No space left on device")
+    with Lines() as lines, mock.patch.object(file, "close", side_effect=full):
+        timeline.stop()
+    file.close()
+    assert ["cannot be written (No space left on device)" in text for text in lines.texts] == [True]
 
 
 RAISING = """
