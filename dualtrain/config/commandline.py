@@ -17,7 +17,7 @@ from dualtrain.config.values import split_options
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # largest integer that a flag accepts, for example as a seed; its product with 2**31 fits in int64
+LARGEST = 2**32 - 1  # largest integer that a flag accepts, for example as a seed
 
 
 class _Parser(Parser):

@@ -12,8 +12,8 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched), to which the download
-            would write, is a symbolic link or exists but is no regular file.
+        UserError: a file is missing, and the download would write to a symbolic link or to something else that is no
+            regular file. It writes to ``files`` and ``archives`` (the files to be fetched).
     """
     if all(path.is_file() for path in files):
         return False

@@ -30,7 +30,7 @@ class Bucket:
     Construction is collective, since the backend allocates the memory.
 
     Args:
-        name: name of the bucket's sum, in reports.
+        name: name of the collective call that sums the bucket.
         layout: where the gradients lie.
         slots: the slots of the layout's places, in the same order.
         extra: how many scalars are sent behind the gradients.
@@ -125,7 +125,7 @@ class Bucket:
         return start, start + self.values.nbytes
 
     def follow_memory(self) -> None:
-        """Record the buffer's new address if ``share_memory_()`` of a gradient, or of the model, has moved the buffer."""
+        """Record the buffer's new address if ``model.share_memory()`` or a gradient's ``share_memory_()`` has moved it."""
         if self.values.data_ptr() == self._range[0]:
             return
         found = self._find_range()

@@ -242,7 +242,7 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
 
 
 def remove_freed(p: torch.Tensor) -> None:
-    """Remove the hooks of garbage-collected reducers from ``p``, which a new reducer has now: they would raise an error."""
+    """Remove hooks of garbage-collected reducers from ``p``, a new reducer's parameter: such hooks raise an error."""
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = p._post_accumulate_grad_hooks or {}
     for key in [key for key, hook in hooks.items() if hasattr(hook, "watcher") and hook.watcher[0]() is None]:

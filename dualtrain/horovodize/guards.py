@@ -136,7 +136,7 @@ class Guards:
         return (found[0][0], " and ".join([found[0][1], *others])) if found else None
 
     def _returned_test(self, value: ast.expr) -> ast.expr | None:
-        """Return the expression that ``is_main()``, ``self.is_main()`` or a property returns with Horovod, or None."""
+        """Return the expression that ``is_main()``, ``self.is_main()`` or a property returns under Horovod, or None."""
         called = value.func if isinstance(value, ast.Call) else value
         if isinstance(value, ast.Call) and (value.args or value.keywords):
             return None
@@ -159,7 +159,7 @@ class Guards:
         return ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls)
 
     def _rank_constant(self, test: ast.expr) -> str:
-        """Return the one constant, besides -1, with which ``test`` compares a rank; "" if there is none, or several.
+        """Return the one rank that ``test`` separates from all other ranks; "" if there is none.
 
         For example, return "0" for ``rank not in (-1, 0)``, and for ``rank < 1``.
         """

@@ -67,7 +67,7 @@ class Source:
         return after
 
     def once(self, compute: Callable[[Source], T]) -> T:
-        """Return ``compute(self)``, which must depend on this file only. It is called once, also for copies."""
+        """Return ``compute(self)``, which must depend on this file only. Copies share the result."""
         if compute not in self._computed:
             self._computed[compute] = compute(self)
         return self._computed[compute]  # type: ignore[no-any-return]

@@ -201,7 +201,7 @@ def test_a_rank_may_join_with_frozen_parameters(real):
 
 
 def after_another_world(backend, steps):
-    """Step an optimizer of an earlier world. In the new one, rank 0 joins after ``steps`` steps, others after one more."""
+    """Step an earlier world's optimizer in a new world. Rank 0 joins after ``steps`` steps, the others after one more."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Sum)

@@ -18,7 +18,7 @@ from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
 _OF_MPI = re.compile(r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)|PMI_(LOCAL_)?(RANK|SIZE)|MV2_COMM_WORLD_(LOCAL_)?(RANK|SIZE)")
-#: Modules from which the rule ``unknown_name`` reports the imported names that the script uses.
+#: If a script uses a name that it imports from one of these modules, the rule ``unknown_name`` checks the name.
 _REPORTED_WHERE_USED = {"horovod.torch", *(f"horovod.torch.{name}" for name in MODULE_NAMES)}
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 

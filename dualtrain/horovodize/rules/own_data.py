@@ -1,4 +1,4 @@
-"""Data of one rank: code that may give each rank other samples than the other ranks."""
+"""Detect code that may give the ranks different samples."""
 
 from __future__ import annotations
 

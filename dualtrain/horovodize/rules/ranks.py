@@ -252,7 +252,7 @@ class Collectives:
 
 
 def may_leave(node: ast.AST) -> bool:
-    """Return whether ``node`` may end a loop, function or process. ``Guards.leaves`` tests for a certain end."""
+    """Return whether ``node`` may end a loop, function or process. ``Guards.leaves``: a block certainly does."""
     exits = isinstance(node, ast.Call) and last_name(node.func).lower() in ("abort", "exit", "_exit", "quit")
     return exits or isinstance(node, ast.Break | ast.Return | ast.Raise)
 

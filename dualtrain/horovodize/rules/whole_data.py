@@ -1,4 +1,4 @@
-"""The rule on loaders of training data by which every rank reads all samples."""
+"""The rule on loaders of training data that give all samples to every rank."""
 
 from __future__ import annotations
 
