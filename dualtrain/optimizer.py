@@ -255,6 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
             return self._step_with(closure)
+        self.reducer.begin_step()
         self.synchronize()
         self.reducer.refuse_dropped()
         self._changing = True

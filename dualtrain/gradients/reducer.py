@@ -26,6 +26,7 @@ from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks, has_later
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.parameter_order import refuse_other_order
 from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
+from dualtrain.gradients.refusals import SENT_DROPPED
 from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.gradients.turns import turns
@@ -116,8 +117,8 @@ class GradientReducer:
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
-        #: Whether the last ``zero_grad`` dropped gradients of a failed backward pass that had sent some of them.
-        self._dropped_sent = False
+        #: The round of whose gradients some were sent by a backward pass that failed, and dropped by ``zero_grad``.
+        self._dropped_round: int | None = None
         self.add(named_parameters)
 
     @property
@@ -276,8 +277,9 @@ class GradientReducer:
         """
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._exchange.refusals.steps += stepped
+        self._exchange.refusals.sent_dropped = False
         sent = self._exchange.schedule.next > 0
-        self._dropped_sent = sent and not self._is_running
+        self._dropped_round = self._exchange.schedule.round if sent and not self._is_running else None
         if not sent and not self._is_running:
             # The program may call ``zero_grad`` between the ``passes`` of a step, on all ranks or on this rank only. This
             # rank cannot know which. So it keeps its count. Once the count has reached ``passes``, every pass exchanges
@@ -288,22 +290,23 @@ class GradientReducer:
             self.hooks.restore()
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
 
+    def begin_step(self) -> None:
+        """Prepare a step, whose reduction every rank refuses if ``zero_grad`` dropped gradients of a round in progress."""
+        schedule = self._exchange.schedule
+        self._exchange.refusals.sent_dropped = schedule.round == self._dropped_round and schedule.has_unsent
+
     def refuse_dropped(self) -> None:
-        """Raise BackendError, on this rank, if ``zero_grad`` dropped gradients that a failed backward had sent."""
-        if self._dropped_sent:
-            raise BackendError(
-                f"rank {self.backend.job_rank}: an earlier backward pass failed after some of its gradients had been sent, "
-                "and zero_grad() was called before their exchange had ended: call zero_grad() on every rank, and run "
-                "backward again before step()"
-            )
+        """Raise BackendError, on this rank, if the last round was sent completely before ``zero_grad`` dropped it."""
+        if self._dropped_round is not None and self._exchange.schedule.round == self._dropped_round + 1:
+            raise BackendError(f"rank {self.backend.job_rank}: {SENT_DROPPED}")
 
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts."""
         self.backend = backend
         self._exchange.forget()
-        self._exchange.refusals.dropped = False
+        self._exchange.refusals.dropped = self._exchange.refusals.sent_dropped = False
         self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False
-        self._dropped_sent = False
+        self._dropped_round = None
 
     # -- during backward ------------------------------------------------------------------------------------------
 

@@ -29,6 +29,10 @@ _NEW_LAYOUT = (
     "before the same backward"
 )
 _AFTER_REPLACEMENT = "make and wrap the optimizer after the replacement, or call add_param_group on every rank"
+SENT_DROPPED = (
+    "an earlier backward pass failed after some of its gradients had been sent, and zero_grad() was called before their "
+    "exchange had ended: call zero_grad() on every rank, and run backward again before step()"
+)
 _SAME_STEPS = "step or skip on all ranks, and call optimizer.zero_grad() after a backward whose step is skipped"
 
 
@@ -46,11 +50,13 @@ class Refusals:
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
         dropped: whether gradients were dropped, and neither computed nor set to zeros since.
+        sent_dropped: whether an optimizer step is about to end a round whose gradients the program dropped after a part of
+            them was sent.
     """
 
     def __init__(self, hooks: ParameterHooks) -> None:
         self.steps = 0
-        self.dropped = False
+        self.dropped = self.sent_dropped = False
         self.optimizer: torch.optim.Optimizer | None = None
         self.allows_copies = False
         self.hooks = hooks
@@ -98,7 +104,7 @@ class Refusals:
                     f"parameter {bucket.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
                     "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
                 )
-        return self._unknown() or self._unaveraged() or self._lost() or self._dropped()
+        return self._unknown() or self._unaveraged() or self._lost() or self._dropped() or self._sent_dropped()
 
     def drop_gradients(self) -> None:
         """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
@@ -107,7 +113,7 @@ class Refusals:
         """
         for slot in self.hooks.slots:
             slot.param.grad = None
-        self.dropped = bool(self.hooks.slots)
+        self.dropped, self.sent_dropped = bool(self.hooks.slots), False
 
     def _unaveraged(self) -> str | None:
         # Attributes are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
@@ -134,6 +140,9 @@ class Refusals:
         if not self.dropped:
             return None
         return "the gradients were dropped when their exchange failed: call optimizer.zero_grad(), and run backward again"
+
+    def _sent_dropped(self) -> str | None:
+        return SENT_DROPPED if self.sent_dropped else None
 
     def _lost(self) -> str | None:
         lost = self.hooks.lost()

@@ -1200,27 +1200,80 @@ def test_a_reducer_may_change_its_backend(typical):
     typical(changes_backend)
 
 
-def dropped_after_sending(backend):
+def fails_after_sending(model, optimizer, backend, ranks):
+    """On ``ranks``, make backward fail after it has sent a bucket, call ``zero_grad``, and return True."""
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if backend.rank not in ranks:
+        return False
+    model.armed = True
+    with pytest.raises(ArithmeticError):
+        vector_loss(model, backend.rank).backward()
+    model.armed = False
+    optimizer.zero_grad()
+    return True
+
+
+def dropped_after_sending(backend, ranks):
     model = Fragile()
     with small_buckets((1, 1)):
         optimizer = sgd(model, backend)
-        vector_loss(model, backend.rank).backward()
-        optimizer.step()
+        failed = fails_after_sending(model, optimizer, backend, ranks)
+        call = optimizer.step if failed else vector_loss(model, backend.rank).backward
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        model.armed = True
-        with pytest.raises(ArithmeticError):
-            vector_loss(model, backend.rank).backward()
-        optimizer.zero_grad()
-        for _ in range(2):
-            with pytest.raises(BackendError, match=r"zero_grad\(\) was called before their exchange had ended"):
-                optimizer.step()
+        with pytest.raises(BackendError, match=r"rank 0: .* zero_grad\(\) was called before their exchange had ended"):
+            call()
+        with pytest.raises(BackendError, match="the gradients were dropped"):
+            optimizer.step()
         check(list(model.parameters()), before)
-        optimizer.zero_grad()
-        model.armed = False
         vector_loss(model, backend.rank).backward()
         check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
         optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
 
 
-def test_a_step_does_not_use_gradients_that_were_dropped_after_they_were_sent(typical):
-    typical(dropped_after_sending)
+def test_no_rank_takes_a_step_with_gradients_that_a_rank_dropped_after_they_were_sent(typical):
+    typical.each(dropped_after_sending, [((0,),), (range(4),)], [((0,),)])
+
+
+def dropped_after_the_last_bucket(backend):
+    layer = seeded(nn.Linear(4, 4), 1)
+    optimizer = sgd(layer, backend)
+    for armed in (False, True):
+        with pytest.raises(ArithmeticError) if armed else nullcontext():
+            layer(Explode.apply(torch.ones(1, 4, requires_grad=True), armed)).sum().backward()
+        if not armed:
+            optimizer.step()
+        optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    for _ in range(2):
+        with pytest.raises(BackendError, match=r"zero_grad\(\) was called before their exchange had ended"):
+            optimizer.step()
+    check(list(layer.parameters()), before)
+
+
+def test_a_step_does_not_use_gradients_that_were_dropped_after_all_were_sent(typical):
+    typical(dropped_after_the_last_bucket)
+
+
+def drops_sums_later(backend, drop):
+    """End the exchange with ``synchronize()``, and drop the sums without the optimizer."""
+    model = Fragile()
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend)
+        if fails_after_sending(model, optimizer, backend, (0,)):
+            optimizer.synchronize()
+        else:
+            vector_loss(model, backend.rank).backward()
+        model.zero_grad(set_to_none=drop == "none")
+        with optimizer.no_sync() if drop == "no_sync" else nullcontext():
+            vector_loss(model, backend.rank).backward()
+        optimizer.synchronize()
+        check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
+        optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_sums_of_a_failed_backward_may_be_dropped_without_the_optimizer(typical):
+    typical.each(drops_sums_later, [("none",), ("zeros",), ("no_sync",)], [("none",)])
