@@ -243,9 +243,10 @@ class _Wait:
         if self._renewals >= (RENEWALS if self._waits else 1):
             raise refuse(self._folder, seen)
         if now >= self._ends:
+            enough = 2 * max(seconds, self._limit)
             raise UserError(
                 f"--run-dir {str(self._folder)!r} may be used by {seen}: wait for its end, or give a --timeout above "
-                f"{2 * seconds:g} s, since at most half of the timeout is spent on waiting for that process",
+                f"{enough:g} s, since at most half of the timeout is spent on waiting for that process",
                 transient=True,
             )
         self._warn_once(f"may be used by {seen}: waiting {seconds:g} s for a renewal of that process's file")
