@@ -203,6 +203,46 @@ def test_a_rule_reports_nothing_for_a_correct_script(rule, text):
     assert list(BY_NAME[rule](Source(START + text))) == []
 
 
+SAVER = """
+class Base:
+    def __init__(self, out): self.out = out
+    def save(self): torch.save({}, {path})
+class Saver(Base):
+    def fit(self): self.save()
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "calls"),
+    [
+        pytest.param(
+            "'x'", "saver = Base(0) if hvd.rank() == 0 else None\nif saver:\n    saver.save()", id="object-or-none"
+        ),
+        pytest.param(
+            "'x'", "saver = None\nif hvd.rank() == 0:\n    saver = Base(0)\nif saver:\n    saver.save()", id="object"
+        ),
+        pytest.param(
+            "'x'", "if hvd.rank() == 0:\n    saver = Base(0)\nelse:\n    saver = Other()\nsaver.save()", id="else"
+        ),
+        pytest.param("self.out", "Saver(f'{hvd.rank()}').fit()", id="inherited-init"),
+        pytest.param("self.folder", "saver = Base(0)\nsaver.folder = f'{hvd.rank()}'\nsaver.save()", id="set-from-outside"),
+        pytest.param("self.folder.format(1)", "Base(0).save()", id="property"),
+        pytest.param("'x') if self.out else print(", "Saver(hvd.rank() == 0).fit()", id="flag"),
+    ],
+)
+def test_a_method_that_may_write_on_one_rank_has_no_finding(path, calls):
+    source = Source(f"{START}{SAVER.replace('{path}', path)}{calls}\n")
+    assert not list(BY_NAME["saved_by_all_ranks"](source))
+
+
+@pytest.mark.parametrize("path", ["'x'", "f'{self.out}/{epoch}.pt'", "self.out.format(epoch)"])
+def test_a_method_that_writes_a_file_on_all_ranks_has_a_finding(path):
+    fit = "class Trainer:\n    def __init__(self, out): self.out = out\n    def save(self, epoch): "
+    fit += f"torch.save({{}}, {path})\n    def fit(self):\n        for epoch in range(2):\n            self.save(epoch)\n"
+    source = Source(f"{START}{fit}if __name__ == '__main__':\n    Trainer('x').fit()\n")
+    assert [finding.line for finding in BY_NAME["saved_by_all_ranks"](source)] == [6]
+
+
 def test_each_file_is_searched_for_changes_of_gradients_once(monkeypatch):
     program = [Source(f"{START}def clip{n}(m):\n    for p in m.parameters():\n        p.grad.mul_(2)\n") for n in range(3)]
     connect(program)

@@ -147,6 +147,8 @@ def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may have its own file: a path with the rank or the time, or a memory buffer."""
     if _RANK_IN_PATH.search(ast.unparse(file)) or depth > 5:
         return True
+    if any(_is_unknown(source, node) for node in ast.walk(file)):
+        return True
     if any(_OWN_VALUE.search(last_name(node)) for node in ast.walk(file)):
         return True
     values = [value for node in ast.walk(file) for value in _origins(source, node)]
@@ -156,6 +158,31 @@ def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     if any(_RANK_IN_PATH.search(ast.unparse(function)) for function in own if function is not None):
         return True
     return any(_depends_on_process(source, value, depth + 1) for value in values)
+
+
+def _is_unknown(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is a name in a class, and the file does not show where its value comes from.
+
+    The value may depend on the rank, for example if a subclass or a caller in another file passes it to ``__init__``.
+    """
+    if not isinstance(node, ast.Name | ast.Attribute) or not any(isinstance(up, ast.ClassDef) for up in source.above(node)):
+        return False
+    outer: ast.AST = node
+    if isinstance(source.parents[node], ast.Attribute):
+        outer = source.parents[node]  # ``self.path`` in ``self.path.format(epoch)``
+    if (outer is not node) is not _is_called(source, outer):
+        return False
+    if source.name(node) or _is_option(source, node) or any(True for _ in _origins(source, node)):
+        return False
+    if not isinstance(node, ast.Name) or node.id in source.parameters(node):
+        return True
+    named = (one for one in source.mentions[node.id] if isinstance(one, ast.Name))
+    return not any(isinstance(one.ctx, ast.Store) for one in named)  # a variable of a loop is known
+
+
+def _is_called(source: Source, node: ast.AST) -> bool:
+    parent = source.parents[node]
+    return isinstance(parent, ast.Call) and parent.func is node
 
 
 def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
@@ -182,12 +209,29 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
         return False
     if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
         return True
-    if _is_overridden(source, scope):
-        return True
     calls = list(calls_of(source, scope))
-    if scope.name in ENTRY_POINTS and not calls:
+    own = source.parents[scope]
+    if isinstance(own, ast.ClassDef):
+        if _is_overridden(source, scope) or not _is_method_of_all(source, guards, node, own):
+            return True
+        calls = [call for call in calls if guards.runs_whenever(call, source.scope(call))]
+    elif scope.name in ENTRY_POINTS and not calls:
         return False  # passed to a launcher, which calls it on all ranks
     return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
+
+
+def _is_method_of_all(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
+    """Return whether all ranks certainly make objects of the class ``own``, and its method around ``node`` runs ``node``.
+
+    Conditions on attributes and on objects, such as ``if self.saver:``, often hold on one rank only, although they do not
+    name the rank.
+    """
+    function = source.scope(node)
+    name = getattr(function, "name", "")
+    if not guards.runs_whenever(node, function) or not (name == "__init__" or source.is_only(name)):
+        return False
+    made = [call for call in source.calls if last_name(call.func) == own.name]
+    return all(guards.runs_whenever(call, source.scope(call)) for call in made)
 
 
 def _is_overridden(source: Source, function: Function) -> bool:
