@@ -19,8 +19,8 @@ class Bindings:
 
     A parameter or an assignment hides an import of the same name in the same scope and in outer scopes. Two kinds of
     bindings do not hide an import: fallbacks (``hvd = None``, which scripts execute if the import fails), and parameters
-    whose value most likely is a module in ``HOMES``: scripts pass these modules to functions. The name of such a parameter
-    contains hvd or horovod, and the script imports the module by this name.
+    whose value most likely is a module in ``HOMES``: scripts pass these modules to functions. The script imports the module
+    by the name of the parameter, and this name contains hvd or horovod, or a call passes the module to the function.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
     nonlocal.
@@ -52,6 +52,8 @@ class Bindings:
                     self._others.setdefault(node if isinstance(node, _FUNCTION) else self._scope(node), set()).add(name)
         for node in declared:
             self._others.get(self._scope(node), set()).difference_update(node.names)
+        if not set(HOMES).isdisjoint(self.imported.values()):
+            self._find_passed_modules(everything)
 
     def full_name(self, node: ast.Name) -> str:
         """Return the full name of the import that ``node`` refers to, or an empty string."""
@@ -72,6 +74,29 @@ class Bindings:
             yield from (name for name in _parameters(node) if not self._is_module(name))
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
             yield node.id
+
+    def _find_passed_modules(self, nodes: list[ast.AST]) -> None:
+        """Let parameters not hide a module in ``HOMES`` if a call passes the module, as ``main(h)`` to ``def main(h)``."""
+        calls = [(node, name) for node in nodes if isinstance(node, ast.Call) for name in _passed_names(node)]
+        calls = [(call, name) for call, name in calls if self.imported.get(name.id) in HOMES]
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)] if calls else []
+        while True:
+            passed = {(_called_name(call), name.id) for call, name in calls if self.full_name(name) in HOMES}
+            found = [
+                (function, name)
+                for function in functions
+                for name in self._others.get(function, ())
+                if (function.name, name) in passed and name in _parameters(function) and not self._assigns(function, name)
+            ]
+            if not found:
+                return
+            for function, name in found:
+                self._others[function].discard(name)
+
+    def _assigns(self, function: ast.AST, name: str) -> bool:
+        """Return whether ``function`` assigns ``name``, or a function in it does."""
+        stores = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        return any(node.id == name and not self._is_fallback(node) for node in stores)
 
     def _is_module(self, parameter: str) -> bool:
         """Return whether the value of ``parameter`` most likely is a module in ``HOMES``, by its name."""
@@ -111,6 +136,16 @@ class Bindings:
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
+
+
+def _passed_names(call: ast.Call) -> Iterator[ast.Name]:
+    given = (*call.args, *(word.value for word in call.keywords))
+    return (value for value in given if isinstance(value, ast.Name))
+
+
+def _called_name(call: ast.Call) -> str:
+    """Return "fit" for ``fit()`` and ``trainer.fit()``."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:

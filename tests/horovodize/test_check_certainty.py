@@ -9,6 +9,7 @@ import pytest
 
 from dualtrain.horovodize.check import check, findings
 from dualtrain.horovodize.script_file import parse_scripts
+from dualtrain.horovodize.source import Source
 from tests.horovodize.test_horovodize_check import BY_NAME, WRAP, source
 
 SAMPLER = "torch.utils.data.DistributedSampler(test_data, num_replicas=hvd.size(), rank=hvd.rank())"
@@ -416,6 +417,14 @@ def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
     alone, together = parse_scripts([str(one)]), parse_scripts([str(one), str(other)])
     assert any(each.message.startswith(split) for each in findings(alone[str(one)][1]))
     assert not any(each.message.startswith(split) for each in findings(together[str(one)][1]))
+
+
+@pytest.mark.parametrize("call", ["main(h)", "main(h=h)", "def start(h):\n    main(h)\nstart(h)"])
+def test_a_parameter_to_which_a_call_passes_the_module_is_the_module(call):
+    text = f"import horovod.torch as h\ndef main(h):\n    h.init()\n{call}\n"
+    assert len(list(Source(text).hvd_calls("init"))) == 1
+    assert not list(Source(text.replace("main(h)\n", "main(0)\n").replace("h=h", "h=0")).hvd_calls("init"))
+    assert not list(Source(text.replace("    h.init()", "    h = h.cell\n    h.init()")).hvd_calls("init"))
 
 
 def test_each_file_of_a_program_is_searched_once(tmp_path):
