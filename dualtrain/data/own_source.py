@@ -107,5 +107,5 @@ class OwnSource(Source):
 def _has_more(requested: Iterator[Batch]) -> bool:
     try:
         return next(requested, None) is not None
-    except ValueError:  # a thread of the source is requesting a batch now; all earlier requests were answered
+    except ValueError:  # "generator already executing": a thread of the source is requesting a batch now
         return False

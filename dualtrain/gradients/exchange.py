@@ -69,7 +69,7 @@ class Exchange:
     # -- the layout -----------------------------------------------------------------------------------------------
 
     def describe(self, size: int) -> list[str]:
-        """Return the options that must be the same on each of ``size`` ranks: all but the factor before the sum."""
+        """Return the options that must be the same on each of ``size`` ranks: all except ``Transfer.before``."""
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
         factor = transfer.factor_after(size if self._order is None else self._order.shards)
         sets = [len(each) for each in transfer.groups]

@@ -117,7 +117,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     os.close(reader)
     os.read(started, 1)
     try:
-        with pytest.raises(UserError):  # the parent keeps the lock, although a forked child closes the lock's file
+        with pytest.raises(UserError):  # the child has closed its copy of the lock's file, and the parent keeps the lock
             FolderLock().take(tmp_path, LIMIT)
         lock.release()
         with locked(tmp_path):

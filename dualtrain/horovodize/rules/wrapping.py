@@ -99,7 +99,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         changed = "the weights"
         if given is not None and _is_wrapped_apart(source, call, given):
             if not _shows_decay(source, given):
-                continue  # the step has no effect: there is no decay, and Horovod's wrapper does not keep Adam's state
+                continue  # the step changes no weights, and Horovod's wrapper does not take over the state
         elif given is None or not _may_be_wrapped_later(source, call, given):
             changed = "its state or the weights"
         message = (
