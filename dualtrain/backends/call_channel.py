@@ -52,7 +52,7 @@ class CallChannel:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def limit(self, seconds: float) -> None:
-        """Set after how many seconds a blocked send or receive is interrupted to do other work. Then it continues."""
+        """Set the time in seconds after which a blocked send or receive pauses, so that the caller can do other work."""
         if seconds != self._seconds:
             self._seconds = seconds
             for one in self._sockets:

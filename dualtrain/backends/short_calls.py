@@ -124,7 +124,7 @@ class CallBuffers:
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _agreed(self) -> bool:
-        """Return whether all ranks sent the same fingerprint; a rank whose flag is set sent ``~fingerprint``."""
+        """Return whether all ranks sent the same fingerprint. A rank whose ``Backend.flag`` is set sends its complement."""
         return len({max(number, ~number) for number in self._answer[1 : self._end : _NUMBERS]}) == 1
 
     def _reduce(self, reduction: Reduction, lengths: Sequence[int]) -> int:

@@ -74,7 +74,7 @@ class Reducer(Protocol):
         """Discard the result of a call (a grouped allreduce of gradients) that this rank has made before it joined."""
 
     def begin_world(self) -> None:
-        """Handle a new call of ``init``, before which all ranks have added and unfrozen the same parameters."""
+        """Prepare for a new world. Before its ``init``, all ranks must have added and unfrozen the same parameters."""
 
 
 class Exchangers:

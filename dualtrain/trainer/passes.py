@@ -28,8 +28,8 @@ class Passes:
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
-        count: returns the number of targets of a batch, if the weight that ``measure`` returns is a number of targets;
-            ``None`` if it is the number of samples.
+        count: returns the number of targets of a batch; ``None`` if the weight that ``measure`` returns is the number of
+            samples.
 
     Attributes:
         targets_per_sample: with ``count``, the mean number of targets per sample in the first batch that has targets;
@@ -114,8 +114,8 @@ class Passes:
     def _agree(self, mine: float) -> None:
         """Set :attr:`targets_per_sample` to ``mine`` of the first rank on which ``mine`` is not 0. Collective.
 
-        Ranks have consecutive shards. So with virtual ranks, this value is from the first batch of the step at any world
-        size, if that batch is not empty.
+        With virtual ranks, rank 0's first batch is the same at any world size. So this value is too, if that batch has
+        targets.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()

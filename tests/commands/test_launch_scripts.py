@@ -132,7 +132,7 @@ def test_mpirun_sends_the_other_hosts_the_variables_that_change_results(tmp_path
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_variables_that_no_launcher_understands_are_refused_in_one_line(name, tmp_path):
+def test_wrong_variables_and_a_missing_launcher_are_refused_in_one_line(name, tmp_path):
     for program in ("bash", "dirname", "hostname", "id"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
     cases = [

@@ -176,7 +176,7 @@ class Collectives:
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
     def in_one_arm(self, branch: ast.If) -> str:
-        """Return a collective that only one of the two paths through ``branch`` and the code after it calls; "" if none."""
+        """Return a collective on only one of the two paths through ``branch`` and the code after it; "" if none."""
         last = [node for arm in (branch.body, branch.orelse) for part in arm[-1:] for node in ast.walk(part)]
         ends = any(may_leave(node) and not isinstance(node, ast.Return) for node in last)
         if ends or any(map(self._ends_program, last)):
@@ -252,7 +252,7 @@ class Collectives:
 
 
 def may_leave(node: ast.AST) -> bool:
-    """Return whether ``node`` may end a loop, function or process. ``Guards.leaves``: a block certainly does."""
+    """Return whether ``node`` may end a loop, function or process. ``Guards.leaves`` tests whether a block must do so."""
     exits = isinstance(node, ast.Call) and last_name(node.func).lower() in ("abort", "exit", "_exit", "quit")
     return exits or isinstance(node, ast.Break | ast.Return | ast.Raise)
 

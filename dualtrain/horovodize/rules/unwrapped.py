@@ -106,7 +106,7 @@ def _given(source: Source, function: Function, call: ast.Call, parameter: str) -
 
 
 def _is_certain(source: Source, wrap: ast.Call) -> bool:
-    """Return whether all runs with Horovod that reach the function around ``wrap`` wrap the optimizer once."""
+    """Return whether the function around ``wrap`` always makes this call exactly once, in runs with Horovod."""
     repeated = any(isinstance(above, ast.For | ast.While | ast.Try | ast.TryStar) for above in source.above(wrap))
     return not repeated and Guards.of(source).runs_whenever(wrap, source.scope(wrap))
 
