@@ -27,13 +27,15 @@ class Difference:
     Attributes:
         name: the name.
         values: each rank's value as text, in rank order; ``None`` on a rank without a value.
+        ranks: the numbers by which messages name the ranks, in the same order; ``None`` for 0, 1, …
     """
 
     name: str
     values: tuple[str | None, ...]
+    ranks: Sequence[int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} is {by_value(self.values)}"
+        return f"{self.name} is {by_value(self.values, self.ranks)}"
 
 
 def in_words(differences: Sequence[Difference]) -> str:
@@ -46,10 +48,10 @@ def in_words(differences: Sequence[Difference]) -> str:
     return text
 
 
-def by_value(values: Sequence[str | None]) -> str:
-    """Return text such as ``cpu on ranks 0, 2 and cuda on rank 1``. ``values`` are in rank order, and not all the same."""
+def by_value(values: Sequence[str | None], ranks: Sequence[int] | None = None) -> str:
+    """Return text such as ``cpu on ranks 0, 2 and cuda on rank 1``. Not all ``values`` are the same; see ``Difference``."""
     groups: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         groups.setdefault(value, []).append(rank)
     shown = _excerpts(list(groups)[:_GROUPS])
     parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]

@@ -46,9 +46,9 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
         return []
     reason = None if failure is None else _reason(what, failure)
     answers = backend.allgather_object((values, reason), name=f"different {what}")
-    _raise_failures([problem for _, problem in answers], failure)
+    _raise_failures([problem for _, problem in answers], backend.members, failure)
     names = dict.fromkeys(name for theirs, _ in answers for name in theirs)
-    found = (Difference(name, tuple(theirs.get(name) for theirs, _ in answers)) for name in names)
+    found = (Difference(name, tuple(theirs.get(name) for theirs, _ in answers), backend.members) for name in names)
     return [difference for difference in found if len(set(difference.values)) > 1]
 
 
@@ -56,7 +56,7 @@ def _as_text(value: object) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _raise_failures(reasons: Sequence[str | None], own: Exception | None) -> None:
+def _raise_failures(reasons: Sequence[str | None], members: Sequence[int], own: Exception | None) -> None:
     failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
     if not failed:
         return
@@ -64,7 +64,7 @@ def _raise_failures(reasons: Sequence[str | None], own: Exception | None) -> Non
     alike = [rank for rank in failed if reasons[rank] == reason]
     if len(alike) == len(reasons):
         raise UserError(str(reason), shared=True) from own
-    raise RanksDifferError(f"{ranks_in_words(alike)}: {reason}") from own
+    raise RanksDifferError(f"{ranks_in_words(members[rank] for rank in alike)}: {reason}") from own
 
 
 def _reason(what: str, error: Exception) -> str:

@@ -27,6 +27,17 @@ def found(backend, values) -> list[str] | str:
         return str(error) if error.shared else "not shared"
 
 
+def found_in_group(backend, values):
+    group = backend.group([0, 2])
+    return found(group, values) if group is not None and backend.rank != 1 else None
+
+
+def test_messages_name_ranks_of_a_group_by_their_ranks_in_the_job():
+    for number, expected in enumerate((["a is 1 on rank 0 and 2 on rank 2"], "rank 2: no such file")):
+        values = [{"a": 1}, ({"a": 2}, UserError("no such file"))[number]]
+        assert [each for each in run_threads(3, found_in_group, values) if each is not None] == [expected, expected]
+
+
 class SilentError(Exception):
     """Used as an exception, and as a value to compare. Its text cannot be computed."""
 
