@@ -372,3 +372,23 @@ def test_positions_are_right_with_non_ascii_text_and_all_line_endings():
     source = Source(text)
     layout = Layout(text, source.tree)
     assert [layout.segment(statement) for statement in source.tree.body] == ["é = 'ü\u2028'", "f(\f'ä', x)", "ß = (1,\r 2)"]
+
+
+def test_an_error_while_files_are_written_names_those_that_were_repaired_before(tmp_path, monkeypatch, capsys):
+    lost = HEAD + "x = torch.tensor(float(input()))\ny = x * 2\nhvd.allreduce(y)\nprint(y)\n"
+    names = [str(tmp_path / name) for name in ("a.py", "b.py")]
+    for name in names:
+        Path(name).write_text(lost)
+
+    def rewrite_until_full(path, data):
+        if path.name == "b.py":
+            raise OSError(28, "No space left on device")
+        path.write_bytes(data)
+
+    monkeypatch.setattr("dualtrain.horovodize.fix.rewrite", rewrite_until_full)
+    assert main(["--fix", *names]) == 2
+    assert (
+        f"cannot write {names[1]!r} (No space left on device): it is unchanged (repaired already: {names[0]!r}); free"
+        in (capsys.readouterr().err)
+    )
+    assert [Path(name).read_text() == lost for name in names] == [False, True]
