@@ -5,15 +5,16 @@ The task of rank 0 serves the ranks' store. No other file of the package imports
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import logging
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -95,13 +96,17 @@ def run(
         variables["GLOO_SOCKET_IFNAME"] = interface
     task = _Task(pickled_call(fn, args, kwargs, cloudpickle), variables, executable)
     timeout = os.environ.get("HOROVOD_SPARK_START_TIMEOUT", "600") if start_timeout is None else start_timeout
-    try:
-        seconds = float(timeout)
-    except (TypeError, ValueError):
-        raise UserError(
-            f"start_timeout or HOROVOD_SPARK_START_TIMEOUT is {timeout!r}, which is not a number: give seconds"
-        ) from None
-    return results_of(_Job(context, task, size).results(seconds))
+    return results_of(_Job(context, task, size).results(_seconds(timeout)))
+
+
+def _seconds(timeout: object) -> float:
+    with suppress(TypeError, ValueError):
+        seconds = float(timeout)  # type: ignore[arg-type]
+        if seconds > 0:
+            return seconds
+    raise UserError(
+        f"start_timeout or HOROVOD_SPARK_START_TIMEOUT is {timeout!r}, which is not a number above 0: give seconds"
+    )
 
 
 @dataclass(frozen=True)
@@ -182,9 +187,7 @@ class _Job:
             self._ended.set_exception(error)
 
     def _wait(self, seconds: float) -> None:
-        done = threading.Event()
-        self._ended.add_done_callback(lambda _: done.set())
-        done.wait(seconds)
+        concurrent.futures.wait([self._ended], seconds)
 
     def _has_started(self) -> bool:
         return self._active() >= self._size
