@@ -40,12 +40,13 @@ def fix(arguments: Sequence[str]) -> int:
         initialized = any(any(True for _ in source.hvd_calls("init")) for _, source in scripts.values())
         repaired = {name: repair(source, initialized) for name, (_, source) in scripts.items()}
         data = {name: _encoded(scripts[name][0], result) for name, result in repaired.items()}
-        files = [file for file, _ in scripts.values()]
-        for number, file in enumerate(files):
+        written: list[str] = []
+        for name, (file, _) in scripts.items():
             if options:
-                _show_diff(file, data[file.name])
-            else:
-                _write(file, data[file.name], [earlier for earlier in files[:number] if data[earlier.name] != earlier.data])
+                _show_diff(file, data[name])
+            elif data[name] != file.data:
+                _write(file, data[name], written)
+                written.append(name)
         return _report(repaired, diff=bool(options))
     except UserError as error:
         print_error(error)
@@ -109,14 +110,12 @@ def _encoded(file: ScriptFile, result: Repaired) -> bytes:
     return result.source.text.encode(file.encoding)
 
 
-def _write(file: ScriptFile, data: bytes, changed: Sequence[ScriptFile]) -> None:
-    """Write a script; an error also names the scripts that were ``changed`` before."""
-    if data == file.data:
-        return
+def _write(file: ScriptFile, data: bytes, written: Sequence[str]) -> None:
+    """Write a script; an error also names the scripts that were ``written`` before."""
     try:
         rewrite(Path(file.name), data)
     except OSError as error:
-        others = f" (repaired already: {', '.join(repr(each.name) for each in changed)})" if changed else ""
+        others = f" (repaired already: {', '.join(map(repr, written))})" if written else ""
         cure = "check its permissions" if isinstance(error, PermissionError) else "free space, or check the file system"
         raise UserError(f"cannot write {file.name!r} ({error.strerror}): it is unchanged{others}; {cure}") from None
 
