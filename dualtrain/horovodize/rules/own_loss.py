@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.rules.ranks import Collectives
-from dualtrain.horovodize.source import Finding, Scope, Source, last_name
+from dualtrain.horovodize.source import Finding, Scope, Source, last_name, variables_in
 
 #: Words in expressions whose value may be equal on all ranks.
 _COMMON = re.compile(r"reduce|average|avg|gather|bcast|broadcast|sync|hvd|horovod", re.IGNORECASE)
@@ -88,7 +88,7 @@ def _may_be_common(look: Collectives, branch: ast.If, losses: set[str], own: lis
             return True
     for _ in range(4):  # values from which the losses are computed
         values = [value for target, value in own if target in names]
-        names |= {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+        names |= {name for value in values for name in variables_in(value)}
     if any(_GATHER.search(last_name(node)) for value in values for node in ast.walk(value)):
         return True
     for call in source.calls:

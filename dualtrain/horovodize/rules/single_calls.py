@@ -111,7 +111,7 @@ def unknown_argument(source: Source) -> Iterator[Finding]:
 
 def subclass_of_wrapper(source: Source) -> Iterator[Finding]:
     """A subclass of Horovod's internal class _DistributedOptimizer, whose methods and attributes dualtrain lacks."""
-    for node in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
+    for node in source.classes:
         for base in node.bases:
             if source.hvd(base) in ("_DistributedOptimizer", "_DistributedAdasumOptimizer"):
                 message = (
