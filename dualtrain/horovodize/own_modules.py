@@ -19,7 +19,7 @@ def file_of(module: str) -> Path | None:
 
 
 @cache
-def names_in(module: str) -> frozenset[str]:
+def defined_in(module: str) -> frozenset[str]:
     """Return the names that ``module`` defines or imports; empty if there is no such module."""
     file = file_of(module)
     if file is None:

@@ -11,7 +11,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
 from dualtrain.horovodize.names import BUILD, MODULE_NAMES, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
 from dualtrain.horovodize.order import calls_of
-from dualtrain.horovodize.own_modules import file_of, names_in
+from dualtrain.horovodize.own_modules import defined_in, file_of
 from dualtrain.horovodize.rules.sampling import is_for_other_launcher
 from dualtrain.horovodize.rules.single_calls import is_switched_off, mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
@@ -69,7 +69,7 @@ def _covered(name: str) -> bool:
     package, _, last = name.rpartition(".")
     module, owner = home(name), home(package)
     inside = last == "*" or last in PACKAGES.get(package, {}) or last == ENGINES.get(package, ("", ""))[1]
-    known = (module is not None and file_of(module) is not None) or (owner is not None and last in names_in(owner))
+    known = (module is not None and file_of(module) is not None) or (owner is not None and last in defined_in(owner))
     return not name.startswith("horovod.") or name in PACKAGES or inside or known
 
 
