@@ -104,7 +104,7 @@ class Refusals:
                     f"parameter {bucket.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
                     "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
                 )
-        return self._unknown() or self._unaveraged() or self._lost() or self._dropped() or self._sent_dropped()
+        return self._unknown() or self._unaveraged() or self._lost() or self._dropped()
 
     def drop_gradients(self) -> None:
         """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
@@ -138,11 +138,8 @@ class Refusals:
         if self.dropped:
             self.dropped = all(slot.param.grad is None for slot in self.hooks.slots)
         if not self.dropped:
-            return None
+            return SENT_DROPPED if self.sent_dropped else None
         return "the gradients were dropped when their exchange failed: call optimizer.zero_grad(), and run backward again"
-
-    def _sent_dropped(self) -> str | None:
-        return SENT_DROPPED if self.sent_dropped else None
 
     def _lost(self) -> str | None:
         lost = self.hooks.lost()
