@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
 from types import TracebackType
@@ -129,6 +129,16 @@ class Backend(Reductions, ObjectCalls):
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of zeros, (numel,), that :meth:`start_sum` reduces with the fewest copies. Collective; blocks."""
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Make a copy of ``buffer``, a result of :meth:`new_buffer`, and call ``use`` with it. Not collective.
+
+        From then on, :meth:`start_sum` accepts the copy in place of ``buffer``, whose memory belongs to the caller alone.
+
+        Raises:
+            OSError: there is not enough memory. ``use`` was not called.
+        """
+        use(buffer.clone())
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.

@@ -187,6 +187,10 @@ class SharedMemoryBackend(DelegatingBackend):
                 self._copies = True
         return self.inner.new_buffer(numel, dtype, device)
 
+    def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        if not self.memory.replace_buffer(buffer, use):
+            self.inner.replace_buffer(buffer, use)
+
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
         return self.calls.exchange_short(numbers)
 

@@ -32,7 +32,7 @@ import torch
 from dualtrain.backends.base import CLOSED, GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
-from dualtrain.backends.shm.segment import UnsharedError, map_on_host
+from dualtrain.backends.shm.segment import SecondMapping, UnsharedError, map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
 from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into, reduced
@@ -125,11 +125,35 @@ class SharedMemory:
             return torch.zeros(0, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         region = self._new_region(nbytes) if self._reserved is None else self._take_reserved(self._reserved, nbytes)
+        return self._buffer_in(region, numel, dtype)
+
+    def _buffer_in(self, region: Region, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):
             buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
         self._regions[buffer.data_ptr()] = region
         weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
         return buffer
+
+    def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
+        """Call ``use`` with a different tensor in the memory of ``buffer``, and give ``buffer`` a private copy of it.
+
+        The other ranks notice nothing. Return ``False``, and do nothing, if ``buffer`` is not shared.
+
+        Raises:
+            OSError: the memory cannot be mapped again. ``use`` was not called.
+        """
+        with self._lock:
+            region = self._regions.get(buffer.data_ptr())
+            if region is None:
+                return False
+            with torch.inference_mode(False):
+                second = SecondMapping(region.slots[self.rank])
+            region.replace(self.rank, second.memory)
+            use(self._buffer_in(region, buffer.numel(), buffer.dtype))
+            # Until here, both mappings have the same pages, so an interrupt before this line is harmless.
+            del self._regions[buffer.data_ptr()]
+            second.separate()
+            return True
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Map memory for the next buffers, which have these sizes in bytes; more buffers are refused. Collective; blocks.

@@ -7,8 +7,11 @@ processes of the same user. /dev/shm, which is small in containers, is not used.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +19,9 @@ import torch
 from dualtrain.backends.agreement import Exchange, exchange_text
 from dualtrain.errors import one_line
 
+_MAYMOVE, _FIXED = 1, 2  # flags of mremap; Python's mmap module does not have them
+_C = ctypes.CDLL(None, use_errno=True)
+_C.mmap.restype = _C.mremap.restype = ctypes.c_void_p
 _NONCE_BYTES = 8
 _REASON_BYTES = 128
 
@@ -74,6 +80,50 @@ def map_on_host(
             os.close(descriptor)
     assert memory is not None
     return memory
+
+
+class SecondMapping:
+    """Second mapping of the shared pages of ``first``, so that the first mapping can get pages of its own.
+
+    Attributes:
+        memory: uint8 tensor with the same pages as ``first``.
+
+    Raises:
+        OSError: there is not enough memory, or too many mappings.
+    """
+
+    def __init__(self, first: torch.Tensor) -> None:
+        self._first, nbytes = first, first.numel()
+        # With an old size of 0, mremap keeps the old mapping of shared pages.
+        self.memory = _as_tensor(_mremap(first.data_ptr(), 0, nbytes, _MAYMOVE, 0), nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._copy = _checked(
+            _C.mmap(None, ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
+        )
+        ctypes.memmove(self._copy, first.data_ptr(), nbytes)
+
+    def separate(self) -> None:
+        """Replace the pages of the first mapping by a private copy."""
+        nbytes = self._first.numel()
+        _mremap(self._copy, nbytes, nbytes, _MAYMOVE | _FIXED, self._first.data_ptr())
+
+
+def _as_tensor(address: int, nbytes: int) -> torch.Tensor:
+    mapping = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(mapping, _C.munmap, ctypes.c_void_p(address), ctypes.c_size_t(nbytes)).atexit = False
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _mremap(old: int, old_size: int, size: int, flags: int, new: int) -> int:
+    sizes = ctypes.c_size_t(old_size), ctypes.c_size_t(size)
+    return _checked(_C.mremap(ctypes.c_void_p(old), *sizes, flags, ctypes.c_void_p(new)))
+
+
+def _checked(address: int) -> int:
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
 
 
 def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:

@@ -39,6 +39,11 @@ class Region:
         """Return bytes ``begin`` to ``end`` of every buffer as a region of its own."""
         return Region([slot[begin:end] for slot in self.slots], self._rank)
 
+    def replace(self, rank: int, slot: torch.Tensor) -> None:
+        """Replace the buffer of ``rank`` by a different mapping of the same memory."""
+        self.slots[rank] = slot
+        self._plans.clear()
+
     def close(self) -> None:
         """Drop all references to the memory."""
         self.slots.clear()
