@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
+from operator import attrgetter, ne
 
 import torch
 
@@ -19,7 +20,10 @@ from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_a
 from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot, kept_among, may_be_kept
 from dualtrain.gradients.sparse import has_values
 
-_GRAD, _SHAPE = attrgetter("grad"), attrgetter("shape")
+log = logging.getLogger(__name__)
+
+_storage_uses = torch._C._storage_Use_Count  # private in torch 2.5 to 2.15, see ``slots.py``
+_GRAD, _SHAPE, _ALIAS, _ADDRESS = attrgetter("grad"), attrgetter("shape"), attrgetter("alias"), torch.Tensor.data_ptr
 
 
 class Bucket:
@@ -53,10 +57,8 @@ class Bucket:
         self.slots = list(slots)
         is_complex, real = layout.dtype.is_complex, layout.dtype.to_real()
         numel, sent_as = _wire_form(layout, transfer)
+        self._backend, self._layout, self._real, self._numel = backend, layout, real, numel
         self.wire = backend.new_buffer(numel + extra, sent_as, layout.device)
-        self.extra = self.wire[numel:]
-        #: The gradients as real numbers: the first part of ``wire``, or a separate buffer.
-        self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
         self.sum: BucketSum = (
             RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order, self._split)
@@ -79,23 +81,20 @@ class Bucket:
         self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
-        self._layout = layout
         self._parts_of: dict[int, list[torch.Tensor]] = {}  # the results of ``_split``, by the buffer's address
-        # The slots' attributes as lists, so that loops over all gradients run in C.
-        self._slot_views = _views(self.values, layout)
-        whole = self.values.data
-        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. All slots
-        #: use the tensor at the key ``None``, except for slots whose previous gradient the program still refers to.
-        self.fronts: dict[Slot | None, torch.Tensor] = {None: whole}
-        for slot, view, front in zip(self.slots, self._slot_views, _views(whole, layout), strict=True):
-            slot.place(self, view, front)
+        #: Whether the program has kept a view of an earlier gradient. If so, gradients get memory outside of the bucket.
+        self.keeps_views = False
+        self._may_write = True  # whether ``leave_views`` has returned in this round
+        #: Function that is called with ``extra`` when that tensor is replaced.
+        self.on_new_extra: Callable[[torch.Tensor], None] = lambda extra: None
+        #: Where this bucket's gradients lie in memory: (first address, address past the last).
+        self._range = 0, 0
+        #: The buckets that were made together with this one, and their sorted ranges. ``make_buckets`` replaces both lists.
+        self.group, self.ranges = [self], [self._range]
+        self._use(self.wire, self.wire.new_zeros(numel, dtype=real) if self._staged else self.wire[:numel])
         self._params = [slot.param for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
         self._all_small = all(view.nbytes < LARGE_BYTES for view in self._slot_views)
-        #: Where this bucket's gradients lie in memory: (first address, address past the last).
-        self._range = self._find_range()
-        #: The sorted ranges of all buckets. ``make_buckets`` replaces this list.
-        self.ranges = [self._range]
         #: Slots whose gradients were copied to the bucket, or will be created there by ``unpack``.
         self._copied: list[Slot] = []
         #: Slots whose gradients lay in the bucket already.
@@ -120,21 +119,85 @@ class Bucket:
         #: The first slot whose gradient or parameter has a new shape, found by ``pack``, which sends zeros for it.
         self.reshaped: Slot | None = None
 
-    def _find_range(self) -> tuple[int, int]:
-        start = self.values.data_ptr()
-        return start, start + self.values.nbytes
+    def _use(self, wire: torch.Tensor, values: torch.Tensor) -> None:
+        """Make ``wire`` the buffer that is sent, and ``values`` the place of the gradients."""
+        self._placed = False
+        #: The gradients as real numbers: ``values`` is the first part of ``wire``, or a separate buffer.
+        self.wire, self.values = wire, values
+        self.extra = wire[self._numel :]
+        self.sum.use(wire)
+        self._parts_of.clear()
+        # The slots' attributes as lists, so that loops over all gradients run in C.
+        self._slot_views = _views(values, self._layout)
+        found = values.data_ptr(), values.data_ptr() + values.nbytes
+        self.ranges[self.ranges.index(self._range)] = self._range = found
+        self.ranges.sort()
+        self._place_slots()
+        self.on_new_extra(self.extra)
+        self._placed = True
+
+    def _place_slots(self) -> None:
+        # On the CPU, the tensors that the program can see have a storage of their own, in the same memory. So the number of
+        # its uses shows whether the program keeps views.
+        self._counts = self.values.is_cpu and bool(self.slots)
+        # This tensor is complex if the gradients are: ``view_as_complex`` makes hidden tensors, which would change the
+        # number of uses when they are freed.
+        whole = torch.from_dlpack(_as_gradients(self.values, self._layout)) if self._counts else self.values.data
+        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. All slots
+        #: use the tensor at the key ``None``, except for slots whose previous gradient the program still refers to.
+        self.fronts: dict[Slot | None, torch.Tensor] = {None: whole}
+        for slot, view, front in zip(self.slots, self._slot_views, _views(whole, self._layout), strict=True):
+            slot.place(self, view, front)
+        self._addresses = [slot.address for slot in self.slots]
+        self._storage = whole.untyped_storage()
+        self._uses = _storage_uses(self._storage._cdata)
+
+    def leave_views(self) -> None:
+        """If the program keeps views of earlier gradients, leave the bucket's memory to them, and use new memory.
+
+        The program then sees the earlier values, as in torch. Call this before the first write of a round.
+        """
+        if self._may_write:
+            return
+        if not self._placed:  # an interrupt such as Ctrl-C has stopped ``_use``
+            self._use(self.wire, self.values)
+        # ``pack`` refuses gradients in the memory of others. It finds them by their addresses.
+        elif self._has_views() and not self._holds_others():
+            self._leave_memory()
+        self._may_write = True
+
+    def _has_views(self) -> bool:
+        if not self._counts:
+            return False
+        addresses = list(map(_ADDRESS, map(_ALIAS, self.slots)))
+        # A gradient to whose ``.data`` the program has assigned does not use this storage any more.
+        replaced = 0 if addresses == self._addresses else sum(map(ne, addresses, self._addresses))
+        return _storage_uses(self._storage._cdata) > self._uses - replaced
+
+    def _holds_others(self) -> bool:
+        """Return whether a gradient lies in this bucket, but not in the place of its slot."""
+        low, high = self._range
+        slots = [slot for bucket in self.group for slot in bucket.slots_inside()]
+        addresses = [(slot, slot.param.grad.data_ptr()) for slot in slots if slot.param.grad is not None]
+        return any(low <= address < high and address != slot.address for slot, address in addresses)
+
+    def _leave_memory(self) -> None:
+        self.keeps_views = True
+        with torch.inference_mode(False), torch.no_grad():
+            if self._staged:
+                self._use(self.wire, self.values.clone())
+                return
+            try:
+                self._backend.replace_buffer(self.wire, lambda wire: self._use(wire, wire[: self._numel]))
+            except OSError as error:
+                log.warning("this step overwrites views of earlier gradients, for which there is no memory: %s", error)
+                self._place_slots()
 
     def follow_memory(self) -> None:
-        """Record the buffer's new address if ``model.share_memory()`` or a gradient's ``share_memory_()`` has moved it."""
-        if self.values.data_ptr() == self._range[0]:
-            return
-        found = self._find_range()
-        self.ranges[self.ranges.index(self._range)] = found
-        self.ranges.sort()
-        self._range = found
-        self._parts_of.clear()
-        for slot in self.slots:
-            slot.address = slot.view.data_ptr()
+        """Leave the gradients' memory to the program if ``share_memory_()`` of the model or a gradient has moved it."""
+        if self._storage.data_ptr() != self._range[0] and self.slots:
+            self.keeps_views = True
+            self._place_slots()
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of any bucket that was made together with this one."""
@@ -151,9 +214,12 @@ class Bucket:
 
     def clear(self) -> None:
         """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
+        has_views = self._has_views()
         for slot in self.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()
+        if has_views:
+            self._leave_memory()
         for slot in self.slots:
             slot.move_kept()
         self.wire.zero_()
@@ -161,6 +227,7 @@ class Bucket:
 
     def pack(self) -> None:
         """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
+        self.leave_views()
         slots, grads = self._sort()
         self.outside = []
         if may_be_kept(grads):
@@ -195,6 +262,7 @@ class Bucket:
         """Drop the references to the gradients that were packed."""
         self._packed.forget()
         self.outside.clear()
+        self._may_write = False
 
     def assigned_late(self) -> Slot | None:
         """Return a slot that had no gradient on any rank, if its parameter got a gradient with nonzero values afterwards.
@@ -212,6 +280,13 @@ class Bucket:
         self.outside = kept_among(slots, grads)
         left = {slot for slot, _ in self.outside}
         self._copied = [slot for slot in self._copied if slot not in left]
+
+    def _put_outside(self, slots: list[Slot]) -> None:
+        """Make every ``param.grad`` new memory, to which ``write_back`` copies the result."""
+        with torch.inference_mode(False):
+            for slot in slots:
+                slot.param.grad = grad = torch.empty_like(slot.view)
+                self.outside.append((slot, grad))
 
     def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""
@@ -279,7 +354,7 @@ class Bucket:
         """
         grads = list(map(_GRAD, self._params))
         try:
-            addresses = list(map(torch.Tensor.data_ptr, grads))
+            addresses = list(map(_ADDRESS, grads))
         except (TypeError, RuntimeError):  # a gradient is missing, or is sparse and has no address
             return None
         low, high = self.ranges[0][0], self.ranges[-1][1]
@@ -333,8 +408,12 @@ class Bucket:
     def unpack(self) -> None:
         """Make every ``param.grad`` a view of its part of the buffer, except for the gradients of ``outside``."""
         self._packed.forget()
-        for slot in self._copied:
-            slot.unpack()
+        self._may_write = False
+        if self.keeps_views:
+            self._put_outside(self._copied)
+        else:
+            for slot in self._copied:
+                slot.unpack()
         for slot in self._kept:
             grad = slot.param.grad
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
@@ -369,10 +448,13 @@ def _averages_first(backend: Backend, transfer: Transfer) -> bool:
 
 def _views(flat: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
     """Return the parts of a buffer for the places of ``layout``."""
-    if layout.dtype.is_complex:
-        flat = torch.view_as_complex(flat.view(-1, 2))
+    flat = _as_gradients(flat, layout)
     origin = int(flat.storage_offset())  # as_strided counts from the start of the storage
     return [flat.as_strided(place.shape, place.strides, origin + place.offset) for place in layout.places]
+
+
+def _as_gradients(flat: torch.Tensor, layout: BucketLayout) -> torch.Tensor:
+    return torch.view_as_complex(flat.view(-1, 2)) if layout.dtype.is_complex and not flat.is_complex() else flat
 
 
 def _wire_form(layout: BucketLayout, transfer: Transfer) -> tuple[int, torch.dtype]:
@@ -424,5 +506,5 @@ def make_buckets(
     ]
     ranges = sorted(part for bucket in buckets for part in bucket.ranges)
     for bucket in buckets:
-        bucket.ranges = ranges
+        bucket.group, bucket.ranges = buckets, ranges
     return buckets

@@ -91,12 +91,18 @@ class Exchange:
         count = scalars + len(self.slots) * (self.unused == "none")
         # Add one element for the flag by which a rank refuses to continue, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
-        extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1, device="cpu")
-        self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
-        self.refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
+        self.refusals.lay_out([(slot.name, slot.param) for slot in self.slots])
+        self._use_extras(buckets[-1].extra if buckets else torch.zeros(scalars + 1, device="cpu"))
+        if buckets:
+            buckets[-1].on_new_extra = self._use_extras
         self.schedule.use(buckets)
         self._results = []
         self.laid_out = True
+
+    def _use_extras(self, extras: torch.Tensor) -> None:
+        scalars = len(self.extra)
+        self.extra, self._used = extras[:scalars], extras[scalars + 1 :]
+        self.refusals.flag = extras[scalars : scalars + 1]
 
     def expect_sparse(self, found: Mapping[int, int]) -> None:
         """From now on, gather these sparse gradients (slot index → number of sparse dimensions).

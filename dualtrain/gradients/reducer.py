@@ -58,8 +58,9 @@ class GradientReducer:
     ``param.grad`` becomes a view into a buffer. Some gradients are not replaced, and the average is copied into them: those
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
-    If the program keeps a gradient after ``zero_grad()``, its values do not change, as in torch. But the next backward
-    overwrites views of such a gradient (``param.grad.view(-1)``, ``param.grad.detach()``).
+    If the program keeps a gradient or a view of it (``param.grad.view(-1)``, ``param.grad.numpy()``) after ``zero_grad()``,
+    its values do not change, as in torch. With gradients on a GPU, the next backward overwrites such a view.
+    After the first such view, the gradients of its bucket are no longer views into a buffer, but copies.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
     ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as
     ``DistributedOptimizer.zero_grad`` does.

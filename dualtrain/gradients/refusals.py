@@ -44,6 +44,7 @@ class Refusals:
     step that others have not, so that their weights differ. This holds for any dtype and number of ranks.
 
     Attributes:
+        flag: a tensor of one number, sent behind the gradients.
         optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
         allows_copies: whether the param_groups may also contain parameters for which backward computes no gradients. An
             example is the float32 copies of float16 parameters that apex makes.
@@ -68,12 +69,12 @@ class Refusals:
         self._trained_copies: set[int] = set()  # ids of those for which backward has computed a gradient since then
         #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
         self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
-        self._flag = torch.zeros(1, device="cpu")
+        self.flag = torch.zeros(1, device="cpu")
         self._late: _LateFlag | None = None
 
-    def lay_out(self, named: Named, flag: torch.Tensor) -> None:
-        """Record the ``named`` parameters, which must not change from now on; ``flag`` is sent with their gradients."""
-        self._forms, self._flag, self._late = Forms(named), flag, None
+    def lay_out(self, named: Named) -> None:
+        """Record the ``named`` parameters, which must not change from now on."""
+        self._forms, self._late = Forms(named), None
 
     def replace(self, attribute: ModuleAttribute, name: str) -> None:
         """Record that parameter ``name``, or a module that has it, was replaced in ``attribute``."""
@@ -197,11 +198,11 @@ class Refusals:
     def load(self, buckets: Sequence[Bucket]) -> None:
         """Set the flag that is about to be sent."""
         refused = self.reason(buckets) is not None
-        self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
+        self.flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def load_none(self) -> None:
         """Set the flag to 0. Called for all of this rank's shards in a step except the last, which uses :meth:`load`."""
-        self._flag.zero_()
+        self.flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
         """Return, on every rank, whether a rank has refused in the exchange that has ended.
@@ -211,11 +212,11 @@ class Refusals:
         """
         if not buckets:
             return False
-        if self._flag.is_cpu or cpu_waits:
-            return math.isnan(self._flag.item())
+        if self.flag.is_cpu or cpu_waits:
+            return math.isnan(self.flag.item())
         mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
-        self._late = self._late or _LateFlag(self._flag)
-        self._late.copy(self._flag)
+        self._late = self._late or _LateFlag(self.flag)
+        self._late.copy(self.flag)
         if mine is not None:
             raise BackendError(f"rank {backend.job_rank}: {mine}")
         if earlier:
@@ -236,12 +237,12 @@ class Refusals:
             BackendError: on every rank, if some ranks keep the layout, or if a gradient was replaced by its sum on some
                 ranks only. These ranks no longer have their own gradient, so they cannot send it in the new layout.
         """
-        if not buckets or not (self._flag.is_cpu or cpu_waits):
+        if not buckets or not (self.flag.is_cpu or cpu_waits):
             return
         replaced = [slot.name for bucket in buckets[:sent] for slot in bucket.slots_inside()]
         for bucket in buckets[sent:]:
             bucket.clear()
-        self._flag.fill_(math.nan)
+        self.flag.fill_(math.nan)
         backend.drain()
         for bucket in buckets[sent:]:
             bucket.start()

@@ -24,6 +24,9 @@ class BucketSum(Protocol):
 
     shards: int
 
+    def use(self, wire: torch.Tensor) -> None:
+        """Use the buffer ``wire`` in place of the previous one, which has the same size."""
+
     def begin(self) -> None:
         """Discard the shards of a step that was not completed."""
 
@@ -48,6 +51,10 @@ class RankSum:
     def __init__(self, backend: Backend, wire: torch.Tensor) -> None:
         self.shards = backend.size
         self._backend, self._wire = backend, wire
+
+    def use(self, wire: torch.Tensor) -> None:
+        """See :class:`BucketSum`."""
+        self._wire = wire
 
     def begin(self) -> None:
         """See :class:`BucketSum`."""
@@ -84,6 +91,10 @@ class ShardSums:
         self._sent = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
         self._kept: list[list[torch.Tensor]] = []  # the parts of each partial sum, in the order of their shards
         self._added = 0  # how many shards were added in this step
+
+    def use(self, wire: torch.Tensor) -> None:
+        """See :class:`BucketSum`."""
+        self._wire = wire
 
     def begin(self) -> None:
         """See :class:`BucketSum`."""

@@ -24,6 +24,10 @@ class SlotBucket(Protocol):
     work: Work[None] | None
     factor: torch.Tensor | None
     fronts: dict[Slot | None, torch.Tensor]
+    keeps_views: bool
+
+    def leave_views(self) -> None:
+        """Before the first write of a round: if the program keeps views of earlier gradients, leave the memory to them."""
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
@@ -73,27 +77,31 @@ class Slot:
         # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
         grads, grad = [grad], None  # ``may_be_kept`` counts references
         if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads):
-            self.move_kept()
-            self.view.copy_(grads[0].detach())
-            self.unpack()
+            if self.bucket is not None:
+                self.bucket.leave_views()
+            if self.large:
+                self.move_kept()
+                self.view.copy_(grads[0].detach())
+                self.unpack()
 
     def place(self, bucket: SlotBucket, view: torch.Tensor, front: torch.Tensor) -> None:
         """Make ``view``, a part of ``bucket``, the gradient's place."""
         self.bucket, self.view, self.front, self.alias = bucket, view, front, front.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
-        self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES and bucket.factor is None
+        in_memory = self.param.is_cpu and not bucket.keeps_views
+        self.large = in_memory and view.nbytes >= LARGE_BYTES and bucket.factor is None
 
     def move_kept(self) -> None:
         """If the program still holds an earlier gradient, copy that one to new memory, before ``view`` is overwritten.
 
-        The program then sees the earlier values, as in torch. Exceptions are views of the earlier gradient
-        (``param.grad.view(-1)``) and, in some versions of torch, references that only C++ holds (``other.grad = p.grad``).
+        The program then sees the earlier values, as in torch. ``Bucket.leave_views`` handles views of the earlier gradient.
+        An exception is, in some versions of torch, a reference that only C++ holds (``other.grad = p.grad``).
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
             # Start a new ``_version`` counter: it must not count in-place changes of the earlier gradient.
-            self.front = self.view.data
+            self.front = self.front.data
             if self.bucket is not None:
                 self.bucket.fronts[self] = self.front
             self.alias = self.front.detach()
@@ -102,6 +110,8 @@ class Slot:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
         if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned to ``alias.data``
+            if self.front.data_ptr() != self.address:  # ``share_memory_()`` has moved the memory of the gradients
+                self.front = self.view.data
             self.alias = alias = self.front.detach()
         try:
             self.param.grad = alias

@@ -223,3 +223,25 @@ def different(backend):
 def test_gloo_replaces_unusable_shared_memory_and_different_transports_are_refused(real):
     real(refused)
     real(different)
+
+
+def keeps_views(backend, transport):
+    """Keep views of the gradients of some steps, on rank 0 only."""
+    with library(backend, DUALTRAIN_TRANSPORT=transport) as hvd:
+        for title, (dtypes, options) in CASES.items():
+            params, optimizer = wrapped(hvd, f"views.{title}", dtypes, **options(hvd))
+            kept = []
+            for step in range(5):
+                torch.autograd.backward(params, [torch.full_like(p, hvd.rank() + 4.0 * step) for p in params])
+                optimizer.step()
+                if hvd.rank() == 0 and step in (1, 3):
+                    kept += [(p.grad.clone(), p.grad.view(-1)) for p in params]
+                optimizer.zero_grad()
+            assert all(torch.equal(*pair) for pair in kept)
+        return transports(hvd)
+
+
+@OURS_3
+@pytest.mark.parametrize("transport", ["native", "shm"])
+def test_views_keep_their_values_with_each_transport(real, transport):
+    assert real(keeps_views, transport) == [{transport if transport == "shm" else "gloo"}] * 3

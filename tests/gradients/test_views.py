@@ -1,0 +1,350 @@
+"""Views of a gradient that the program keeps in later steps: as in torch, they keep their values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import DistributedOptimizer
+from dualtrain.backends.sum_order import SumOrder
+from dualtrain.gradients import GradientReducer, Transfer
+from dualtrain.gradients.slots import Slot
+from tests.conftest import SPREAD, TYPICAL, _spmd, _worlds
+from tests.models_for_tests import EXACT, small_buckets
+
+
+@pytest.fixture(**_worlds(sorted({*SPREAD, *TYPICAL, ("horovod", 3)})))
+def world(request):
+    """A world of each kind, also with shared memory."""
+    return _spmd(request)
+
+
+VIEWS = {
+    "data": lambda grad: grad.data,
+    "detach": lambda grad: grad.detach(),
+    "flat": lambda grad: grad.view(-1),
+    "part": lambda grad: grad[1:],
+    "numpy": lambda grad: grad.cpu().numpy(),
+}
+STEPS = 6
+WHEN = {"first": [0], "late": [3], "always": range(STEPS), "sometimes": [1, 4], "never": []}
+
+
+def values(backend, step, shape):
+    """Return this rank's gradient in a step."""
+    return torch.arange(shape, dtype=torch.float64) % 7 + (backend.rank + 1) * (step + 1) * 4
+
+
+def expected(backend, step, shape, dtype):
+    total = sum(torch.arange(shape, dtype=torch.float64) % 7 + (r + 1) * (step + 1) * 4 for r in range(backend.size))
+    return (total / backend.size).to(dtype)
+
+
+def keeps_views(backend, view, when, dtype=torch.float32, options=None, every=1, sizes=(3, 20000, 500)):
+    """Keep views in some steps; ``every``: keep those of each n-th parameter only."""
+    params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in sizes]
+    unused = nn.Parameter(torch.zeros(5, dtype=dtype))
+    named = [(str(i), p) for i, p in enumerate((*params, unused))]
+    kept = []
+    tolerance = EXACT if dtype is torch.float32 and backend.size != 3 else {"rtol": 2e-2, "atol": 1e-6}
+    with small_buckets():
+        reducer = GradientReducer(named, backend, extra=2, **(options or {}))
+        for step in range(STEPS):
+            for _, p in named:
+                p.grad = None
+            reducer.renew()
+            reducer.extra.fill_(backend.rank + step)
+            loss = sum((p * values(backend, step, n).to(dtype)).sum() for p, n in zip(params, sizes, strict=True))
+            loss.backward()
+            total = sum(range(backend.size)) + step * backend.size
+            assert reducer.extra.tolist() == [total, total]
+            for p, n in zip(params, sizes, strict=True):
+                torch.testing.assert_close(p.grad, expected(backend, step, n, dtype), **tolerance)
+            assert unused.grad is None or not unused.grad.any()
+            if step in WHEN[when]:
+                for n, p in list(zip(sizes, params, strict=True))[::every]:
+                    kept.append((step, n, VIEWS[view](p.grad)))
+            assert reducer.is_reduced()
+            p = None
+    for step, n, found in kept:
+        wanted = expected(backend, step, n, dtype)
+        found = torch.as_tensor(found)
+        torch.testing.assert_close(found, wanted[1:] if view == "part" else wanted, **tolerance)
+    inside = [slot.param.grad is not None and slot.param.grad.data_ptr() == slot.address for slot in reducer.slots]
+    reducer.close()
+    return inside
+
+
+def keeps_all_views(backend):
+    for view in VIEWS:
+        keeps_views(backend, view, "sometimes")
+    for when in WHEN:
+        keeps_views(backend, "data", when)
+    for when in ("first", "sometimes"):
+        keeps_views(backend, "data", when, torch.bfloat16)
+        keeps_views(backend, "flat", when, options={"transfer": Transfer(dtype=torch.float16)})
+        keeps_views(backend, "flat", when, options={"unused": "none"}, every=2)
+        keeps_views(backend, "numpy", when, options={"order": SumOrder(backend.size, backend.size)})
+    keeps_views(backend, "data", "late" if backend.rank == backend.size - 1 else "never")
+
+
+def test_views_keep_their_values(world):
+    world(keeps_all_views)
+
+
+def live(backend, keep_first):
+    """With ``set_to_none=False``, a view follows the gradient."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
+    views, early = [], []
+    for step in range(5):
+        wrapped.zero_grad(set_to_none=keep_first and step == 1)
+        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        mean = (step + 1) * (backend.size + 1) / 2
+        if step == 0 and keep_first:
+            early = [p.grad.view(-1) for p in params]
+        if step == (1 if keep_first else 0):
+            views = [p.grad.view(-1) for p in params]
+        for p, v in zip(params, views, strict=False):
+            torch.testing.assert_close(p.grad, torch.full_like(p, mean))
+            torch.testing.assert_close(v, torch.full_like(p, mean))
+        for p, v in zip(params, early, strict=False):
+            torch.testing.assert_close(v, torch.full_like(p, (backend.size + 1) / 2))
+        wrapped.step()
+    wrapped.zero_grad()
+    sum((p * 77).sum() for p in params).backward()
+    for p, v in zip(params, views, strict=True):
+        torch.testing.assert_close(p.grad, torch.full_like(p, 77.0))
+        torch.testing.assert_close(v, torch.full_like(p, mean))
+    wrapped.close()
+
+
+def test_views_of_a_gradient_in_use_follow_it(world):
+    world(follow_gradients)
+
+
+def follow_gradients(backend):
+    live(backend, keep_first=False)
+    live(backend, keep_first=True)
+
+
+def without_views(backend):
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
+    addresses = set()
+    for step in range(6):
+        wrapped.zero_grad(set_to_none=step % 3 != 2)
+        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        g = params[0].grad
+        torch.nn.utils.clip_grad_norm_(params, 1e6)
+        g = g.clone().view(-1).data
+        _ = params[1].grad.sum().item(), params[1].grad.numpy().mean(), params[0].grad.untyped_storage().nbytes()
+        assert all(s.param.grad.data_ptr() == s.address for s in wrapped.reducer.slots)
+        addresses.add(tuple(s.address for s in wrapped.reducer.slots))
+        wrapped.step()
+    assert len(addresses) == 1
+    assert not any(bucket.keeps_views for bucket in wrapped.reducer.buckets)
+    assert g is not None
+    wrapped.close()
+
+
+def test_without_views_gradients_stay_in_the_bucket(world):
+    world(without_views)
+
+
+def shares_memory(backend, none):
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
+    views = []
+    for step in range(5):
+        wrapped.zero_grad(set_to_none=none)
+        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        mean = (step + 1) * (backend.size + 1) / 2
+        for p in params:
+            torch.testing.assert_close(p.grad, torch.full_like(p, mean))
+        if step == 1:
+            params[1].grad.share_memory_()
+            views = [p.grad.view(-1) for p in params]
+        if not none:
+            for p, v in zip(params, views, strict=False):
+                torch.testing.assert_close(v, torch.full_like(p, mean))
+        wrapped.step()
+    if none:
+        for v in views:
+            torch.testing.assert_close(v, torch.full_like(v, backend.size + 1.0))
+    wrapped.close()
+
+
+def test_shared_gradients(world):
+    world(share_gradients)
+
+
+def share_gradients(backend):
+    shares_memory(backend, none=False)
+    shares_memory(backend, none=True)
+
+
+def assigns_data(backend, places):
+    """Keep a view of each gradient, and then assign to the gradient's ``.data``."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000, 500)]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
+    kept = []
+    for step in range(4):
+        wrapped.zero_grad()
+        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        for p in [params[i] for i in places]:
+            kept.append((step, p.grad.data))
+            p.grad.data = p.grad.data * 0.5
+        wrapped.step()
+    for step, view in kept:
+        torch.testing.assert_close(view, torch.full_like(view, (step + 1) * (backend.size + 1) / 2))
+    wrapped.close()
+
+
+def assign_data(backend):
+    for places in [(0, 1, 2), (2,), (0, 2), (1, 2)]:
+        assigns_data(backend, places)
+
+
+def test_views_of_gradients_whose_data_was_replaced(world):
+    world(assign_data)
+
+
+def keeps_one_element(backend):
+    """Views of one element in every step must not keep a bucket's memory alive in every step."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
+    kept, moves = [], set()
+    for step in range(20):
+        wrapped.zero_grad()
+        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        kept.append(params[0].grad[0])
+        moves.add(wrapped.reducer.buckets[0].values.data_ptr())
+        wrapped.step()
+    assert len(moves) == 2
+    assert [round(float(each) * 2) for each in kept] == [(step + 1) * (backend.size + 1) for step in range(20)]
+    wrapped.close()
+
+
+def test_views_keep_at_most_one_copy_of_a_bucket(world):
+    world(keeps_one_element)
+
+
+def interrupted(place, count, at):
+    """Return ``place``, interrupted in the call with number ``at``."""
+
+    def replacement(*args):
+        if next(count) == at:
+            raise KeyboardInterrupt
+        place(*args)
+
+    return replacement
+
+
+def is_interrupted(backend, at):
+    """Interrupt the move to new memory, and repeat the step."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
+    wrapped = DistributedOptimizer(torch.optim.SGD([p, q], 0.0), backend=backend)
+    kept = None
+    for step in range(4):
+        wrapped.zero_grad()
+        bucket = wrapped.reducer.buckets[0] if step else None
+        if step == 2:
+            place = Slot.place
+            Slot.place = interrupted(place, iter(range(100)), at)
+            with pytest.raises(KeyboardInterrupt):
+                bucket.leave_views()
+            Slot.place = place
+            assert not bucket._placed
+        ((p.sum() + q.sum()) * (step + 1) * (backend.rank + 1)).backward()
+        mean = (step + 1) * (backend.size + 1) / 2
+        for each in (p, q):
+            torch.testing.assert_close(each.grad, torch.full_like(each, mean))
+        if step == 1:
+            kept = q.grad.view(-1)
+        wrapped.step()
+    assert kept is not None
+    wrapped.close()
+
+
+def are_interrupted(backend):
+    is_interrupted(backend, 0)
+    is_interrupted(backend, 1)
+
+
+def test_an_interrupted_move_is_completed(world):
+    if world.name == "threads":
+        pytest.skip("replaces a method of all threads")
+    world(are_interrupted)
+
+
+def two_reducers(backend):
+    """Two optimizers on one backend, with a shared parameter."""
+    p, q, r = (nn.Parameter(torch.zeros(n)) for n in (3, 20000, 7))
+    one = DistributedOptimizer(torch.optim.SGD([p, q], 0.0), backend=backend)
+    two = DistributedOptimizer(torch.optim.SGD([r], 0.0), backend=backend)
+    kept = []
+    for step in range(4):
+        one.zero_grad()
+        two.zero_grad()
+        ((p.sum() + q.sum() + r.sum()) * (step + 1) * (backend.rank + 1)).backward()
+        kept.append([each.grad.data for each in (p, q, r)[step % 3 :]])
+        one.step()
+        two.step()
+    for step, views in enumerate(kept):
+        for view in views:
+            torch.testing.assert_close(view, torch.full_like(view, (step + 1) * (backend.size + 1) / 2))
+    one.close()
+    two.close()
+
+
+def test_views_with_two_reducers(world):
+    world(two_reducers)
+
+
+def keeps_gradient_then_view(backend, dtype):
+    """Keep gradients themselves first, and views of later gradients."""
+    params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (4, 20000)]
+    reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend)
+    kept = []
+    for step in range(6):
+        reducer.renew()
+        for p in params:
+            p.grad = torch.full_like(p, (step + 1) * (backend.rank + 1))
+        reducer.reduce()
+        kept += [(step, p.grad if step < 3 else p.grad.view(-1)) for p in params if step != 2]
+    for step, found in kept:
+        torch.testing.assert_close(found, torch.full_like(found, (step + 1) * (backend.size + 1) / 2))
+    reducer.close()
+
+
+def keep_gradients_then_views(backend):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        keeps_gradient_then_view(backend, dtype)
+
+
+def test_views_after_gradients_were_kept(world):
+    world(keep_gradients_then_views)
+
+
+def accumulates_one(backend):
+    """Keep views of one gradient, while the other gradient of its bucket is never zeroed."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
+    reducer = GradientReducer([("p", p), ("q", q)], backend)
+    mean, total, kept = (backend.size + 1) / 2, 0.0, []
+    for step in range(5):
+        p.grad = None
+        reducer.renew()
+        ((p.sum() + q.sum()) * (step + 1) * (backend.rank + 1)).backward()
+        total += (step + 1) * mean
+        torch.testing.assert_close(p.grad, torch.full_like(p, (step + 1) * mean))
+        torch.testing.assert_close(q.grad, torch.full_like(q, total))
+        kept.append(p.grad.view(-1))
+    for step, view in enumerate(kept):
+        torch.testing.assert_close(view, torch.full_like(view, (step + 1) * mean))
+    reducer.close()
+
+
+def test_views_beside_a_gradient_that_is_never_zeroed(world):
+    world(accumulates_one)
