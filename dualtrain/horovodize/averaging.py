@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from dualtrain.horovodize.source import Source, last_name
+from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.source import Source
 
 #: Names of functions that may combine tensors of the ranks.
 _COLLECTIVE = re.compile(r"reduce|gather|alltoall|broadcast_?(async_?)?$", re.IGNORECASE)

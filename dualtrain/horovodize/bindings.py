@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dualtrain.horovodize.names import HOMES
+from dualtrain.horovodize.nodes import last_name
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
@@ -81,7 +82,7 @@ class Bindings:
         calls = [(call, name) for call, name in calls if self.imported.get(name.id) in HOMES]
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)] if calls else []
         while True:
-            passed = {(_called_name(call), name.id) for call, name in calls if self.full_name(name) in HOMES}
+            passed = {(last_name(call.func), name.id) for call, name in calls if self.full_name(name) in HOMES}
             found = [
                 (function, name)
                 for function in functions
@@ -141,11 +142,6 @@ class Bindings:
 def _passed_names(call: ast.Call) -> Iterator[ast.Name]:
     given = (*call.args, *(word.value for word in call.keywords))
     return (value for value in given if isinstance(value, ast.Name))
-
-
-def _called_name(call: ast.Call) -> str:
-    """Return "fit" for ``fit()`` and ``trainer.fit()``."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:

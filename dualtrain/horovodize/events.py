@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from dualtrain.horovodize.gradient_changes import changing_functions, is_change
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.source import Source, last_name
+from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.source import Source
 
 Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "zero_grad"]
 _CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
-from dualtrain.horovodize.source import Source, last_name, variables_in
+from dualtrain.horovodize.nodes import last_name, variables_in
+from dualtrain.horovodize.source import Source
 
 #: Methods that change a tensor. Zeroing does not count: scripts zero gradients before backward, and those of frozen
 #: parameters.

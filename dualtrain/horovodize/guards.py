@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from dualtrain.horovodize.source import Source, last_name, names_in
+from dualtrain.horovodize.nodes import last_name, names_in
+from dualtrain.horovodize.source import Source
 
 RANKS = ("rank", "local_rank", "cross_rank")
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)

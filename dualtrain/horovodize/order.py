@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.source import Function, Scope, Source, keyword, last_name
+from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Libraries by which one process, the driver, runs a function on all ranks.
 _STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
+from dualtrain.horovodize.nodes import last_name
 
 T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
@@ -382,31 +383,6 @@ def connect(files: Sequence[Source]) -> None:
     """Make ``files`` one program."""
     for file in files:
         file.files = [file, *(other for other in files if other is not file)]
-
-
-def last_name(node: ast.AST) -> str:
-    """Return "optimizer" for ``optimizer`` and ``self.optimizer``, and "" for nodes that are not names."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def variables_in(node: ast.AST) -> set[str]:
-    """Return the names of the variables in ``node``, without attributes."""
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def names_in(node: ast.AST) -> set[str]:
-    """Return the variables and attributes in ``node`` as text: "self" and "self.rate" for ``self.rate``."""
-    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
-
-
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the keyword argument ``name`` of ``call``, or None."""
-    return next((word.value for word in call.keywords if word.arg == name), None)
-
-
-def first_argument(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the first positional argument of ``call``, or else its keyword argument ``name``, or None."""
-    return call.args[0] if call.args else keyword(call, name)
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 
+from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.order import ENTRY_POINTS
-from dualtrain.horovodize.source import Function, Source, last_name
+from dualtrain.horovodize.source import Function, Source
 
 
 def lines_of_unused(source: Source) -> set[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from dualtrain.horovodize.source import Source, connect, last_name
+from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.source import Source, connect
 
 
 def make_program(sources: Sequence[Source]) -> None:

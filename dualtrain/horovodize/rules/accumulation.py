@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, steps
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import last_name, names_in, variables_in
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
-from dualtrain.horovodize.source import Finding, Function, Source, last_name, names_in, variables_in
+from dualtrain.horovodize.source import Finding, Function, Source
 
 _LOOP = ast.For | ast.While
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import keyword, last_name
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
-from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Scope, Source
 
 _EVALUATION = re.compile(
     r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(?<!train)(test|val)(set|data)"

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Functions that write a file, each with the position and the name of its path argument.
 _WRITERS = {

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related
-from dualtrain.horovodize.source import Finding, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Source
 
 _STARTS_GROUP = "torch.distributed.init_process_group"
 _LAUNCHER_READERS = r"(accelerate\.Accelerator|transformers\.(Trainer|TrainingArguments|Seq2SeqTrainer))$"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Source, first_argument
+from dualtrain.horovodize.nodes import first_argument
+from dualtrain.horovodize.source import Source
 
 #: A variable counts as a model if the script calls one of these methods on it.
 _OF_MODELS = {"eval", "load_state_dict", "named_parameters", "parameters", "requires_grad_", "train", "zero_grad"}

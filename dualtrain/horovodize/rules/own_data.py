@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
+from dualtrain.horovodize.nodes import names_in
 from dualtrain.horovodize.rules.seeds import seeds_torch
-from dualtrain.horovodize.source import Function, Scope, Source, names_in
+from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Words in code that gives each rank its part of the data.
 SHARDED = re.compile(

@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from dualtrain.horovodize.nodes import last_name, variables_in
 from dualtrain.horovodize.rules.ranks import Collectives
-from dualtrain.horovodize.source import Finding, Scope, Source, last_name, variables_in
+from dualtrain.horovodize.source import Finding, Scope, Source
 
 #: Words in expressions whose value may be equal on all ranks.
 _COMMON = re.compile(r"reduce|average|avg|gather|bcast|broadcast|sync|hvd|horovod", re.IGNORECASE)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
+from dualtrain.horovodize.nodes import keyword, last_name
 from dualtrain.horovodize.order import nodes_certainly_after, runs_on_driver
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Source
 
 _GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
 _CUDA = re.compile(r"cuda:?(\{\}|%[ds])?")

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.ranks import Collectives, may_leave
-from dualtrain.horovodize.source import Finding, Scope, Source, last_name
+from dualtrain.horovodize.source import Finding, Scope, Source
 
 #: Code that may send a value from one rank to the others, besides broadcast_parameters and broadcast_optimizer_state.
 _SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")

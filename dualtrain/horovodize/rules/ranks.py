@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
+from dualtrain.horovodize.nodes import keyword, last_name, variables_in
 from dualtrain.horovodize.order import called as called_function
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name, variables_in
+from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Methods of an elastic state that broadcast.
 _OF_STATE = ("check_host_updates", "commit", "sync")

@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword, last_name
+from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Scope, Source
 
 _SIZES = ("size", "local_size", "cross_size")
 _RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", re.IGNORECASE)

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
 from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
 from dualtrain.horovodize.rules.uses import LOADERS, is_distributed_sampler, is_read, leaves_program
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source
 
 _EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
 _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|transformers\.\w*Trainer")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import last_name, names_in
 from dualtrain.horovodize.order import arguments, runs_on_driver
-from dualtrain.horovodize.source import Finding, Function, Source, last_name, names_in
+from dualtrain.horovodize.source import Finding, Function, Source
 
 _SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
 _AUGMENTATIONS = re.compile(r"^torchvision\.transforms\.(v2\.)?(Random|ColorJitter|AutoAugment|RandAugment|TrivialAugment)")

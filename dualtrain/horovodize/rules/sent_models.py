@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Source, first_argument, last_name, names_in
+from dualtrain.horovodize.nodes import first_argument, last_name, names_in
+from dualtrain.horovodize.source import Source
 
 #: Functions that may copy weights from one of their arguments to another.
 _COPIES = re.compile(r"copy|clone|share|tie|transfer|init|update|assign|same|set_|vector_to", re.IGNORECASE)

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import OBJECTS
-from dualtrain.horovodize.source import Finding, Source, keyword
+from dualtrain.horovodize.nodes import keyword
+from dualtrain.horovodize.source import Finding, Source
 
 _SCHEDULE = "a learning-rate schedule"
 

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
-from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.source import Finding, Source
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = {"exceptions", "util"}

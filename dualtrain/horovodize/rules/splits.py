@@ -6,11 +6,12 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import keyword, names_in
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.own_data import is_sharded
 from dualtrain.horovodize.rules.seeds import seeds_numpy, seeds_random, seeds_torch
 from dualtrain.horovodize.rules.uses import is_distributed_sampler
-from dualtrain.horovodize.source import Finding, Source, keyword, names_in
+from dualtrain.horovodize.source import Finding, Source
 
 
 def different_splits(source: Source) -> Iterator[Finding]:

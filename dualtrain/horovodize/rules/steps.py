@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
+from dualtrain.horovodize.nodes import keyword, last_name
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
-from dualtrain.horovodize.source import Finding, Scope, Source, keyword, last_name
+from dualtrain.horovodize.source import Finding, Scope, Source
 
 _CURE = "call optimizer.synchronize() after backward, and step inside `with optimizer.skip_synchronize():`"
 

@@ -7,7 +7,8 @@ import builtins
 import symtable
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Finding, Function, Source, last_name
+from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Names that every module has, names of other platforms, and names that notebooks and consoles define.
 _GIVEN = {"__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__name__", "__package__", "__path__"}

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import first_argument, last_name
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, last_name
+from dualtrain.horovodize.source import Finding, Function, Source
 
 
 def lost_wrapper(source: Source) -> Iterator[Finding]:

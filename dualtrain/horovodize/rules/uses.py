@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.order import calls_of
-from dualtrain.horovodize.source import Function, Source, last_name
+from dualtrain.horovodize.source import Function, Source
 
 #: Attributes of a sampler or loader whose use reads no samples.
 _DESCRIBED_BY = {"batch_size", "dataset", "epoch", "num_replicas", "num_samples", "rank", "sampler", "set_epoch"}

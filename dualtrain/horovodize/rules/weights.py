@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
-from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name, variables_in
+from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Code that may give all ranks the same weights, besides broadcast_parameters. Copies of other models' weights don't count.
 _START_ALIKE = re.compile(

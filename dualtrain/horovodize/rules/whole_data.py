@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.own_data import SHARDED, is_made_by_rank, is_sharded
 from dualtrain.horovodize.rules.sampling import distributed_samplers, has_trainer, set_epoch
 from dualtrain.horovodize.rules.uses import LOADERS, is_read
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name
+from dualtrain.horovodize.source import Finding, Function, Source
 
 
 def every_rank_reads_all(source: Source) -> Iterator[Finding]:

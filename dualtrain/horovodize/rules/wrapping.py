@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
-from dualtrain.horovodize.source import Finding, Function, Source, first_argument, keyword, last_name, variables_in
+from dualtrain.horovodize.source import Finding, Function, Source
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:

@@ -1,0 +1,30 @@
+"""Names, variables and arguments in the nodes of a syntax tree, without resolved imports."""
+
+from __future__ import annotations
+
+import ast
+
+
+def last_name(node: ast.AST) -> str:
+    """Return "optimizer" for ``optimizer`` and ``self.optimizer``, and "" for nodes that are not names."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def variables_in(node: ast.AST) -> set[str]:
+    """Return the names of the variables in ``node``, without attributes."""
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the variables and attributes in ``node`` as text: "self" and "self.rate" for ``self.rate``."""
+    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the keyword argument ``name`` of ``call``, or None."""
+    return next((word.value for word in call.keywords if word.arg == name), None)
+
+
+def first_argument(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the first positional argument of ``call``, or else its keyword argument ``name``, or None."""
+    return call.args[0] if call.args else keyword(call, name)
