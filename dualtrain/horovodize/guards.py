@@ -302,7 +302,7 @@ class Guards:
         if isinstance(last, ast.If):
             return bool(last.orelse) and self.leaves(last.body) and self.leaves(last.orelse)
         if isinstance(last, ast.With):
-            return self.leaves(last.body) and "suppress" not in ast.unparse(last.items[0])
+            return self.leaves(last.body) and not any("suppress" in ast.unparse(item) for item in last.items)
         exits = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _EXITS
         return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
 

@@ -76,7 +76,7 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
     """Yield the calls of ``function`` in the script; for ``__init__``, the calls of its class."""
     parent = source.parents.get(function)
     if isinstance(parent, ast.ClassDef) and getattr(function, "name", "") == "__init__":
-        yield from (call for call in source.calls if last_name(call.func) == parent.name)
+        yield from (call for call in source.calls if source.constructs(call, parent))
     elif function is not source.tree:
         yield from (call for call in source.calls if called(source, call) is function)
 

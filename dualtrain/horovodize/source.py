@@ -21,6 +21,11 @@ T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
+#: The same comparison with its sides swapped.
+_SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    **{each: each for each in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)},
+    **{ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE},
+}
 _SCHEDULE = re.compile(r"torch\.optim\.(lr_scheduler\.\w+|swa_utils\.SWALR)")
 #: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
@@ -47,7 +52,7 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tree = ast.parse(text)
+        self.tree = _with_constants_right(ast.parse(text))
         #: All nodes in source order.
         self.nodes = list(_in_order(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -279,7 +284,12 @@ class Source:
     def is_instance(self, owner: ast.expr, cls: ast.AST) -> bool:
         """Return whether ``owner`` is an object of the script's class ``cls``, or a variable to which one is assigned."""
         values = (owner, *self.values.get(ast.unparse(owner), ()))
-        return any(isinstance(value, ast.Call) and last_name(value.func) == getattr(cls, "name", "") for value in values)
+        return any(isinstance(value, ast.Call) and self.constructs(value, cls) for value in values)
+
+    def constructs(self, call: ast.Call, cls: ast.AST) -> bool:
+        """Return whether ``call`` makes an object of the script's class ``cls``, by its name or as ``cls()`` in a method."""
+        name = last_name(call.func)
+        return name == getattr(cls, "name", "") or (name == "cls" and self.parents.get(self.scope(call)) is cls)
 
     @cached_property
     def mentions(self) -> dict[str, list[ast.AST]]:
@@ -383,6 +393,16 @@ def connect(files: Sequence[Source]) -> None:
     """Make ``files`` one program."""
     for file in files:
         file.files = [file, *(other for other in files if other is not file)]
+
+
+def _with_constants_right(tree: ast.Module) -> ast.Module:
+    """Change comparisons such as ``0 == rank`` to ``rank == 0``, and return ``tree``. Rules expect the second form."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Constant):
+            swapped = _SWAPPED.get(type(node.ops[0]))
+            if swapped is not None:
+                node.left, node.ops, node.comparators = node.comparators[0], [swapped()], [node.left]
+    return tree
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

@@ -169,6 +169,18 @@ CASES = [
         "rank = hvd.rank()\nif not rank:\n    x = hvd.broadcast_object(3)\nelse:\n    x = hvd.broadcast_object(None)",
     ),
     (
+        "collective_on_some_ranks",  # comparisons with the constant on the left
+        "if 0 == hvd.rank():\n    hvd.barrier()  # HERE",
+        "if 0 == hvd.rank():\n    hvd.barrier()\nelse:\n    hvd.barrier()\nif 1 < hvd.size():\n    hvd.barrier()",
+    ),
+    (
+        "loop_left_on_some_ranks",  # a break in the `else` of an inner loop leaves the outer loop
+        WRAP + "for e in r:\n    optimizer.step()\n    for x in d:\n        show(x)\n    else:\n"
+        "        if hvd.rank() == 0:\n            break  # HERE",
+        WRAP
+        + "for e in r:\n    for x in d:\n        optimizer.step()\n    else:\n        if hvd.rank() == 0:\n            show()",
+    ),
+    (
         "loop_left_on_some_ranks",  # no finding if the other ranks may leave the loop too, or call no collective in it
         WRAP + "for e in r:\n    optimizer.step()\n    if hvd.rank() == 0:\n        if bad > 3:\n            break  # HERE",
         WRAP + "for e in r:\n    optimizer.step()\n    if hvd.rank() == 0:\n        if bad > 3:\n            break\n"
@@ -183,6 +195,14 @@ CASES = [
         "for e in range(start, 9):\n    optimizer.step()\nend = 0\nif hvd.rank() == 0:\n    end = load()\nsend(end)\n"
         "for e in range(end):\n    optimizer.step()\nn = 0\nif hvd.rank() == 0:\n    n = 3\n    for e in range(n): show()\n"
         "m = 0\nif hvd.rank() == 0:\n    m = load()\n    show(m + 1)\nm = 0\nfor e in range(m):\n    optimizer.step()",
+    ),
+    (
+        "loop_by_value_of_some_ranks",  # an attribute; no finding if the program may send its object
+        WRAP + "if args.resume and hvd.rank() == 0:\n    args.start = load().get('start')\n    print(args.start)\n"
+        "for e in range(args.start, 9):  # HERE\n    optimizer.step()",
+        WRAP
+        + "if args.resume and hvd.rank() == 0:\n    args.start = load().get('start')\nargs = hvd.broadcast_object(args)\n"
+        "for e in range(args.start, 9):\n    optimizer.step()",
     ),
     (
         "loop_by_value_of_some_ranks",  # no finding if all ranks may leave the loop

@@ -16,6 +16,10 @@ from dualtrain.horovodize.source import Finding, Scope, Source
 _SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")
 
 
+#: Functions and methods that don't send an argument to other ranks. ``get`` is for ``checkpoint.get("start_epoch")``.
+_READERS = ("format", "get", "info", "print", "range")
+
+
 def may_send(source: Source) -> bool:
     """Return whether the program may send values between ranks by a call that ``_SENDS`` matches."""
     return any(_SENDS.search(file.code) for file in source.files)
@@ -31,20 +35,23 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
     guards, look = Guards.of(source), Collectives(source)
     for loop in (node for node in source.nodes if isinstance(node, ast.For | ast.While)):
         for name in _names_of_condition(loop):
-            collective = look.first_in(loop.body)
+            collective, text = look.first_in(loop.body), ast.unparse(name)
             if not collective or guards.looks_like_one_rank(loop) or not _is_set_on_some_ranks(source, name):
                 continue
             message = (
-                f"only some ranks set {name.id}, which decides how often this loop runs, so that {collective}() of other "
-                f"ranks hangs; send it to all ranks first: {name.id} = hvd.broadcast_object({name.id}, root_rank=0)"
+                f"only some ranks set {text}, which decides how often this loop runs, so that {collective}() of other "
+                f"ranks hangs; send it to all ranks first: {text} = hvd.broadcast_object({text}, root_rank=0)"
             )
             yield Finding(name.lineno, "trap", message)
 
 
-def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name]:
-    """Yield the variables in ``range(…)`` of ``loop``, and ``flag`` of ``if flag: break``, if this is the only exit."""
+def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.Attribute]:
+    """Yield the variables and attributes in ``range(…)`` of ``loop``, and ``flag`` of ``if flag: break``.
+
+    The flag counts only if this is the only exit.
+    """
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
-        yield from (value for value in loop.iter.args if isinstance(value, ast.Name))
+        yield from (value for value in loop.iter.args if isinstance(value, ast.Name | ast.Attribute))
     exits = [node for part in loop.body for node in ast.walk(part) if may_leave(node)]
     endless = isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))
     for one in loop.body if endless else ():
@@ -52,30 +59,33 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name]:
             yield from [one.test] if exits == one.body[-1:] else []
 
 
-def _is_set_on_some_ranks(source: Source, name: ast.Name) -> bool:
-    """Return whether one statement, which only some ranks run, sets the variable ``name``, and no rank sends the value.
+def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
+    """Return whether one statement, which only some ranks run, sets ``name``, and no rank sends the value.
 
-    All other assignments must assign constants in the same function, and at least one of them must run on all ranks. The
-    variable may be an argument of print() and range() only, because another function may send it.
+    All other assignments must assign constants in the same function. One of them must run on all ranks, except for an
+    attribute, whose first value may come from argparse. No call but those in ``_READERS`` may get the value, because it may
+    send the value. Since a call may get the object of an attribute, a program that may send any values has no finding there.
     """
     guards, scope = Guards.of(source), source.scope(name)
-    stores = [node for node in source.mentions.get(name.id, ()) if isinstance(getattr(node, "ctx", None), ast.Store)]
-    made = [(value, at) for target, value, at in source.assignments if target == name.id]
+    mentions = source.mentions.get(last_name(name), ())
+    stores = [node for node in mentions if isinstance(getattr(node, "ctx", None), ast.Store)]
+    made = [(value, at) for target, value, at in source.assignments if target == ast.unparse(name)]
+    is_attribute = isinstance(name, ast.Attribute)
     if (
         len(stores) != len(made)
-        or name.id in source.parameters(name)
+        or (may_send(source) if is_attribute else last_name(name) in source.parameters(name))
         or any(source.scope(at) is not scope for _, at in made)
     ):
         return False
     some = [at for value, at in made if not isinstance(value, ast.Constant) or isinstance(at, ast.AugAssign)]
     common = [at for _, at in made if at not in some and not guards.looks_like_one_rank(at)]
-    if len(some) != 1 or not guards.is_on_some_ranks(some[0]) or guards.is_without_horovod(some[0]) or not common:
+    if len(some) != 1 or not guards.is_on_some_ranks(some[0]) or guards.is_without_horovod(some[0]):
         return False
-    if any(at.lineno > some[0].lineno for at in common):  # type: ignore[attr-defined]
+    if not (common or is_attribute) or any(at.lineno > some[0].lineno for at in common):  # type: ignore[attr-defined]
         return False  # perhaps a later assignment, which makes the value equal on all ranks again
-    given = [source.parents[node] for node in source.mentions[name.id] if node not in stores]
+    given = [source.parents[node] for node in mentions if node not in stores]
     calls = [node for node in given if isinstance(node, ast.Call | ast.keyword)]
-    return all(isinstance(node, ast.Call) and last_name(node.func) in ("print", "range") for node in calls)
+    return all(isinstance(node, ast.Call) and last_name(node.func) in _READERS for node in calls)
 
 
 def rate_on_some_ranks(source: Source) -> Iterator[Finding]:

@@ -157,7 +157,7 @@ class Collectives:
         below: ast.AST = jump
         inside: list[tuple[ast.If, ast.AST]] = []
         for above in self.source.above(jump):
-            if isinstance(above, ast.For | ast.While | Function):
+            if isinstance(above, ast.For | ast.While | Function) and below not in getattr(above, "orelse", ()):
                 break
             if isinstance(above, ast.If) and below is not above.test and self.guards.signature(above.test):
                 inside.append((above, below))
