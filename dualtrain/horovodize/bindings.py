@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dualtrain.horovodize.names import HOMES
-from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.nodes import last_name, loaded_module
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
@@ -104,12 +104,13 @@ class Bindings:
         return self.imported.get(parameter) in HOMES and re.search("hvd|horovod", parameter, re.IGNORECASE) is not None
 
     def _is_fallback(self, node: ast.Name) -> bool:
-        """Return whether ``node`` is assigned a constant, or is assigned in an exception handler or in an ``else``.
+        """Return whether ``node`` is assigned a constant or a loaded module, or in an exception handler or an ``else``.
 
         Scripts do so if an import fails or is not wanted.
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt)), None)
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
+        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        if value is not None and (isinstance(value, ast.Constant) or loaded_module(value)):
             return True
         below: ast.AST = node
         for above in self._above(node):

@@ -11,7 +11,10 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 
-_IMPORTS = re.compile(rb"^[ \t]*(import|from)[ \t]+(horovod|dualtrain\.hvd)\b", re.MULTILINE)
+_IMPORTS = re.compile(
+    rb"^[ \t]*(import|from)[ \t]+(horovod|dualtrain\.hvd)\b|import_module\([\"'](horovod\.torch|dualtrain\.hvd)\b",
+    re.MULTILINE,
+)
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
 
 

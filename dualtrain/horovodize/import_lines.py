@@ -8,9 +8,13 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.imports import ENGINES, home
+from dualtrain.horovodize.nodes import loaded_module
 from dualtrain.horovodize.rules.environment import is_guarded
 from dualtrain.horovodize.source import Finding, Source
 
+#: Statements that import modules, and calls of importlib.import_module.
+_Import = ast.Import | ast.ImportFrom | ast.Call
+_IMPORTS = ast.Import, ast.ImportFrom, ast.Call
 _RUNNER = "start the script with torchrun -m dualtrain.horovodize"
 #: Libraries that import Horovod themselves.
 _IMPORTERS = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
@@ -26,7 +30,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
         initialized: whether one of the given files calls ``init``. If not, the program has more files, one of which calls
             it. The imports then stay unchanged, because all files must import the same library.
     """
-    imports = (node for node in source.nodes if isinstance(node, ast.Import | ast.ImportFrom) and _imports_horovod(node))
+    imports = (node for node in source.nodes if isinstance(node, _IMPORTS) and _imports_horovod(node))
     lines = [node for node in imports if _is_of_torch(node) or not is_guarded(source, node)]
     changes = [(node, list(_edits(source, node))) for node in lines]
     stays = next((node for node, edits in changes if not edits), None)
@@ -47,18 +51,24 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod is not changed: {why}; {_RUNNER}")]
 
 
-def _is_of_torch(node: ast.Import | ast.ImportFrom) -> bool:
+def _is_of_torch(node: _Import) -> bool:
     return "horovod.torch" in ast.unparse(node) or "from horovod import torch" in ast.unparse(node)
 
 
-def _imports_horovod(node: ast.Import | ast.ImportFrom) -> bool:
+def _imports_horovod(node: _Import) -> bool:
+    if isinstance(node, ast.Call):
+        return loaded_module(node) == "horovod.torch"
     if isinstance(node, ast.ImportFrom):
         return not node.level and (node.module or "").partition(".")[0] == "horovod"
     return any(alias.name.partition(".")[0] == "horovod" for alias in node.names)
 
 
-def _edits(source: Source, node: ast.Import | ast.ImportFrom) -> Iterator[Edit]:
-    """Yield the edits of one import statement; no edits if it has no certain replacement."""
+def _edits(source: Source, node: _Import) -> Iterator[Edit]:
+    """Yield the edits of one import; no edits if it has no certain replacement."""
+    if isinstance(node, ast.Call):
+        name = source.layout.segment(node.args[0])
+        yield source.layout.replace(node.args[0], name.replace("horovod.torch", "dualtrain.hvd"))
+        return
     if isinstance(node, ast.ImportFrom):
         yield from _edits_of_from(source, node)
         return

@@ -28,3 +28,10 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 def first_argument(call: ast.Call, name: str) -> ast.expr | None:
     """Return the first positional argument of ``call``, or else its keyword argument ``name``, or None."""
     return call.args[0] if call.args else keyword(call, name)
+
+
+def loaded_module(value: ast.AST) -> str:
+    """Return the full name of the module that a call of importlib.import_module loads, or ""."""
+    if isinstance(value, ast.Call) and last_name(value.func) == "import_module" and len(value.args) == 1:
+        return str(getattr(value.args[0], "value", ""))
+    return ""

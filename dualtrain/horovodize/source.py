@@ -15,17 +15,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
-from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.nodes import last_name, loaded_module
 
 T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
 #: The same comparison with its sides swapped.
-_SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    **{each: each for each in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)},
-    **{ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE},
-}
+_SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
+_SWAPPED |= {each: each for each in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)}
 _SCHEDULE = re.compile(r"torch\.optim\.(lr_scheduler\.\w+|swa_utils\.SWALR)")
 #: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
@@ -94,7 +92,7 @@ class Source:
         return Layout(self.text, self.tree)
 
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
-        """Yield (name in the script, full name) for each name that an import statement binds."""
+        """Yield (name in the script, full name) for each name that an import, or a call of import_module, binds."""
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -103,6 +101,8 @@ class Source:
             for alias in node.names:
                 names = PUBLIC if alias.name == "*" and self._has_api(node.module) else [alias.name]
                 yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
+        elif isinstance(node, ast.Assign) and loaded_module(node.value):
+            yield from ((target.id, loaded_module(node.value)) for target in node.targets if isinstance(target, ast.Name))
 
     @staticmethod
     def _has_api(module: str) -> bool:
@@ -118,8 +118,26 @@ class Source:
                 self._full_names[node] = self._bindings.full_name(node)
             else:
                 base = self.name(node.value)
-                self._full_names[node] = f"{base}.{node.attr}" if base else ""
+                self._full_names[node] = f"{base}.{node.attr}" if base else self._stored_module(node)
         return self._full_names[node]
+
+    def _stored_module(self, node: ast.Attribute) -> str:
+        return self._stored_modules.get(ast.unparse(node), "") if self._stored_modules else ""
+
+    @cached_property
+    def _stored_modules(self) -> dict[str, str]:
+        """Map of each attribute that holds horovod.torch or None, such as ``self.hvd``, to the full name of the module."""
+        found: dict[str, set[str]] = {}
+        for target, value, at in self.assignments:
+            if "." in target and not (isinstance(value, ast.Constant) and value.value is None):
+                found.setdefault(target, set()).add(self._module(value) if isinstance(at, ast.Assign) else "")
+        return {target: names.pop() for target, names in found.items() if len(names) == 1 and names <= set(HOMES)}
+
+    def _module(self, value: ast.expr) -> str:
+        """Return the full name of the module ``hvd`` or ``importlib.import_module("horovod.torch")``, or ""."""
+        if isinstance(value, ast.Name):
+            return self._bindings.full_name(value)
+        return loaded_module(value)
 
     def hvd(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
@@ -177,7 +195,8 @@ class Source:
     @cached_property
     def uses_horovod(self) -> bool:
         """Return whether the script imports anything from horovod or dualtrain.hvd."""
-        return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self.imported_names)
+        names = (*self.imported_names, *self._stored_modules.values())
+        return any(name.startswith(("horovod", "dualtrain.hvd")) for name in names)
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.AST]]:
@@ -287,7 +306,7 @@ class Source:
         return any(isinstance(value, ast.Call) and self.constructs(value, cls) for value in values)
 
     def constructs(self, call: ast.Call, cls: ast.AST) -> bool:
-        """Return whether ``call`` makes an object of the script's class ``cls``, by its name or as ``cls()`` in a method."""
+        """Return whether ``call`` makes an object of the script's class ``cls``: by its name, or as ``cls()``."""
         name = last_name(call.func)
         return name == getattr(cls, "name", "") or (name == "cls" and self.parents.get(self.scope(call)) is cls)
 

@@ -22,6 +22,21 @@ WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.n
 #: names the subject of the scripts, or gives the reason for a finding or for none.
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
+    (
+        "discarded_result",  # an attribute that holds the module
+        "self.hvd = hvd\nself.hvd.broadcast(x, 0)  # HERE",
+        "self.hvd = hvd\nself.hvd.broadcast_(x, 0)\nself.lib = hvd\nself.lib = other\nself.lib.broadcast(x, 0)",
+    ),
+    (
+        "discarded_result",  # a module that import_module loads
+        "import importlib\nself.h = None\nself.h = importlib.import_module('horovod.torch')\nself.h.allreduce(x)  # HERE",
+        "import importlib\nself.h = importlib.import_module('horovod.tensorflow')\nself.h.allreduce(x)",
+    ),
+    (
+        "discarded_result",
+        "from importlib import import_module\nh = import_module('horovod.torch')\nh.allreduce(x)  # HERE",
+        "from importlib import import_module\nh = import_module('other')\nh.allreduce(x)",
+    ),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
     ("discarded_result", "hvd.allreduce_async_(x)  # HERE", "hvd.synchronize(hvd.allreduce_async_(x))"),
     ("unknown_name", "hvd.callbacks.Something()  # HERE", "hvd.elastic.run\nhvd.__name__"),
@@ -177,8 +192,8 @@ CASES = [
         "loop_left_on_some_ranks",  # a break in the `else` of an inner loop leaves the outer loop
         WRAP + "for e in r:\n    optimizer.step()\n    for x in d:\n        show(x)\n    else:\n"
         "        if hvd.rank() == 0:\n            break  # HERE",
-        WRAP
-        + "for e in r:\n    for x in d:\n        optimizer.step()\n    else:\n        if hvd.rank() == 0:\n            show()",
+        WRAP + "for e in r:\n    for x in d:\n        optimizer.step()\n    else:\n"
+        "        if hvd.rank() == 0:\n            show()",
     ),
     (
         "loop_left_on_some_ranks",  # no finding if the other ranks may leave the loop too, or call no collective in it

@@ -203,6 +203,10 @@ IMPORTS = [
     ),
     ("import horovod.torch\nhorovod.torch.rank()", None),
     ("import horovod.torch as hvd\nimport ignite.metrics", None),
+    (
+        "hvd = importlib.import_module('horovod.torch')\nself.hvd = import_module(\"horovod.torch\")",
+        "hvd = importlib.import_module('dualtrain.hvd')\nself.hvd = import_module(\"dualtrain.hvd\")",
+    ),
     ("from .horovod import torch", ""),
 ]
 

@@ -63,8 +63,8 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
     """Return whether one statement, which only some ranks run, sets ``name``, and no rank sends the value.
 
     All other assignments must assign constants in the same function. One of them must run on all ranks, except for an
-    attribute, whose first value may come from argparse. No call but those in ``_READERS`` may get the value, because it may
-    send the value. Since a call may get the object of an attribute, a program that may send any values has no finding there.
+    attribute, whose first value may come from argparse. Only calls in ``_READERS`` may get the value, because a different
+    call may send it. A call may get the object of an attribute too, so there the program must not send any values.
     """
     guards, scope = Guards.of(source), source.scope(name)
     mentions = source.mentions.get(last_name(name), ())
