@@ -121,7 +121,7 @@ class Guards:
             if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name | ast.BoolOp | ast.Call):
                 return self.signature(values[0], depth + 1)
         if isinstance(test, ast.Compare) and (rank := self._rank_constant(test)):
-            holds = isinstance(test.ops[0], ast.Eq | ast.In | ast.Lt | ast.LtE)
+            holds = isinstance(test.ops[0], ast.Eq | ast.Is | ast.In | ast.Lt | ast.LtE)
             return holds, f"{self.rank(test.left)} == {rank}"
         if self.rank(test):
             return False, f"{self.rank(test)} == 0"
@@ -170,7 +170,7 @@ class Guards:
         ranks = [text for text in constants if text != "-1"]  # -1 is for runs without Horovod
         if len(ranks) != 1:
             return ""
-        if isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+        if isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn):
             return ranks[0]
         return "0" if (type(test.ops[0]), ranks[0]) in _FIRST_RANK else ""
 

@@ -184,9 +184,21 @@ CASES = [
         "rank = hvd.rank()\nif not rank:\n    x = hvd.broadcast_object(3)\nelse:\n    x = hvd.broadcast_object(None)",
     ),
     (
+        "collective_on_some_ranks",
+        "if hvd.rank() is 0:\n    hvd.barrier()  # HERE",
+        "if hvd.rank() is not 0:\n    hvd.barrier()\nelse:\n    hvd.barrier()",
+    ),
+    (
         "collective_on_some_ranks",  # comparisons with the constant on the left
         "if 0 == hvd.rank():\n    hvd.barrier()  # HERE",
         "if 0 == hvd.rank():\n    hvd.barrier()\nelse:\n    hvd.barrier()\nif 1 < hvd.size():\n    hvd.barrier()",
+    ),
+    (
+        "loop_left_on_some_ranks",  # no finding if this may be the last iteration
+        WRAP + "for i, x in enumerate(d):\n    optimizer.step()\n    if i % 100 == 0 and hvd.rank() == 0 and bad:\n"
+        "        break  # HERE",
+        WRAP + "for i, x in enumerate(d):\n    optimizer.step()\n    if i == n and hvd.rank() == 0:\n        break\n"
+        "for i, x in enumerate(d):\n    optimizer.step()\n    if (i + 1) % n == 0 and hvd.rank() == 0:\n        break",
     ),
     (
         "loop_left_on_some_ranks",  # a break in the `else` of an inner loop leaves the outer loop

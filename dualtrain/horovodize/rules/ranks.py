@@ -259,11 +259,15 @@ def may_leave(node: ast.AST) -> bool:
 
 
 def _compares_equal(test: ast.expr, target: ast.expr) -> bool:
-    """Return whether ``test`` contains a comparison such as ``epoch == last`` with a variable of a loop."""
+    """Return whether ``test`` contains a comparison such as ``epoch == last`` with a variable of a loop.
+
+    ``step % 100 == 0`` does not count: it is also true before the last iteration.
+    """
     names = variables_in(target)
     return any(
         isinstance(node, ast.Compare)
         and isinstance(node.ops[0], ast.Eq)
-        and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+        and not names.isdisjoint(variables_in(node))
+        and not re.search(r"% (\d+|[\w.]*(every|freq|interval)\w*) == 0$", ast.unparse(node))
         for node in ast.walk(test)
     )
