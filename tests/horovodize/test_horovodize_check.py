@@ -224,6 +224,13 @@ CASES = [
         "m = 0\nif hvd.rank() == 0:\n    m = load()\n    show(m + 1)\nm = 0\nfor e in range(m):\n    optimizer.step()",
     ),
     (
+        "loop_by_value_of_some_ranks",  # an attribute that a different method of the class sets
+        WRAP + "class T:\n    def load(self):\n        if hvd.rank() == 0:\n            self.start = load()\n"
+        "    def train(self):\n        for e in range(self.start, 9):  # HERE\n            optimizer.step()",
+        WRAP + "class T:\n    def load(self):\n        if hvd.rank() == 0:\n            self.start = load()\n"
+        "class U:\n    def train(self):\n        for e in range(self.start, 9):\n            optimizer.step()",
+    ),
+    (
         "loop_by_value_of_some_ranks",  # an attribute; no finding if the program may send its object
         WRAP + "if args.resume and hvd.rank() == 0:\n    args.start = load().get('start')\n    print(args.start)\n"
         "for e in range(args.start, 9):  # HERE\n    optimizer.step()",

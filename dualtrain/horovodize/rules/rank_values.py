@@ -62,19 +62,23 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.At
 def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether one statement, which only some ranks run, sets ``name``, and no rank sends the value.
 
-    All other assignments must assign constants in the same function. One of them must run on all ranks, except for an
-    attribute, whose first value may come from argparse. Only calls in ``_READERS`` may get the value, because a different
-    call may send it. A call may get the object of an attribute too, so there the program must not send any values.
+    All other assignments must assign constants in the same function. For an attribute, the same class suffices. One of them
+    must run on all ranks. The first value of an attribute may also come from argparse. Only calls in ``_READERS`` may get
+    the value, because a different call may send it. A call may also get the object of an attribute: then the program must
+    not send any values.
     """
-    guards, scope = Guards.of(source), source.scope(name)
+    guards, home = Guards.of(source), _home(source, name, name)
     mentions = source.mentions.get(last_name(name), ())
-    stores = [node for node in mentions if isinstance(getattr(node, "ctx", None), ast.Store)]
-    made = [(value, at) for target, value, at in source.assignments if target == ast.unparse(name)]
     is_attribute = isinstance(name, ast.Attribute)
+    same = [
+        node for file in source.files if is_attribute or file is source for node in file.mentions.get(last_name(name), ())
+    ]
+    stores = [node for node in same if isinstance(getattr(node, "ctx", None), ast.Store)]
+    made = [(value, at) for target, value, at in source.assignments if target == ast.unparse(name)]
     if (
         len(stores) != len(made)
         or (may_send(source) if is_attribute else last_name(name) in source.parameters(name))
-        or any(source.scope(at) is not scope for _, at in made)
+        or any(_home(source, name, at) is not home for _, at in made)
     ):
         return False
     some = [at for value, at in made if not isinstance(value, ast.Constant) or isinstance(at, ast.AugAssign)]
@@ -86,6 +90,13 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
     given = [source.parents[node] for node in mentions if node not in stores]
     calls = [node for node in given if isinstance(node, ast.Call | ast.keyword)]
     return all(isinstance(node, ast.Call) and last_name(node.func) in _READERS for node in calls)
+
+
+def _home(source: Source, name: ast.Name | ast.Attribute, node: ast.AST) -> ast.AST:
+    """Return the function around ``node`` if ``name`` is a variable. For an attribute, return the class or the module."""
+    if isinstance(name, ast.Name):
+        return source.scope(node)
+    return next((above for above in source.above(node) if isinstance(above, ast.ClassDef)), source.tree)
 
 
 def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
