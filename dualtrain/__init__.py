@@ -12,28 +12,42 @@ These modules are public too, and must be imported: ``dualtrain.hvd`` (Horovod's
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dualtrain.errors import BackendError, PeerFailedError, PeerFailure, RankFailedError, UserError
+from dualtrain.errors import (
+    BackendError,
+    DivergedError,
+    PeerFailedError,
+    PeerFailure,
+    RankFailedError,
+    RanksDifferError,
+    UserError,
+)
 from dualtrain.version import __version__
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend, ReduceOp, Work, connect
     from dualtrain.functions import run
     from dualtrain.heap import keep_freed_memory
+    from dualtrain.launchers import World
     from dualtrain.optimizer import DistributedOptimizer
     from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
+    from dualtrain.trainer.objective import Objective
     from dualtrain.trainer.trainer import Trainer
 
 __all__ = [
     "Backend",
     "BackendError",
     "DistributedOptimizer",
+    "DivergedError",
+    "Objective",
     "PeerFailedError",
     "PeerFailure",
     "RankFailedError",
+    "RanksDifferError",
     "ReduceOp",
     "Trainer",
     "UserError",
     "Work",
+    "World",
     "__version__",
     "average_buffers",
     "broadcast_optimizer_state",
@@ -49,8 +63,10 @@ _MODULES = {
     "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
     "dualtrain.functions": ("run",),
     "dualtrain.heap": ("keep_freed_memory",),
+    "dualtrain.launchers": ("World",),
     "dualtrain.optimizer": ("DistributedOptimizer",),
     "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),
+    "dualtrain.trainer.objective": ("Objective",),
     "dualtrain.trainer.trainer": ("Trainer",),
 }
 #: Not imported at their first use: importing ``hvd`` sets environment variables.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import graphlib
+import inspect
+import re
 import subprocess
 import sys
 from functools import cache
 
 import pytest
 
+import dualtrain
 from dualtrain.__main__ import COMMANDS
 from tests.pool import ROOT
 
@@ -379,6 +383,20 @@ def test_importing_the_package_loads_no_optional_module():
     heavy, early = done.stdout.splitlines()
     assert heavy == ""
     assert early.split() == [f"dualtrain.{name}" for name in ("errors", "version", "training", "training.signals")]
+
+
+def test_errors_named_in_docstrings_of_public_names_are_public():
+    named = {
+        error
+        for name in dualtrain.__all__
+        for _, member in [
+            (name, getattr(dualtrain, name)),
+            *inspect.getmembers(getattr(dualtrain, name), inspect.isfunction),
+        ]
+        for error in re.findall(r"^ +(\w+Error):", inspect.getdoc(member) or "", re.MULTILINE)
+    }
+    assert {"DivergedError", "RanksDifferError", "BackendError", "ValueError"} <= named
+    assert {name for name in named if not hasattr(builtins, name)} <= set(dualtrain.__all__)
 
 
 def test_only_the_loop_takes_the_whole_configuration():
