@@ -40,7 +40,7 @@ HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]
 
 def test_every_example_is_tested():
     assert EXAMPLES.keys() - PROGRAMS.keys() == {"hvd-0", "top-0"}
-    assert PROGRAMS.keys() == {"backends-0", "training-0", "hvd-1"}
+    assert PROGRAMS.keys() == {"backends-0", "training-0", "training-1", "hvd-1"}
 
 
 def loss_of(command, folder, ranks):
