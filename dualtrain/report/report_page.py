@@ -25,6 +25,7 @@ def _sections(runs: Sequence[Run]) -> list[str]:
     differing, repaired, weights = differing_settings(runs), recoveries(runs), same_weights(runs)
     waiting = [run for run in runs if not run.metrics]
     parts = [f"<h2>Results</h2>\n{_table(results(runs), short=True)}", f"<p>{text(weights)}</p>" if weights else ""]
+    parts += [f"<p>{text(run.label)} has stopped: {text(run.failure)}.</p>" for run in runs if run.failure]
     parts += [f"<p>No metrics yet: {text(run.label)} has not logged its first steps.</p>" for run in waiting]
     parts += [f"<p>{text(run.label)}: {_unreadable(run.unreadable)}.</p>" for run in runs if run.unreadable]
     if len(waiting) < len(runs):

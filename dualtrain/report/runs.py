@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from dualtrain.errors import UserError
 from dualtrain.files import or_nothing, parse_json, read_json, read_text
+from dualtrain.run_folder.attempt_events import UNKNOWN, new_death, read_events
 from dualtrain.run_table import NONE, as_text, is_finite, labelled, read_summary, run_table
 
 COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, …
@@ -47,6 +49,7 @@ class Run:
         origin: command, commit and other facts about the run's origin, as text.
         ranks: the facts that ``RANKS`` names, known from the start of a run.
         unreadable: number of lines of metrics.jsonl that are not metrics, not counting an incomplete last line.
+        failure: what ended the newest start of the run, if a rank recorded it; else "".
     """
 
     folder: Path
@@ -58,6 +61,7 @@ class Run:
     origin: dict[str, Any]
     ranks: dict[str, Any]
     unreadable: int = 0
+    failure: str = ""
 
     def curve(self, kind: str, key: str) -> tuple[Points, int]:
         """Return the points of ``key`` in lines of this ``kind``, and the number of values that cannot be drawn.
@@ -125,7 +129,16 @@ def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
     found = written.pop("origin", None)
     origin = found if isinstance(found, dict) else {}
     ranks = {name: origin[name] for name in RANKS if name in origin}
-    return Run(folder, label, color, _flat(written), metrics, summary, _origin({**origin, **summary}), ranks, unreadable)
+    facts = _origin({**origin, **summary})
+    return Run(folder, label, color, _flat(written), metrics, summary, facts, ranks, unreadable, _failure(folder))
+
+
+def _failure(folder: Path) -> str:
+    """Return what ended the newest start of a run; "" if the run still trains, has ended, or no cause was recorded."""
+    with suppress(OSError):
+        death = new_death(folder, read_events(folder))
+        return death.describe() if death is not None and death.cause != UNKNOWN else ""
+    return ""
 
 
 def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]:

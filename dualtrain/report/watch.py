@@ -17,7 +17,7 @@ from dualtrain.errors import UserError
 from dualtrain.report.report_page import page
 from dualtrain.report.runs import read_runs
 
-_FILES = ("config.json", "metrics.jsonl", "summary.json")
+_FILES = ("attempts.jsonl", "config.json", "metrics.jsonl", "summary.json")
 
 
 class _Handler(BaseHTTPRequestHandler):

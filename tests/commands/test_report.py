@@ -276,6 +276,18 @@ def test_a_run_that_has_not_finished_shows_its_last_step(tmp_path):
     assert main([str(folder)]) == 0
 
 
+def test_the_recorded_cause_is_shown_until_the_run_is_started_again(tmp_path):
+    folder = Path(make(tmp_path / "run", None))
+    start = {"event": "start", "attempt": "a", "time": 1.0, "step": 0}
+    failed = {"event": "failure", "attempt": "a", "time": 2.0, "step": 41, "cause": "raised <KeyError>", "rank": 1}
+    events = [start, {**failed, "requested": False}, {**start, "attempt": "b"}]
+    shown = []
+    for count in range(len(events) + 1):
+        (folder / "attempts.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:count]))
+        shown.append("run has stopped: rank 1 raised <KeyError>" in Page(page(read_runs([str(folder)]))).text)
+    assert shown == [False, False, True, False]
+
+
 def test_a_run_that_was_resumed_after_its_end_is_not_finished(tmp_path):
     folder = Path(make(tmp_path / "run", {**SUMMARY, "steps": 20}))
     assert results(read_runs([str(folder)])).rows[1][1] == "not finished"
