@@ -1,6 +1,6 @@
 """``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults with an unchanged result.
 
-Flags that are not listed below are passed to ``dualtrain train``: they describe the job.
+All other flags are passed to ``dualtrain train``: they describe the job.
 Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
 results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks. With --backend horovod,
