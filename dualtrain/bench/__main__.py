@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+def _chosen(
+    flag: str, text: str | None, known: Sequence[str], default: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
     if text is None:
         return tuple(default)
-    names = text.split(",")
+    names = [name for given in text.split(",") for name in groups.get(given, (given,))]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UserError(f"{flag}: {unknown[0]!r} is not known: choose from {', '.join(known)}")
+        raise UserError(f"{flag}: {unknown[0]!r} is not known: choose from {', '.join((*known, *groups))}")
     return tuple(name for name in known if name in names)
-
-
-def _without_groups(jobs: str | None) -> str | None:
-    """Replace names of groups in ``--jobs`` by the names of their jobs."""
-    return None if jobs is None else ",".join(",".join(GROUPS.get(name, (name,))) for name in jobs.split(","))
 
 
 def _prefix(text: str | None) -> tuple[str, ...]:
@@ -226,9 +223,9 @@ def _run(given: argparse.Namespace) -> int:
         layouts = layouts_of(given.ranks)
         with _folder(given.out) as folder:
             return run_scale(layouts, folder, given.device, given.pairs)
-    jobs = _chosen("--jobs", _without_groups(given.jobs), JOBS, QUICK if given.quick else DEFAULT)
+    jobs = _chosen("--jobs", given.jobs, JOBS, QUICK if given.quick else DEFAULT, GROUPS)
     default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
-    names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
+    names = _chosen("--contenders", given.contenders, list(ENTRIES), default, {})
     prefix = _prefix(given.launch)
     with _folder(given.out) as folder:
         # The work folder is always new, because it is deleted with its contents at the end.

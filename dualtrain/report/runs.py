@@ -115,6 +115,8 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
     if begun and not any(run.metrics for run in runs):
         which = repr(str(runs[0].folder)) if len(runs) == 1 else f"each of the {len(runs)} runs"
         cure = "wait until its first steps are logged (--log-every), or leave the run out if it has ended"
+        if len(runs) == 1 and runs[0].failure:
+            raise UserError(f"{which} has no metrics, and has stopped: {runs[0].failure}")
         raise UserError(f"{which} has no metrics yet: {cure}")
     return runs
 

@@ -40,6 +40,7 @@ from dualtrain.bench.plan import (
     ENTRIES,
     FALLBACKS,
     GLOO,
+    GROUPS,
     JOBS,
     LENGTHS,
     MPI,
@@ -1179,7 +1180,7 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--nproc", "9999"], "9999 ranks are too many for this host"),
         (["--pairs", "few"], "--pairs"),
         (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose from alone"),
-        (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),
+        (["--jobs", "lenet"], f"--jobs: 'lenet' is not known: choose from {', '.join((*JOBS, *GROUPS))}"),
         (
             ["--jobs", "stall", "--contenders", "alone"],
             "none of the chosen contenders (alone) has any of the chosen jobs (stall)",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dualtrain.compare import COLUMNS, table
+from dualtrain.errors import UserError
 from dualtrain.report.__main__ import main
 from dualtrain.report.report_charts import MOST_DOTS, MOST_POINTS, PANELS, charts, thinned
 from dualtrain.report.report_page import page
@@ -286,6 +287,10 @@ def test_the_recorded_cause_is_shown_until_the_run_is_started_again(tmp_path):
         (folder / "attempts.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:count]))
         shown.append("run has stopped: rank 1 raised <KeyError>" in Page(page(read_runs([str(folder)]))).text)
     assert shown == [False, False, True, False]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:2]))
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no metrics, and has stopped: rank 1 raised <KeyError>"):
+        read_runs([str(folder)])
 
 
 def test_a_run_that_was_resumed_after_its_end_is_not_finished(tmp_path):
