@@ -94,7 +94,7 @@ class Calls(Primitives):
         """Return the result of ``call``; ``second`` says whether a second thread makes it.
 
         If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not
-        wait for a rank that was called with wrong arguments. Their error names this rank's call by ``kind`` and ``name``.
+        wait for this rank. Their error names this rank's call by ``kind`` and ``name``.
         """
         before = self.in_second_thread, self.compared
         self.in_second_thread, self.compared = second, False

@@ -252,6 +252,6 @@ class Backend(Reductions, ObjectCalls):
 
 
 def check_backend(backend: object) -> None:
-    """Raise TypeError if ``backend`` is not what ``connect()`` returns, such as a name or a rank."""
+    """Raise TypeError if ``backend`` is no :class:`Backend`, for example if it is the name of one."""
     if not isinstance(backend, Backend):
         raise TypeError(f"backend is a {type(backend).__name__}: give what connect() returns")

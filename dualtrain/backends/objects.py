@@ -97,7 +97,7 @@ def encode(obj: Any) -> torch.Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """Return the part of a message that says what cannot be sent: torch surrounds it by advice on files."""
+    """Return the part of a message that says what cannot be sent, without torch's advice on loading files."""
     text = one_line(error)
     if isinstance(error, pickle.UnpicklingError):
         text = text.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or text

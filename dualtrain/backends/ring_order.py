@@ -22,7 +22,7 @@ _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.MIN: lambda own, received: torch.where(received < own, received, own),
     ReduceOp.MAX: lambda own, received: torch.where(own < received, received, own),
 }
-_ANY_ORDER = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations that give the same bits if two values are swapped
+_COMMUTATIVE = (ReduceOp.SUM, ReduceOp.PRODUCT)  # operations that give the same bits if two values are swapped
 _SLICED_ELEMENTS = 2048  # chunks of at least this length are reduced one by one
 
 
@@ -34,7 +34,7 @@ def reduce_in_ring_order(rows: torch.Tensor, op: ReduceOp, result: torch.Tensor)
     Gloo cuts a row into more than 2 * size segments only if a segment would be longer than 1 MB.
     """
     size, numel = rows.shape
-    if size == 2 and op in _ANY_ORDER:
+    if size == 2 and op in _COMMUTATIVE:
         FOLD[op](rows[0], rows[1], out=result)
     elif numel < _SLICED_ELEMENTS * size:
         received, *others = rows.gather(0, _senders(size, numel)).unbind()
