@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter, ne
+from operator import attrgetter, is_, ne
 
 import torch
 
@@ -23,6 +23,7 @@ from dualtrain.gradients.sparse import has_values
 log = logging.getLogger(__name__)
 
 _storage_uses = torch._C._storage_Use_Count  # private in torch 2.5 to 2.15, see ``slots.py``
+_tensor_uses = torch.Tensor._use_count  # private in torch 2.5 to 2.15, which have no public count of references from C++
 _GRAD, _SHAPE, _ALIAS, _ADDRESS = attrgetter("grad"), attrgetter("shape"), attrgetter("alias"), torch.Tensor.data_ptr
 
 
@@ -169,7 +170,12 @@ class Bucket:
     def _has_views(self) -> bool:
         if not self._counts:
             return False
-        addresses = list(map(_ADDRESS, map(_ALIAS, self.slots)))
+        aliases = list(map(_ALIAS, self.slots))
+        # C++ refers to an alias if it is ``param.grad``. Other such references are views by DLPack and ``other.grad``.
+        held = sum(map(_tensor_uses, aliases)) - len(aliases)
+        if held and held > sum(map(is_, aliases, map(_GRAD, self._params))):
+            return True
+        addresses = list(map(_ADDRESS, aliases))
         # A gradient to whose ``.data`` the program has assigned does not use this storage any more.
         replaced = 0 if addresses == self._addresses else sum(map(ne, addresses, self._addresses))
         return _storage_uses(self._storage._cdata) > self._uses - replaced

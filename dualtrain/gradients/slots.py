@@ -95,8 +95,8 @@ class Slot:
     def move_kept(self) -> None:
         """If the program still holds an earlier gradient, copy that one to new memory, before ``view`` is overwritten.
 
-        The program then sees the earlier values, as in torch. ``Bucket.leave_views`` handles views of the earlier gradient.
-        An exception is, in some versions of torch, a reference that only C++ holds (``other.grad = p.grad``).
+        The program then sees the earlier values, as in torch. ``Bucket.leave_views`` handles views of the earlier gradient,
+        and references that only C++ holds (``other.grad = p.grad``).
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()

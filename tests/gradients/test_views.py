@@ -20,12 +20,21 @@ def world(request):
     return _spmd(request)
 
 
+def with_gradient(grad):
+    """Return a new parameter with the gradient ``grad``, to which only C++ refers then."""
+    other = nn.Parameter(torch.empty_like(grad))
+    other.grad = grad
+    return other
+
+
 VIEWS = {
     "data": lambda grad: grad.data,
     "detach": lambda grad: grad.detach(),
     "flat": lambda grad: grad.view(-1),
     "part": lambda grad: grad[1:],
     "numpy": lambda grad: grad.cpu().numpy(),
+    "dlpack": torch.from_dlpack,
+    "other": with_gradient,
 }
 STEPS = 6
 WHEN = {"first": [0], "late": [3], "always": range(STEPS), "sometimes": [1, 4], "never": []}
@@ -69,7 +78,7 @@ def keeps_views(backend, view, when, dtype=torch.float32, options=None, every=1,
             p = None
     for step, n, found in kept:
         wanted = expected(backend, step, n, dtype)
-        found = torch.as_tensor(found)
+        found = found.grad if isinstance(found, nn.Parameter) else torch.as_tensor(found)
         torch.testing.assert_close(found, wanted[1:] if view == "part" else wanted, **tolerance)
     inside = [slot.param.grad is not None and slot.param.grad.data_ptr() == slot.address for slot in reducer.slots]
     reducer.close()
