@@ -8,6 +8,7 @@ asynchronous forms. Each call first checks that all ranks make the same call. ``
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from dualtrain.backends.object_calls import ObjectCalls
 from dualtrain.backends.reductions import Reductions
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.tree_sum import TreeSum
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, one_line
 from dualtrain.launchers import World
 
 
@@ -131,14 +132,19 @@ class Backend(Reductions, ObjectCalls):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
-        """Make a copy of ``buffer``, a result of :meth:`new_buffer`, and call ``use`` with it. Not collective.
+        """Make a copy of ``buffer``, and call ``use`` with it. Not collective.
 
-        From then on, :meth:`start_sum` accepts the copy in place of ``buffer``, whose memory belongs to the caller alone.
+        If ``buffer`` is a result of :meth:`new_buffer`, :meth:`start_sum` accepts the copy in its place from then on. The
+        memory of ``buffer`` belongs to the caller alone.
 
         Raises:
             OSError: there is not enough memory. ``use`` was not called.
         """
-        use(buffer.clone())
+        try:
+            copy = buffer.clone()
+        except RuntimeError as error:
+            raise OSError(errno.ENOMEM, one_line(error)) from error
+        use(copy)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.

@@ -190,13 +190,14 @@ class Bucket:
     def _leave_memory(self) -> None:
         self.keeps_views = True
         with torch.inference_mode(False), torch.no_grad():
-            if self._staged:
-                self._use(self.wire, self.values.clone())
-                return
             try:
-                self._backend.replace_buffer(self.wire, lambda wire: self._use(wire, wire[: self._numel]))
+                if self._staged:
+                    self._backend.replace_buffer(self.values, lambda values: self._use(self.wire, values))
+                else:
+                    self._backend.replace_buffer(self.wire, lambda wire: self._use(wire, wire[: self._numel]))
             except OSError as error:
                 log.warning("this step overwrites views of earlier gradients, for which there is no memory: %s", error)
+                self.keeps_views = False
                 self._place_slots()
 
     def follow_memory(self) -> None:
@@ -263,6 +264,11 @@ class Bucket:
     def packed_outside(self) -> list[torch.Tensor]:
         """Return the packed gradients that do not lie in the bucket. Call it before ``unpack``."""
         return self._packed.outside()
+
+    def forget_ready(self) -> None:
+        """Begin a new round without ready gradients."""
+        self.pending = len(self.slots)
+        self._may_write = False
 
     def forget_gradients(self) -> None:
         """Drop the references to the gradients that were packed."""

@@ -57,7 +57,7 @@ class Schedule:
     def forget_ready(self) -> None:
         """Begin a new round without ready gradients, after a backward pass that failed before it sent a bucket."""
         for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
+            bucket.forget_ready()
         self.round += 1
 
     def start_round(self) -> None:

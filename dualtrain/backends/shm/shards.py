@@ -7,6 +7,7 @@ other buffers while the piece is in the CPU cache.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from dualtrain.backends.shm.semaphores import CACHE_LINE
 from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import Addition, SumOrder
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 256 << 10
 _PLANS = 64  # largest number of plans that a region caches
 
