@@ -220,3 +220,32 @@ def test_a_scheduler_adds_only_known_attributes_to_its_optimizer():
         f"{VERSION}: a scheduler adds an unknown attribute to its optimizer: add it to _NOT_COMPARED in hvd/compat.py: "
         f"{sorted(vars(optimizer))}"
     )
+
+
+def test_references_from_other_c_objects_are_counted():
+    count = getattr(torch.Tensor, "_use_count", None)
+    assert count is not None, f"{VERSION} has no Tensor._use_count: change _has_views in gradients/buckets.py"
+    p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    grad = torch.zeros(1)
+    counts = [count(grad)]
+    p.grad = grad
+    counts.append(count(grad))
+    q.grad = grad
+    counts.append(count(grad))
+    assert counts == [1, 2, 3], (
+        f"{VERSION} does not count references from C++ in Tensor._use_count: change _has_views in gradients/buckets.py"
+    )
+
+
+def test_a_tensor_made_from_dlpack_has_a_storage_of_its_own():
+    whole = torch.zeros(4)
+    own = torch.from_dlpack(whole)
+    assert own.data_ptr() == whole.data_ptr()
+    count = torch._C._storage_Use_Count
+    storages = [each.untyped_storage() for each in (whole, own)]
+    before = [count(each._cdata) for each in storages]
+    view = own[1:]
+    assert [count(each._cdata) for each in storages] == [before[0], before[1] + 1], (
+        f"{VERSION} counts views of a tensor from DLPack elsewhere: change _place_slots in gradients/buckets.py"
+    )
+    del view
