@@ -33,8 +33,9 @@ class CallChannel:
         rank: this rank.
         size: the number of ranks.
         connections: on rank 0, one to every other rank; on other ranks, one to rank 0.
-        await_all: function that runs an exchange: it calls ``next`` on the given iterator until the iterator ends. Each
-            call of ``next`` blocks for about as long as :meth:`limit` has set, and may raise OSError or ValueError.
+        await_all: function that runs an exchange: it calls ``next`` on the given iterator until the iterator ends. A call
+            of ``next`` returns when a single send or receive has blocked for the time that :meth:`limit` sets, or raises
+            OSError or ValueError.
     """
 
     def __init__(

@@ -48,9 +48,9 @@ class Backend(Reductions, ObjectCalls):
     returns the result; do not change the tensor before ``wait()`` has returned. A name is shown in errors and reports.
 
     Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
-    thread its own backend, which :meth:`channel` returns. A call raises BackendError if it is made during a call of a
-    different thread, or if some ranks make it in the thread that made this backend and others in a different thread.
-    Backward passes may run at the same time as calls.
+    thread its own backend, which :meth:`channel` returns. A call raises BackendError if a blocking call of a different
+    thread is running. If some ranks make a call in the thread that made this backend, and others make it in a different
+    thread, it raises BackendError on every rank. Backward passes may run at the same time as calls.
 
     Attributes:
         device: where this rank's tensors are, as chosen by ``connect``.

@@ -114,10 +114,10 @@ def _wrap_init(library: Any, world: World, meet: Meet) -> None:
 class _HorovodWork(Work[None]):
     """Handle of a Horovod operation.
 
-    It keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed, Horovod's
-    thread releases its tensors while it holds Horovod's lock. In torch 2.13, a thread takes the GIL when it releases the
-    last C++ reference to a tensor that a Python object still refers to. At the same time, a thread that starts an
-    operation may hold the GIL and wait for Horovod's lock. The view is one more C++ reference, so Horovod's thread does
+    The handle keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed,
+    Horovod's thread releases the inputs while it holds Horovod's lock. In torch 2.13, a thread takes the GIL when it
+    releases the last C++ reference to a tensor that a Python object still refers to. Another thread, which starts an
+    operation, may hold the GIL and wait for Horovod's lock. The view is one more C++ reference, so Horovod's thread does
     not take the GIL.
     """
 
@@ -265,7 +265,7 @@ class HorovodBackend(Backend):
             raise self.failure(what, self.failed) from self.failed
         if not inputs[0].is_cpu:
             refuse_other_devices(inputs[0])
-        # Horovod's thread, which is not in inference mode, resizes and writes the tensors.
+        # Horovod's thread, which is not in inference mode, resizes and writes the tensors: pass it ordinary tensors.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             inputs = tuple(map(ordinary, inputs))
             held = [tensor.view_as(tensor) for tensor in inputs]

@@ -21,7 +21,7 @@ from dualtrain.rendezvous.meeting_point import names_by_server, within
 from dualtrain.rendezvous.placement import SAME_BACKEND
 
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
-#: backend's name, and the reason why this host cannot be used, or ``None``.
+#: backend's name, and the reason why this host cannot be used (``None`` if it can be used).
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 #: Gloo's timeout in Horovod is this much longer than the backend's: Gloo's error names no rank, the backend's does.
 _GLOO_SECONDS_MORE = 3
@@ -92,7 +92,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     Returns:
         The job's store, and the address of the HTTP store.
     """
-    # ``meet`` sets the local ranks by the hosts' identities: Horovod aborts the process if local ranks are inconsistent.
+    # ``meet`` computes local ranks from the hosts' identities: Horovod aborts the process if local ranks are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
     def share(server_address: str | None) -> str:

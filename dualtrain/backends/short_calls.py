@@ -124,7 +124,7 @@ class CallBuffers:
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _agreed(self) -> bool:
-        """Return whether all ranks sent the same fingerprint. A rank whose ``Backend.flag`` is set sends its complement."""
+        """Return whether all fingerprints are equal. If its ``Backend.flag`` is set, a rank sends the complement."""
         return len({max(number, ~number) for number in self._answer[1 : self._end : _NUMBERS]}) == 1
 
     def _reduce(self, reduction: Reduction, lengths: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ def travels(data: Short | None, size: int, most: int) -> bool:
 
 
 def _own_values(data: Short | None) -> torch.Tensor | None:
-    """Return what this rank sends of ``data``, if anything."""
+    """Return the tensor that this rank sends; ``None`` if it sends none."""
     return None if data is None else data.tensor if isinstance(data, Reduction) else data.data
 
 

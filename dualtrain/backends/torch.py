@@ -130,7 +130,7 @@ class _TorchWork(Work[None]):
 
     def _wait_for(self, seconds: float) -> bool:
         try:
-            # Torch cuts the timeout to whole milliseconds, and takes 0 for no timeout.
+            # Torch rounds the timeout down to whole milliseconds, and 0 means no timeout.
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
             # A wait that merely timed out leaves the operation unchanged, and may be repeated.
@@ -503,8 +503,8 @@ def _group_timeout(timeout: float) -> timedelta:
     return timedelta(seconds=timeout + 10)
 
 
-# The next two functions use private API of torch, as torch's own tests do; it is the same in torch 2.5 to 2.15. There is no
-# public way to make a group that is not a subset of the default group, or to choose Gloo's interface for one group.
+# The next two functions use private API of torch, the same in torch 2.5 to 2.15. There is no public way to make a group
+# that is not a subset of the default group, or to choose Gloo's interface for one group.
 # tests/backends/test_private_torch.py fails when this API is gone.
 
 

@@ -30,8 +30,8 @@ class Waits:
         timeout: the longest time in seconds that any wait lasts.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        meanwhile: called during waits for the library. Advances other operations, since another rank may wait for these
-            before it makes the library's call. Does not block. Returns how many of these operations are unfinished.
+        meanwhile: called during waits for the library. Advances other operations: a rank for which this rank waits may
+            itself wait for one of them. Does not block. Returns how many of these operations are unfinished.
         on_wait: called several times a second during a wait, with this backend, the operation and the seconds waited.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
             See :meth:`whole_call`. Also set if a comparison of calls, a sum or a send has failed on this rank alone.

@@ -31,7 +31,8 @@ Message = dict[str, Any]
 
 #: Beginnings of a formatted traceback, without indentation.
 _TRACES = ("Traceback (", "Exception Group Traceback (")
-#: Beginnings of the line after a cause in a formatted traceback, and of the text of a cause in another process.
+#: Beginnings of lines in a formatted exception that has a cause. Python writes the first two after the cause;
+#: multiprocessing writes the third before the traceback of a cause in another process.
 _CAUSES = ("The above exception was", "During handling of the above exception", '"""')
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 _HEADLINE = 400  # largest number of characters in the first line of a reason; the complete reason follows this line

@@ -1,8 +1,8 @@
 """Conversion of tensors to the few dtypes that all libraries reduce.
 
-Broadcast, gather and all-to-all send bytes: lossless for every dtype, bool and bfloat16 included. Reductions use one of
-four wire dtypes (``REDUCIBLE``), wide enough that sums keep their precision; only compressed gradients are sent in a
-backend's ``narrow`` dtypes:
+Broadcast, gather and all-to-all send bytes: lossless for every dtype, bool and bfloat16 included. Only compressed gradients
+are reduced in a backend's ``narrow`` dtypes. All other reductions use one of four wire dtypes (``REDUCIBLE``), wide enough
+that sums keep their precision:
 
 | tensor | wire dtype | reason |
 |---|---|---|

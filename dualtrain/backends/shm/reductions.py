@@ -135,9 +135,9 @@ class SharedMemory:
         return buffer
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
-        """Call ``use`` with a different tensor in the memory of ``buffer``, and give ``buffer`` a private copy of it.
+        """Call ``use`` with a new tensor on the shared memory of ``buffer``, and move ``buffer`` to private memory.
 
-        The other ranks notice nothing. Return ``False``, and do nothing, if ``buffer`` is not shared.
+        The other ranks are not affected. Return ``False``, and do nothing, if ``buffer`` is not shared.
 
         Raises:
             OSError: the memory cannot be mapped again. ``use`` was not called.
