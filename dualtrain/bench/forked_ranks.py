@@ -35,7 +35,7 @@ def fork_server(modules: tuple[str, ...], threads: int) -> BaseContext:
     """Start a fork server that imports the contenders' ``modules``; return a context that forks processes from it."""
     context = get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *(f"dualtrain.bench.contenders.{module}" for module in modules)])
-    with variables(_quiet(threads)):
+    with variables(_common_environment(threads)):
         first = context.Process()  # a process without a task, to start the server with these variables
         first.start()
         first.join()
@@ -58,7 +58,7 @@ def run_forked(
         try:
             for number, environment in enumerate(ranks):
                 node = spec.nodes[number * len(spec.nodes) // spec.ranks] if spec.nodes else None
-                given = (arguments, {**_quiet(spec.threads), **environment}, log.name, node)
+                given = (arguments, {**_common_environment(spec.threads), **environment}, log.name, node)
                 started.append(context.Process(target=_run_rank, args=given))  # type: ignore[attr-defined]
                 started[-1].start()
             failed = failed_statuses(lambda: [process.exitcode for process in started], spec.timeout)
@@ -70,7 +70,7 @@ def run_forked(
     return found_in(text)
 
 
-def _quiet(threads: int) -> dict[str, str]:
+def _common_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -44,9 +44,9 @@ class Sample:
     parts: dict[str, Sample] = field(default_factory=dict)
 
     def step_seconds(self) -> dict[str, float]:
-        """Return, for each workload, the seconds per step in ``plan.LENGTHS``.
+        """Return, for each workload, the seconds per planned step (``plan.LENGTHS``).
 
-        For each of these steps, contenders side by side run ``SIDE_STEPS`` steps each: return the sum of all their times.
+        Contenders side by side run ``SIDE_STEPS`` steps each per planned step; the result is the sum of these steps' times.
         """
         total: dict[str, float] = {}
         for sample in self.parts.values() or [self]:

@@ -252,7 +252,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Row with the time of ``job`` with ``one``, minus its time with ``other`` if given; ``target`` is an upper limit."""
+    """Row with the time that ``one`` takes for ``job``, minus that of ``other`` if given; ``target`` is an upper limit."""
 
     title: str
     one: str

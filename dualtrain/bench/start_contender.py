@@ -86,14 +86,14 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
     """
     if spec.prefix:
         flags = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
-        return _watched([([*spec.prefix, *program, *flags], {})], spec)
+        return _run_commands([([*spec.prefix, *program, *flags], {})], spec)
     if starter == MPI and _open_mpi():
-        return _watched([([_program_path("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
+        return _run_commands([([_program_path("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
     if starter not in ("ranks", GLOO):
         command, *flags = starter.split()
-        return _watched([([_program_path(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
+        return _run_commands([([_program_path(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
     with rank_environments(starter, spec) as ranks:
-        return _watched([(program, one) for one in ranks], spec)
+        return _run_commands([(program, one) for one in ranks], spec)
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def found_in(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: LaunchSpec) -> str:
+def _run_commands(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: LaunchSpec) -> str:
     """Run the commands at the same time until all have ended or one fails. Return their output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     common = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}

@@ -126,15 +126,15 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     question = "Should we move from Horovod to torch? "
     ours = max(("shm", "native"), key=results.count)  # the transport that ran in more rounds
     most = max(map(results.count, ("hvd-gloo", "hvd-mpi")))
-    parts, verdicts = [], []
+    parts, compared = [], []
     for horovod in (name for name in ("hvd-gloo", "hvd-mpi") if results.count(name) == most):
         found = [row for row in rows if (row.one, row.other) == (ours, horovod) and row.job != "empty"]
         if found:
             parts.append(f"{_range(found)} times as many steps per second as {ENTRIES[horovod].title}")
-            verdicts += found
-    if not verdicts:
-        return f"{question}Not answered: {_why(results)}"
-    found_weights = {row.weights for row in verdicts}
+            compared += found
+    if not compared:
+        return f"{question}Not answered: {_why_unanswered(results)}"
+    found_weights = {row.weights for row in compared}
     if OTHER in found_weights:
         weights = ", and ends with different weights"
     else:
@@ -143,12 +143,12 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     others = f"; raw DDP runs {_range(raw)} times as many steps as Horovod" if raw else ""
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
     said = f"with {ranks} rank{'s' * (ranks != 1)} here, {ENTRIES[ours].title} runs {' and '.join(parts)}{weights}{others}."
-    fewest = min(row.found.pairs for row in verdicts)
+    fewest = min(row.found.pairs for row in compared)
     few = "" if fewest >= ROUNDS else f" This is based on only {rounds_of(fewest)}: a verdict needs {ROUNDS}."
-    return f"{question}{_word(verdicts)}: {said}{few}"
+    return f"{question}{_yes_or_no(compared)}: {said}{few}"
 
 
-def _word(rows: Sequence[Row]) -> str:
+def _yes_or_no(rows: Sequence[Row]) -> str:
     if all(row.found.low > 1 for row in rows):
         return "Yes"
     if all(row.found.high < 1 for row in rows):
@@ -171,7 +171,7 @@ def _range(rows: Sequence[Row]) -> str:
     return f"{low.found.value:.2f} ({low.job}) to {high.found.value:.2f} ({high.job})"
 
 
-def _why(results: Results) -> str:
+def _why_unanswered(results: Results) -> str:
     horovod, ours = ("hvd-gloo", "hvd-mpi"), ("shm", "native")
     for name in (*horovod, *ours):
         if name in results.missing:

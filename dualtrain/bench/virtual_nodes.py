@@ -93,19 +93,19 @@ def virtual_nodes(count: int, folder: Path) -> Iterator[list[Node]]:
     hosts = folder / "hosts"
     hosts.write_text("".join(f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *addresses.items()]))
     with ExitStack() as stack:
-        switch = _keep(stack, ["unshare", "--net"], _UNTIL_END)
+        switch = _start_in_namespaces(stack, ["unshare", "--net"], _UNTIL_END)
         _run(switch, "ip", "link", "add", "bridge0", "type", "bridge")
         _run(switch, "ip", "link", "set", "bridge0", "up")
         nodes = []
         for name, address in addresses.items():
             script = f'hostname {name} && mount --bind "$0" /etc/hosts && {{ {_UNTIL_END}; }}'
             unshare = ["unshare", "--net", "--uts", "--mount", "--propagation", "private"]
-            nodes.append(Node(name, address, _keep(stack, unshare, script, str(hosts.resolve()))))
+            nodes.append(Node(name, address, _start_in_namespaces(stack, unshare, script, str(hosts.resolve()))))
             _connect(switch, nodes[-1], f"port-{name}")
         yield nodes
 
 
-def _keep(stack: ExitStack, unshare: list[str], script: str, *arguments: str) -> int:
+def _start_in_namespaces(stack: ExitStack, unshare: list[str], script: str, *arguments: str) -> int:
     """Start a process in new namespaces, and return its id. The process ends when ``stack`` is closed."""
     process = subprocess.Popen(
         [*unshare, "sh", "-c", script, *arguments],

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from dualtrain.bench.meet import meet
 
         meet(given.folder / given.meet)
-    contender = _loaded(given)
+    contender = _start_contender(given)
     for job in given.jobs.split(","):
         for found in _JOBS.get(job, _steps)(contender, job, given):
             # One write call, so that the lines of several ranks do not mix.
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os._exit(0)
 
 
-def _loaded(given: Any) -> Contender:
+def _start_contender(given: Any) -> Contender:
     """Start the contender, which joins the world, and import a module that its first step needs.
 
     Sets ``given.start`` to the seconds from the launch until the contender has joined.

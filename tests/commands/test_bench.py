@@ -887,7 +887,7 @@ def test_ranks_over_mpi_are_started_by_open_mpis_mpirun_or_else_by_horovodrun(ve
     mpirun.chmod(0o755)
     started = []
     monkeypatch.setattr(start_contender, "_program_path", lambda name: str(mpirun) if name == "mpirun" else name)
-    monkeypatch.setattr(start_contender, "_watched", lambda commands, spec: started.extend(commands) or "")
+    monkeypatch.setattr(start_contender, "_run_commands", lambda commands, spec: started.extend(commands) or "")
     start_contender._open_mpi.cache_clear()
     try:
         run_program(["python", "x.py"], MPI, LaunchSpec(3, "cpu", tmp_path))
