@@ -1288,7 +1288,7 @@ def test_an_error_after_the_comparison_is_reported_and_ends_the_calls():
     run_threads(3, fails_after_the_comparison)
 
 
-def checks_behind_pending_calls(backend):
+def broadcast_after_pending_calls(backend):
     # The last rank broadcasts late. With different orders of calls, its broadcast would be matched with an all-reduce.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
@@ -1299,4 +1299,4 @@ def checks_behind_pending_calls(backend):
 
 
 def test_broadcast_parameters_runs_after_pending_asynchronous_calls(many):
-    assert many(checks_behind_pending_calls) == [[float(many.size)] * 4] * many.size
+    assert many(broadcast_after_pending_calls) == [[float(many.size)] * 4] * many.size

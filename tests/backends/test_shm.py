@@ -308,10 +308,10 @@ def test_short_reductions_are_correct_after_mismatched_calls(shared):
 def different_sum(backend, name, count):
     """Start a different sum on the last rank."""
     backend = share_memory(backend, (0,) * backend.size)
-    mine = backend.rank == backend.size - 1
-    tensor = torch.ones(count if mine else 3)
+    last = backend.rank == backend.size - 1
+    tensor = torch.ones(count if last else 3)
     with pytest.raises(BackendError) as caught:
-        backend.start_sum(tensor, name if mine else "t").wait()
+        backend.start_sum(tensor, name if last else "t").wait()
     with pytest.raises(BackendError, match="after an earlier failure"):
         backend.start_sum(tensor, "t")
     return str(caught.value)

@@ -352,7 +352,7 @@ def test_ranks_that_wait_in_different_calls_are_named():
 def rank_0_hangs(backend):
     original, backend.watch = backend.watch, Watch(backend, "127.0.0.1")
     if backend.rank == 0:
-        backend.watch._handle = lambda messages, left: None
+        backend.watch._handle = lambda messages, reported: None
     backend.barrier()
     if backend.rank > 0:
         backend.watch.report_wait("sum of 'b'")
