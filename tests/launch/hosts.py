@@ -109,7 +109,7 @@ class Host:
             )
         self.pid = self._first.pid
 
-    def booted(self) -> None:
+    def wait_until_up(self) -> None:
         """Block until the host is up."""
         assert self._first.stdout is not None
         if self._first.stdout.readline() != "up\n":  # the line is empty if the process has exited
@@ -191,7 +191,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
             hosts.append(Host(name, address, core, folder))
             stack.callback(hosts[-1].power_off)
         for host in hosts:
-            host.booted()
+            host.wait_until_up()
         here, there = hosts
         # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` is no process of ``there``.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]

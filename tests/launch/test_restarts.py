@@ -81,27 +81,27 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
             assert not (folder / "summary.json").exists(), f"the run has ended before {what}: it needs more steps"
             time.sleep(0.02)
 
-    def opened(ranks: int) -> int:
+    def starts_on(ranks: int) -> int:
         return log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
 
     def trains(count: int, ranks: int, earlier: int = 0) -> bool:
         """Return whether there are ``count`` recoveries, and more than ``earlier`` starts on this number of ranks."""
-        return len(events(folder, "recovery")) >= count and opened(ranks) > earlier
+        return len(events(folder, "recovery")) >= count and starts_on(ranks) > earlier
 
     agents = [Agent(first, port, folder, log) for first in (True, False)]
     try:
         for number in range(KILLS):
-            # Wait for new steps: three deaths after the same step would end the run.
+            # Wait for new steps: three failures after the same step would end the run.
             wait(lambda: progress(folder) >= 10 * number + 1, "progress")  # noqa: B023
             pids: list[int] = []
             wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023
-            earlier = opened(2)
+            earlier = starts_on(2)
             os.kill(pids[0], signal.SIGKILL)
             wait(lambda: trains(number + 1, 2, earlier), f"recovery {number + 1}")  # noqa: B023
         # The rank of a killed agent saves and exits; the other agent's rank continues alone.
         agents[1].kill()
         wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
-        earlier = opened(2)
+        earlier = starts_on(2)
         # When a new agent joins, the running rank gets SIGTERM, saves and exits. Then each agent starts a rank.
         agents[1] = Agent(False, port, folder, log)
         wait(lambda: trains(KILLS + 2, 2, earlier), "the recovery with two ranks")

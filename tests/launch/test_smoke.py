@@ -19,7 +19,7 @@ def srun(script, folder):
     if not (shutil.which("srun") and shutil.which("munged")):
         pytest.skip("needs Slurm: apt install slurm-wlm munge")
     end = run(["bash", "tests/launch/slurm.sh", "srun", "--ntasks=2", "--nodes=1", "python", str(script), str(folder)])
-    if end.returncode == 2 and "slurm.sh: error" in end.stderr:  # with status 1, an installed Slurm did not start
+    if end.returncode == 2 and "slurm.sh: error" in end.stderr:  # status 1 is a failure: an installed Slurm did not start
         pytest.skip(f"needs Slurm: {end.stderr.strip().splitlines()[-1].removeprefix('slurm.sh: error: ')}")
     return end
 
