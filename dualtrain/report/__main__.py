@@ -3,8 +3,8 @@
 Runs may be finished, running or interrupted. Each chart shows all runs. Without --out, the page is report.html: in the
 run's folder if there is one run, else in the current folder. The page is one file and loads no other files.
 
-With --watch no file is written. Instead, the page is served on this host alone, at an address that is printed, and follows
-runs while they train. A run appears in the charts after it has logged a step. Ctrl-C ends the command.
+With --watch, the page is served on this host only, and no file is written. The command prints the page's address. The page
+follows runs while they train. A run appears in the charts after it has logged a step. Ctrl-C ends the command.
 """
 
 from __future__ import annotations
