@@ -150,7 +150,7 @@ class Job:
                 found.append((int(entry.name), rank))
         return found
 
-    # -- its progress -----------------------------------------------------------------------------------------------
+    # -- progress ---------------------------------------------------------------------------------------------------
 
     def position(self) -> tuple[int, int]:
         """Return the metrics file's inode, which differs after a resume, and its last step; (0, 0) without a file."""
