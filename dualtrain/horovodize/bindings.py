@@ -19,9 +19,11 @@ class Bindings:
     """Imports and other bindings of names, by scope.
 
     A parameter or an assignment hides an import of the same name in the same scope and in outer scopes. Two kinds of
-    bindings do not hide an import: fallbacks (``hvd = None``, which scripts execute if the import fails), and parameters
-    whose value most likely is a module in ``HOMES``: scripts pass these modules to functions. The script imports the module
-    by the name of the parameter, and this name contains hvd or horovod, or a call passes the module to the function.
+    bindings do not hide an import:
+
+    - A fallback, such as ``hvd = None``, which scripts execute if the import fails.
+    - A parameter whose value most likely is a module in ``HOMES``. Its name is also bound by an import of such a module, and
+      either contains hvd or horovod, or a call passes the module to the function.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
     nonlocal.
@@ -77,7 +79,7 @@ class Bindings:
             yield node.id
 
     def _find_passed_modules(self, nodes: list[ast.AST]) -> None:
-        """Let parameters not hide a module in ``HOMES`` if a call passes the module, as ``main(h)`` to ``def main(h)``."""
+        """Find parameters to which calls pass a module in ``HOMES``: ``main(h)`` for ``def main(h)``. They hide no import."""
         calls = [(node, name) for node in nodes if isinstance(node, ast.Call) for name in _passed_names(node)]
         calls = [(call, name) for call, name in calls if self.imported.get(name.id) in HOMES]
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)] if calls else []
@@ -104,9 +106,9 @@ class Bindings:
         return self.imported.get(parameter) in HOMES and re.search("hvd|horovod", parameter, re.IGNORECASE) is not None
 
     def _is_fallback(self, node: ast.Name) -> bool:
-        """Return whether ``node`` is assigned a constant or a loaded module, or in an exception handler or an ``else``.
+        """Return whether ``node`` is a fallback for an import that fails or is not wanted.
 
-        Scripts do so if an import fails or is not wanted.
+        A fallback is assigned a constant or a loaded module, or is assigned in an exception handler or an ``else``.
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt)), None)
         value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None

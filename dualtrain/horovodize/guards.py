@@ -339,7 +339,10 @@ class Guards:
         return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
 
     def _returns_horovod(self, call: ast.Call, depth: int) -> bool | None:
-        """Return :meth:`_means_horovod` of the value that ``call`` returns, if it calls a function with a single return."""
+        """Return the truth of the result of ``call`` when Horovod is used with several ranks; None if unknown.
+
+        Only calls of the script's functions with a single ``return`` are known.
+        """
         function = self.source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
         if function is None or self.source.is_ambiguous(function.name):
             return None

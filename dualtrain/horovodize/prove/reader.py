@@ -100,7 +100,7 @@ def _read_world(record: RankRecord, line: dict[str, Any]) -> None:
 
 
 def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
-    # Optimizers are numbered in order of creation, and an optimizer that never steps has no line.
+    # An optimizer that never steps has no line: add an empty record for it.
     while len(record.optimizers) <= int(line["optimizer"]):
         record.optimizers.append(OptimizerRecord("", [], []))
     numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]

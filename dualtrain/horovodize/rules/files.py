@@ -222,10 +222,9 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 
 
 def _is_method_of_all(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
-    """Return whether all ranks certainly make objects of the class ``own``, and its method around ``node`` runs ``node``.
+    """Return whether all ranks certainly make objects of the class ``own``, and the method with ``node`` always runs it.
 
-    Conditions on attributes and on objects, such as ``if self.saver:``, often hold on one rank only, although they do not
-    name the rank.
+    Any condition gives False: one such as ``if self.saver:`` often holds on one rank only, without naming the rank.
     """
     function = source.scope(node)
     name = getattr(function, "name", "")

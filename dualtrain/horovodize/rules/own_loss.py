@@ -12,12 +12,12 @@ from dualtrain.horovodize.source import Finding, Scope, Source
 
 #: Words in expressions whose value may be equal on all ranks.
 _COMMON = re.compile(r"reduce|average|avg|gather|bcast|broadcast|sync|hvd|horovod", re.IGNORECASE)
-#: Functions that return the values of all ranks. Tensors have a method ``gather``, which does not.
+#: Functions that return the values of all ranks, unlike the method ``gather`` of tensors.
 _GATHER = re.compile(r"all_?gather|gather_|_gather", re.IGNORECASE)
 _FINITE = ("isnan", "isinf", "isfinite")
 #: Functions and methods that only convert a loss.
 _CONVERSIONS = ("item", "float", "detach", "cpu")
-#: Functions and methods whose result depends on nothing but a condition of this rank.
+#: Functions and methods that do not combine values of different ranks.
 _LOCAL = (*_FINITE, *_CONVERSIONS, "any", "all", "bool", "int")
 
 

@@ -60,12 +60,12 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.At
 
 
 def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
-    """Return whether one statement, which only some ranks run, sets ``name``, and no rank sends the value.
+    """Return whether one statement that only some ranks run sets ``name``, and no rank sends the value.
 
-    All other assignments must assign constants in the same function. For an attribute, the same class suffices. One of them
-    must run on all ranks. The first value of an attribute may also come from argparse. Only calls in ``_READERS`` may get
-    the value, because a different call may send it. A call may also get the object of an attribute: then the program must
-    not send any values.
+    All other assignments must assign constants. One of these must run on all ranks, but not for an attribute, whose first
+    value may come from argparse. All assignments must be in the same function, or for an attribute in the same class.
+    Only calls in ``_READERS`` may get the value, because a different call may send it. An attribute can also be sent with
+    its object. So for an attribute, the program must not send any values.
     """
     guards, home = Guards.of(source), _home(source, name, name)
     mentions = source.mentions.get(last_name(name), ())
