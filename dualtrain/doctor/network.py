@@ -27,7 +27,7 @@ def _ipv6() -> list[tuple[str, str]]:
 
 
 def used(found: Mapping[str, list[str]], overrides: Mapping[str, str], single_host: bool) -> str:
-    """Return the interface that the ranks use, and the reason. ``overrides``: environment variables that select an interface."""
+    """Return the interface that the ranks use, and the reason. ``overrides``: variables that select an interface."""
     if overrides:
         return ", ".join(f"{name}={value}" for name, value in overrides.items())
     if single_host:
