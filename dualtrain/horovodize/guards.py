@@ -339,7 +339,7 @@ class Guards:
         return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
 
     def _returns_horovod(self, call: ast.Call, depth: int) -> bool | None:
-        """Return the truth of the result of ``call`` when Horovod is used with several ranks; None if unknown.
+        """Return the truth value of the result of ``call`` when Horovod is used with several ranks; None if unknown.
 
         Only calls of the script's functions with a single ``return`` are known.
         """
