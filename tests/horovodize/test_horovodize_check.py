@@ -1517,7 +1517,7 @@ def test_an_undefined_name_is_found_beside_other_findings(all_rules):
 
 
 @pytest.mark.parametrize("call", ["os.environ['OMPI_COMM_WORLD_SIZE']", "mpi4py.MPI.COMM_WORLD.allgather(1)"])
-def test_code_that_needs_mpirun_must_be_changed(call):
+def test_code_that_needs_mpirun_has_a_finding_of_level_unsupported(call):
     (found,) = findings(source(f"import os\nimport mpi4py.MPI\nhvd.init()\nx = {call}"))
     assert (found.line, found.level) == (6, "unsupported")
 
@@ -1534,7 +1534,7 @@ def test_code_that_needs_mpirun_must_be_changed(call):
         "def setup():\n    return MPI.COMM_WORLD.Get_rank()\nif args.launcher == 'mpi':\n    setup()",
     ],
 )
-def test_code_for_mpirun_may_stay_if_other_launchers_need_no_change(snippet):
+def test_code_that_works_without_mpirun_too_has_a_finding_of_level_differs(snippet):
     found = findings(source(f"import os\nfrom mpi4py import MPI\nhvd.init()\n{snippet}"))
     assert [finding.level for finding in found if "torchrun" in finding.message] == ["differs"]
 
@@ -1844,7 +1844,7 @@ AUGMENTED = "import random\nclass Data:\n    def __getitem__(self, i):\n        
         "def main(offset):\n    random.seed(1 + offset)\nmain(hvd.rank())",
     ],
 )
-def test_seeds_that_may_depend_on_the_rank_are_no_findings(snippet):
+def test_seeds_that_may_depend_on_the_rank_have_no_findings(snippet):
     assert list(BY_NAME["same_random_numbers"](source(f"{AUGMENTED}loss.backward()\n{snippet}"))) == []
 
 
