@@ -171,7 +171,7 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
 def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
     """torchrun restarts after any error. Under torchrun, every error that a restart would repeat says "do not restart".
 
-    Under other launchers, only an error that makes the run's folder refuse later starts says this.
+    Under other launchers, an error says this only if the run's folder refuses later starts.
     """
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)
