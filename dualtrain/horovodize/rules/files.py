@@ -224,7 +224,7 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
 def _is_method_of_all(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
     """Return whether all ranks certainly make objects of the class ``own``, and the method with ``node`` always runs it.
 
-    Any condition gives False: one such as ``if self.saver:`` often holds on one rank only, without naming the rank.
+    A condition such as ``if self.saver:`` gives False: it often holds on one rank only, although it does not name the rank.
     """
     function = source.scope(node)
     name = getattr(function, "name", "")

@@ -62,8 +62,8 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.At
 def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether one statement that only some ranks run sets ``name``, and no rank sends the value.
 
-    All other assignments must assign constants. One of these must run on all ranks, but not for an attribute, whose first
-    value may come from argparse. All assignments must be in the same function, or for an attribute in the same class.
+    All other assignments must assign constants. For a variable, one of these must run on all ranks. An attribute may get
+    its first value from argparse instead. All assignments must be in one function or, for an attribute, in one class.
     Only calls in ``_READERS`` may get the value, because a different call may send it. An attribute can also be sent with
     its object. So for an attribute, the program must not send any values.
     """

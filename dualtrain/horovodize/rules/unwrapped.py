@@ -54,7 +54,7 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
 
 
 def not_returned(source: Source) -> Iterator[Finding]:
-    """A function that returns its argument in one branch, but wraps it in another branch and returns nothing."""
+    """A function that returns its argument in one branch, but wraps it in another branch and returns nothing there."""
     for function in source.functions.values():
         parameter = _wrapped_parameter(source, function)
         ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
