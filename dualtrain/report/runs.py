@@ -226,7 +226,7 @@ def same_weights(runs: Sequence[Run]) -> str:
 
 
 def title(runs: Sequence[Run]) -> tuple[str, str]:
-    """Return the report's title, and a line with the time, and with the dataset and the model that all runs share."""
+    """Return the report's title, and a line with the time, and the dataset and model if all runs share them."""
     shared = [{as_text(run.config.get(name)) for run in runs} for name in ("dataset", "model")]
     what = [values.pop() for values in shared if len(values) == 1]
     name = f"Training report: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs' if runs else 'no run'}"
