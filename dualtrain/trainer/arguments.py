@@ -44,8 +44,27 @@ def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | N
         raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
 
 
+def check_functions(**functions: object) -> None:
+    """Raise TypeError for an argument that cannot be called, or that is a class of modules; None is accepted."""
+    for name, function in functions.items():
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            raise TypeError(f"{name} is the class {function.__name__}: give an instance of it, or a function")
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is {function!r}, which cannot be called: give a function")
+
+
 def check_schedule(schedule: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``schedule`` needs a metric, or was made for a different optimizer."""
+    """Raise an error for an unusable schedule.
+
+    Raises:
+        TypeError: ``schedule`` is a class, or has no method ``step``.
+        ValueError: ``schedule`` needs a metric, or was made for a different optimizer.
+    """
+    if schedule is not None and (isinstance(schedule, type) or not hasattr(schedule, "step")):
+        raise TypeError(
+            f"schedule is {schedule!r}, not a scheduler: give one that has the trainer's optimizer, such as "
+            "CosineAnnealingLR(optimizer, steps)"
+        )
     if isinstance(schedule, ReduceLROnPlateau):
         raise ValueError(
             "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "

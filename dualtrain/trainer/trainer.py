@@ -29,7 +29,7 @@ from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
-from dualtrain.trainer.arguments import check_arguments, check_options, check_schedule, stateful
+from dualtrain.trainer.arguments import check_arguments, check_functions, check_options, check_schedule, stateful
 from dualtrain.trainer.averaged_weights import add_buffers, copy_extra_state, parameters_of, wraps
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.objective import (
@@ -87,8 +87,8 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()`` returns, or ``loss`` cannot be
-            called.
+        TypeError: ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()`` returns, ``schedule`` is not a
+            scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
             SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
             or buffer is on the meta device; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
@@ -118,6 +118,7 @@ class Trainer:
     ) -> None:
         check_arguments(model, optimizer, backend)
         check_schedule(schedule, optimizer)
+        check_functions(forward=forward, measure=measure)
         check_options(clip_norm, compress, virtual_ranks)
         self._given_loss, self._loss = loss, stateful(loss, model, optimizer)
         warn_of_ddp(model)

@@ -434,6 +434,14 @@ def test_arguments_that_a_trainer_cannot_use_are_refused():
     ):
         with connect("local") as backend, pytest.raises(TypeError, match=words):
             Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
+    for options, words in (
+        ({"forward": "net"}, "forward is 'net', which cannot be called: give a function"),
+        ({"measure": nn.MSELoss}, "measure is the class MSELoss: give an instance of it, or a function"),
+        ({"schedule": "cosine"}, "schedule is 'cosine', not a scheduler: give one that has the trainer's optimizer"),
+        ({"schedule": torch.optim.lr_scheduler.StepLR}, r"schedule is <class '.*StepLR'>, not a scheduler"),
+    ):
+        with connect("local") as backend, pytest.raises(TypeError, match=words):
+            Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, **options)
 
 
 @pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf])
