@@ -235,7 +235,7 @@ class CommonBuffers:
         *numbers, shards_with_passes, _ = counters.tolist()
         changes, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
-            if each * each != square * shards_with_passes:  # by Cauchy-Schwarz, equal only if all changes are equal
+            if not _equal(each * each, square * shards_with_passes, whole=each.is_integer() and square.is_integer()):
                 raise ValueError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
                     "ranks have no common value for it; train without virtual ranks"
@@ -255,6 +255,15 @@ class CommonBuffers:
         for buffer, count, change, each in zip(counters_now, self._counts, changes, sums, strict=False):
             if change or each:  # shard 0 may have had no passes
                 buffer.fill_(count + round(change or each * weight))
+
+
+def _equal(one: float, other: float, *, whole: bool) -> bool:
+    """Compare the squared sum of some changes with their number times the sum of their squares.
+
+    By Cauchy-Schwarz, these are equal only if all changes are equal. The changes are means over a shard's passes. If they
+    are not whole numbers, the sums are rounded to float32.
+    """
+    return one == other if whole else math.isclose(one, other, rel_tol=2e-6)
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -275,6 +275,30 @@ def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(d
         assert model.samples.item() == 7 + 409
 
 
+def samples_of_uneven_passes(backend, difference):
+    """Count the samples in a step whose shards have three passes, of 4, 3 and 3 samples; return the count."""
+
+    def change(model, x):
+        model.samples += len(x)
+
+    model = Buffers(change, samples=torch.tensor(0))
+    trainer = trainer_with(model, backend, 7)
+    inputs, targets = vector_batch(10)
+    passes = list(zip(inputs.tensor_split(3), targets.tensor_split(3), strict=True))
+    other = [passes[1], passes[1], (inputs[: 4 + difference], targets[: 4 + difference])]
+    parts = [*[passes] * 6, other]
+    trainer.step([parts[shard] for shard in trainer.shards], 70.0)
+    trainer.close()
+    return model.samples.item()
+
+
+def test_a_counter_need_not_change_by_the_same_amount_in_each_pass_of_a_shard():
+    for size in (1, 2, 3):
+        assert run_threads(size, lambda backend: samples_of_uneven_passes(backend, 0)) == [10] * size
+    with connect("local") as backend, pytest.raises(ValueError, match="buffer 'samples' is changed by unequal amounts"):
+        samples_of_uneven_passes(backend, 1)
+
+
 def unequal_on_every_rank(backend):
     """Take a step whose shards change a counter by unequal amounts: every rank must raise."""
 
