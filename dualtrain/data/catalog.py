@@ -54,17 +54,17 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
 
 
 def usable_folder(folder: str | None, *, create: bool) -> str | None:
-    """Return the absolute path of ``folder``; make it if ``create`` is set. Raises UserError if it cannot be read."""
+    """Return the absolute path of ``folder``; make it if ``create`` is set. Raises UserError if it cannot be used."""
+    verb, cure = "read", "give a folder that exists on every host"
     try:
         if folder is not None:
-            if create:
+            if create and not Path(folder).exists():
+                verb, cure = "made", "give a folder that can be made and written"
                 Path(folder).mkdir(parents=True, exist_ok=True)
             next(Path(folder).iterdir(), None)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise UserError(
-            f"--data-dir {folder!r} cannot be read ({reason}): give a folder that exists on every host"
-        ) from error
+        raise UserError(f"--data-dir {folder!r} cannot be {verb} ({reason}): {cure}") from error
     return None if folder is None else str(absolute(folder))
 
 

@@ -123,6 +123,15 @@ def build_by_name(*, folder):
     raise AssertionError("the function must not be called")
 
 
+def test_a_data_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "mnist")
+    with pytest.raises(UserError, match=r"file/mnist' cannot be made \(Not a directory\): give a folder that can be made"):
+        load_data("mnist", folder, download=True)
+    with pytest.raises(UserError, match=r"file/mnist' cannot be read \(Not a directory\): give a folder that exists"):
+        load_data("mnist", folder)
+
+
 @pytest.mark.parametrize("name", ["build_with", "build_by_name"])
 def test_a_data_or_model_function_with_wrong_parameters_is_refused_with_its_signature(name):
     from dualtrain.models import build
