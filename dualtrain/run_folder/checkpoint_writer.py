@@ -60,6 +60,8 @@ class Writer:
     def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
         """Start writing the checkpoint of ``step``; blocks only while an earlier checkpoint is written.
 
+        If the system refuses to start a thread, the checkpoint is written before the call returns.
+
         Args:
             step: the step of the checkpoint.
             state: what to write.
@@ -70,7 +72,11 @@ class Writer:
         if best is not None:
             self._best = _Best(step, state, best)
         self.thread = threading.Thread(target=self._write, args=(step, state), name="dualtrain-checkpoint", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:  # the limit of threads is reached
+            self.thread = None
+            self._write(step, state)
 
     @property
     def busy(self) -> bool:
