@@ -14,21 +14,40 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from dualtrain.errors import UserError
 
 #: The signals that only ranks act on: SIGTERM and SIGINT (save and stop), and SIGUSR1 (save).
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _EXIT_SECONDS = 5.0
+#: What the user can do if the system refuses a process or a thread.
+LIMIT_CURE = "raise the limit of processes and threads (ulimit -u, or the container's limit), or start fewer ranks"
 _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"  # a key of multiprocessing's process configuration, which children inherit
 #: Ids of the processes that have started a fork server. A forked process inherits this set, but must not kill the server
 #: that its parent has started.
 _starters: set[int] = set()
+
+
+def start_thread(target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> threading.Thread:
+    """Call ``target(*args)`` in a new daemon thread, and return the thread.
+
+    Raises:
+        UserError: the system refuses to start a thread.
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise UserError(f"the thread {name!r} could not be started ({error}): {LIMIT_CURE}", transient=True) from error
+    return thread
 
 
 def signal_at_parents_end(number: int, parent: int) -> None:
@@ -158,8 +177,9 @@ def release() -> None:
     _starters.discard(os.getpid())
     # Run the finalizers in a thread: some wait for other threads or processes, which may never end.
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
-    thread.start()
-    thread.join(RELEASE_SECONDS)
+    with suppress(RuntimeError):  # no thread can be started: leave out the finalizers
+        thread.start()
+        thread.join(RELEASE_SECONDS)
     _remove_own_folder(os.getpid())
 
 

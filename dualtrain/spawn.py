@@ -24,7 +24,7 @@ from dualtrain.console import print_error
 from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, given_job, new_job, spawned
-from dualtrain.processes import release, signal_at_parents_end, start_tracker
+from dualtrain.processes import LIMIT_CURE, release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import (
     end_on_early_interrupt,
     ignore_late_requests,
@@ -170,7 +170,7 @@ class _Job:
         except OSError as error:
             raise UserError(
                 f"rank {len(self._processes)} of {len(environments)} could not be started ({error}): the system is short "
-                "of processes or memory; give a smaller --nproc"
+                f"of processes or memory; {LIMIT_CURE}"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -48,6 +49,7 @@ from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError, first_line
 from dualtrain.launchers import World, new_job
+from dualtrain.processes import LIMIT_CURE
 from dualtrain.rendezvous.connection import open_control_channel
 from dualtrain.rendezvous.hosts import gloo_interface, listening_address, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
@@ -70,14 +72,18 @@ _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
 
 def _end(groups: list[Any]) -> None:
-    """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
+    """End groups by dropping their last references, which are in ``groups``. Usually blocks for a second at most.
 
     If a peer has failed, a group may wait for an unfinished operation. Then the thread that is started here goes on waiting
     in the background.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
-    ending.start()
-    ending.join(1.0)
+    try:
+        ending.start()
+    except RuntimeError:  # the limit of threads is reached: wait here
+        groups.clear()
+    else:
+        ending.join(1.0)
 
 
 @atexit.register
@@ -249,7 +255,10 @@ class TorchBackend(Backend):
                 for name in ("sums", "calls")
             )
         except RuntimeError as error:
-            raise UserError(f"the {self.size} processes could not connect to each other: {first_line(error)}") from error
+            reason = first_line(error)
+            if os.strerror(errno.EAGAIN) in reason:  # Gloo could not start a thread
+                reason = f"{reason}; {LIMIT_CURE}"
+            raise UserError(f"the {self.size} processes could not connect to each other: {reason}") from error
         self._hold(self._sums, self._calls)
         try:
             connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from dualtrain.errors import PeerFailure
+from dualtrain.processes import start_thread
 from dualtrain.rendezvous.connection import Connection, Ranks, cut_off, open_control_channel
 
 #: A report of a peer failure, or of an operation that a rank waits for. It is sent as JSON.
@@ -75,7 +76,7 @@ class Watch:
         self._unhook: Callable[[], None] = _do_nothing
         _WATCHES.add(self)
         if connections:
-            threading.Thread(target=self._receive_all, name="dualtrain-watch", daemon=True).start()
+            start_thread(self._receive_all, "dualtrain-watch")
 
     @property
     def peer_failed(self) -> bool:

@@ -20,6 +20,7 @@ from dualtrain.backends import Backend
 from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.coordinator import Coordinator
 from dualtrain.hvd.disagreement import Message
+from dualtrain.processes import start_thread
 from dualtrain.rendezvous.connection import Connection, frame, open_control_channel
 
 _CLOSING_SECONDS = 2.5
@@ -134,8 +135,7 @@ class _CoordinatorEnd:
         waits = [seconds for seconds in (settings.stall_check, settings.stall_shutdown) if seconds]
         self._period = min(1.0, max(0.05, min(waits) / 4))
         self._coordinator = Coordinator(size, self._send_to, settings, note)
-        self._thread = threading.Thread(target=self._serve, name="dualtrain-hvd-match", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._serve, "dualtrain-hvd-match")
 
     def send(self, message: Message) -> None:
         self._own.append(message)

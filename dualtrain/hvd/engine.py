@@ -27,6 +27,7 @@ from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.execution import Executor
 from dualtrain.hvd.pending import SLICE_SECONDS, Pending, slice_seconds
 from dualtrain.hvd.timeline import Timeline
+from dualtrain.processes import start_thread
 
 _LEAVING_SECONDS = 10.0
 _PROGRESS_SECONDS = 1.0  # after this wait, ask the other ranks' engines to advance operations in shared memory
@@ -76,8 +77,7 @@ class Engine:
             self._earlier_report = backend.watch.on_peer_failure
             backend.watch.on_peer_failure = self._on_peer_failure
         backend.on_wait = self.while_waiting
-        self._worker = threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)
-        self._worker.start()
+        self._worker = start_thread(self._work, "dualtrain-hvd")
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

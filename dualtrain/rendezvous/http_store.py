@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from dualtrain.processes import start_thread
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -68,7 +69,7 @@ class HttpStore(ThreadingHTTPServer):
         self.beginning = f"/{self._secret}:{self.port}/".encode()
         # ``close`` waits for up to one poll interval.
         serve = partial(self.serve_forever, poll_interval=0.05)
-        threading.Thread(target=serve, name="dualtrain-http-store", daemon=True).start()
+        start_thread(serve, "dualtrain-http-store")
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that disconnect."""

@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.processes import start_thread
 from dualtrain.rendezvous.hosts import address, identity, is_loopback
 from dualtrain.rendezvous.left_over import refuse_left_over
 from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
@@ -163,7 +163,7 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
         except BaseException as error:
             ended.set_exception(error)
 
-    threading.Thread(target=run, name="dualtrain-start", daemon=True).start()
+    start_thread(run, "dualtrain-start")
     try:
         return ended.result(timeout)
     except TimeoutError:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from dualtrain.errors import UserError
+from dualtrain.processes import start_thread
 from dualtrain.rendezvous.connection import Connection, UnauthenticatedError
 
 _SLICE_SECONDS = 1.0  # a client splits a longer wait into several requests, so that threads that share it take turns
@@ -72,7 +73,7 @@ class StoreServer:
         self._closed = False
         self._broken: str | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
+        start_thread(self._accept, "dualtrain-store")
 
     def join(self, rank: int, world: str, process: str, who: str, size: int) -> str | None:
         """Register a process; return why it is refused, or ``None``. May be repeated if the answer was lost."""
@@ -172,7 +173,14 @@ class StoreServer:
                 connection.close()
                 continue
             # Each connection has its own thread, so that a peer which sends nothing does not delay the others.
-            threading.Thread(target=self._serve, args=(connection,), name="dualtrain-store", daemon=True).start()
+            try:
+                start_thread(self._serve, "dualtrain-store", (connection,))
+            except UserError as error:
+                with self._changed:
+                    self._handshakes -= 1
+                    self._connected -= 1
+                    self._break(f"rank 0's store cannot serve another process: {error}")
+                connection.close()
 
     def _serve(self, accepted: socket.socket) -> None:
         try:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualtrain.errors import UserError
+from dualtrain.processes import start_thread
 from dualtrain.rendezvous.hosts import identity
 from dualtrain.run_folder import generation
 from dualtrain.run_folder.generation import Owner, Seen
@@ -98,7 +99,7 @@ class FolderLock:
         self._owner, self._descriptor, self._status = owner, descriptor, os.fstat(descriptor)
         _held.add(self)
         generation.remove_older(folder, number)
-        threading.Thread(target=self._renew, name="dualtrain-owner", daemon=True).start()
+        start_thread(self._renew, "dualtrain-owner")
 
     @property
     def restarted(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 from tqdm import tqdm
 
 from dualtrain.console import encodable, printable, show_progress
+from dualtrain.processes import start_thread
 
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
@@ -38,13 +39,12 @@ class Ticker:
     def __init__(self, seconds: float, line: Callable[[], str]) -> None:
         self._seconds, self._line = seconds, line
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         if self._seconds:
             now, (printed, ended) = time.monotonic(), Ticker._last
             self.printed = printed if now - ended < _PAUSE_SECONDS else now
-            self._thread.start()
+            self._thread = start_thread(self._run, "progress")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

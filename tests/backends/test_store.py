@@ -88,6 +88,20 @@ def test_a_client_repeats_its_request_until_the_value_is_there_or_the_wait_ends(
     assert client.call("get", "three") is None
 
 
+def test_a_server_that_can_start_no_thread_for_a_client_names_the_limit(job, monkeypatch):
+    server, port = job
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with socket.create_connection(("127.0.0.1", port), 20.0) as client:
+        client.settimeout(20.0)
+        assert client.recv(1) == b""  # the server has closed the connection
+    with pytest.raises(UserError, match=r"cannot serve another process: .*ulimit -u"):
+        server.call("get", "key", wait=20.0)
+
+
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_the_store_behaves_like_torchs_own(job, end, join):
     server, port = job

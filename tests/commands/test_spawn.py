@@ -239,7 +239,7 @@ def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restor
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=refuse))
     monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: context)
     earlier = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
-    with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*temporarily unavailable.* smaller --nproc"):
+    with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*temporarily unavailable.*ulimit -u"):
         spawn(len, [], 2)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == earlier
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -203,6 +204,21 @@ def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path, monkeypatch, 
     assert checkpoint.step_in(checkpoint.path_of(tmp_path / "run" / "checkpoints", 4)) == 4
 
 
+def refuse_threads(patch: pytest.MonkeyPatch) -> None:
+    """Make the start of every new thread fail as it does under a limit (``ulimit -u``)."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patch.setattr(threading.Thread, "start", refuse)
+
+
+def test_a_run_without_new_threads_names_the_limit(tmp_path, monkeypatch):
+    refuse_threads(monkeypatch)
+    with pytest.raises(UserError, match=r"could not be started \(can't start new thread\): raise the limit.*ulimit -u"):
+        train(tmp_path / "run", 2)
+
+
 def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(tmp_path):
     reports: list[str] = []
     (tmp_path / "checkpoints").mkdir()
@@ -225,6 +241,15 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
     assert not saver.unwritten()
     assert best_of(tmp_path) == (2, 2)
     assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000003.safetensors"]
+
+
+def test_a_checkpoint_is_written_although_no_thread_can_be_started(tmp_path, monkeypatch):
+    refuse_threads(monkeypatch)
+    (tmp_path / "checkpoints").mkdir()
+    saver = checkpoint_writer.Writer(tmp_path, 1, pytest.fail, 10.0, FolderLock())
+    saver.write(1, checkpoint.Packed({"cursor": {"step": 1}}))
+    saver.wait()
+    assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000001.safetensors"]
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_reported_and_the_run_ends_normally(tmp_path, monkeypatch, caplog):
