@@ -35,12 +35,12 @@ def main() -> int:
         with suppress(FileNotFoundError):  # the current folder was deleted
             sys.path[0] = os.getcwd()  # find the user's modules in the current folder, as python -m does
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name in ("train", *_ENDED_AT_ONCE):
-        from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
+    from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
 
-        end_on_early_interrupt()  # before the slow imports, as in dualtrain.main
-        if name == "train":
-            note_early_requests()
+    earlier = signal.getsignal(signal.SIGINT)
+    end_on_early_interrupt()  # before the slow imports, as in dualtrain.main
+    if name == "train":
+        note_early_requests()
     from dualtrain import console
     from dualtrain.errors import UserError
     from dualtrain.version import __version__
@@ -60,6 +60,8 @@ def main() -> int:
     console.started_as = f"{called} {name}"
     del sys.argv[1]
     try:
+        if name not in ("train", *_ENDED_AT_ONCE):
+            signal.signal(signal.SIGINT, earlier)
         runpy.run_module(f"dualtrain.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if name == "horovodize":

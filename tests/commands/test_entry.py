@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -21,6 +22,13 @@ from tests.forked import run
 from tests.pool import ROOT
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def handler_of_pytest():
+    earlier = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, earlier)
 
 
 def test_the_console_script_dualtrain_calls_entry_main():
@@ -158,10 +166,16 @@ def test_a_ctrl_c_while_predict_imports_torch_prints_one_line(tmp_path):
 @pytest.mark.parametrize("command", ["report", "doctor"])
 def test_a_ctrl_c_ends_the_other_commands_with_one_line(monkeypatch, capsys, command):
     def interrupt(*_, **__):
+        signals.append(signal.getsignal(signal.SIGINT))
         raise KeyboardInterrupt
 
+    earlier, signals = signal.getsignal(signal.SIGINT), []
     monkeypatch.setattr("sys.argv", ["/env/bin/dualtrain", command])
     monkeypatch.setattr(console, "started_as", "")
+    monkeypatch.setattr(console, "open_closed_streams", lambda: signals.append(signal.getsignal(signal.SIGINT)))
     monkeypatch.setattr("runpy.run_module", interrupt)
     assert entry.main() == 130
+    before, inside = signals
+    assert before is not earlier  # a Ctrl-C before the command starts prints one line too
+    assert inside is earlier
     assert capsys.readouterr().err == "dualtrain: error: interrupted\n"
