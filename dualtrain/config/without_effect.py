@@ -125,7 +125,7 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
 
 def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
     """Return the settings that have no effect because of the run's data, model or ranks, each with the reason."""
-    own = settings["dataset"]
+    dataset = settings["dataset"]
     found = {
         "weights": facts.resumed and "the run resumes with the weights of a checkpoint",
         "sync_batchnorm": (not facts.norms and "the model has no BatchNorm that is trained")
@@ -134,9 +134,9 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "drop_last": not facts.short_batch
         and f"all batches have {facts.global_batch} sample{'s' * (facts.global_batch != 1)}",
         "channels_last": len(facts.shape) != 3 and f"it is for images, and a sample has the shape {facts.shape}",
-        "classes": facts.classes != settings["classes"] and f"{own} returns data of {facts.classes} classes",
-        "workers": not facts.workers and f"{own} returns data that worker processes do not read",
-        "data_dir": not facts.folder and f"{own} takes no argument",
+        "classes": facts.classes != settings["classes"] and f"{dataset} returns data of {facts.classes} classes",
+        "workers": not facts.workers and f"{dataset} returns data that worker processes do not read",
+        "data_dir": not facts.folder and f"{dataset} takes no argument",
     }
     return {name: reason for name, reason in found.items() if reason}
 
