@@ -31,7 +31,7 @@ def read_image(path: str | Path) -> Any:
     except Exception as error:  # a damaged file can make PIL raise almost any exception
         raise _unreadable(path, error, getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
     if image.mode.startswith(("I", "F")):
-        # PIL would clip 16-bit values to 255: all but the darkest pixels would become white.
+        # PIL would clip 16-bit values to 255, so most pixels would become white.
         raise UserError(f"the image {str(path)!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
     return image
 

@@ -12,8 +12,8 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: a file is missing, and the download would write to a symbolic link or to something else that is no
-            regular file. It writes to ``files`` and ``archives`` (the files to be fetched).
+        UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched) is a symbolic link or
+            not a regular file. The download would write to it.
     """
     if all(path.is_file() for path in files):
         return False

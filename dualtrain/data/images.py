@@ -112,8 +112,8 @@ class ImageFiles:
 
     def contents(self, number: int) -> tuple[str, int, bytes]:
         """Return the last two parts of an image's path (usually CLASS/FILE), its class index, and the file's bytes."""
-        path, kind = self.samples[number]
-        return "/".join(Path(path).parts[-2:]), kind, _bytes_of(path)
+        path, label = self.samples[number]
+        return "/".join(Path(path).parts[-2:]), label, _bytes_of(path)
 
     @cached_property
     def _pipeline(self) -> Callable[[Any], torch.Tensor]:

@@ -10,7 +10,7 @@ from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
-LIMIT = 2**31  # a synthetic sample must have fewer values, because the source keeps as many in memory
+LIMIT = 2**31  # a synthetic sample must have fewer values, because the source keeps all values of one sample in memory
 
 
 @dataclass(frozen=True)
