@@ -138,8 +138,8 @@ class Bucket:
         self._placed = True
 
     def _place_slots(self) -> None:
-        # On the CPU, the tensors that the program can see have a storage of their own, in the same memory. So the number of
-        # its uses shows whether the program keeps views.
+        # On the CPU, the tensors that the program can see have a storage of their own, in the same memory. The number of
+        # uses of this storage shows whether the program keeps views.
         self._counts = self.values.is_cpu and bool(self.slots)
         # This tensor is complex if the gradients are: ``view_as_complex`` makes hidden tensors, which would change the
         # number of uses when they are freed.
@@ -171,7 +171,7 @@ class Bucket:
         if not self._counts:
             return False
         aliases = list(map(_ALIAS, self.slots))
-        # C++ refers to an alias if it is ``param.grad``. Other such references are views by DLPack and ``other.grad``.
+        # An alias that is ``param.grad`` has one reference from C++. Any others are views by DLPack, or ``other.grad``.
         held = sum(map(_tensor_uses, aliases)) - len(aliases)
         if held and held > sum(map(is_, aliases, map(_GRAD, self._params))):
             return True
@@ -196,7 +196,9 @@ class Bucket:
                 else:
                     self._backend.replace_buffer(self.wire, lambda wire: self._use(wire, wire[: self._numel]))
             except OSError as error:
-                log.warning("this step overwrites views of earlier gradients, for which there is no memory: %s", error)
+                log.warning(
+                    "this step overwrites views of earlier gradients, since there is no memory for a new buffer: %s", error
+                )
                 self.keeps_views = False
                 self._place_slots()
 
@@ -294,7 +296,7 @@ class Bucket:
         self._copied = [slot for slot in self._copied if slot not in left]
 
     def _put_outside(self, slots: list[Slot]) -> None:
-        """Make every ``param.grad`` new memory, to which ``write_back`` copies the result."""
+        """Replace every ``param.grad`` by a new tensor, into which ``write_back`` copies the result."""
         with torch.inference_mode(False):
             for slot in slots:
                 slot.param.grad = grad = torch.empty_like(slot.view)

@@ -232,7 +232,7 @@ class Exchange:
     def unpack(self) -> None:
         """Make every ``param.grad`` the result of the round, and gather the sparse gradients. Collective; blocks."""
         assert self._backend is not None
-        self._share_buckets()
+        self._unpack_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
         if self.sparse.trained_elsewhere is not None:  # this rank refuses the next round
             self.schedule.buckets[-1].trained_elsewhere = self.sparse.trained_elsewhere
@@ -267,7 +267,7 @@ class Exchange:
         self.reduced = reduced  # set first: after an interrupt in between, the gradients must not be averaged again
         self.schedule.start_round()
 
-    def _share_buckets(self) -> None:
+    def _unpack_buckets(self) -> None:
         buckets = self.schedule.buckets
         for bucket in buckets:
             bucket.unpack()

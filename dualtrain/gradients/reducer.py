@@ -118,7 +118,7 @@ class GradientReducer:
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
-        #: The round of whose gradients some were sent by a backward pass that failed, and dropped by ``zero_grad``.
+        #: The round in which a failed backward pass had sent gradients before ``zero_grad`` dropped them; else ``None``.
         self._dropped_round: int | None = None
         self.add(named_parameters)
 
@@ -292,12 +292,12 @@ class GradientReducer:
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
 
     def begin_step(self) -> None:
-        """Prepare a step, whose reduction every rank refuses if ``zero_grad`` dropped gradients of a round in progress."""
+        """Prepare a step. If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the reduction."""
         schedule = self._exchange.schedule
         self._exchange.refusals.sent_dropped = schedule.round == self._dropped_round and schedule.has_unsent
 
     def refuse_dropped(self) -> None:
-        """Raise BackendError, on this rank, if the last round was sent completely before ``zero_grad`` dropped it."""
+        """Raise BackendError, on this rank, if ``zero_grad`` dropped the last round's gradients after all were sent."""
         if self._dropped_round is not None and self._exchange.schedule.round == self._dropped_round + 1:
             raise BackendError(f"rank {self.backend.job_rank}: {SENT_DROPPED}")
 

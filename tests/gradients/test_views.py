@@ -21,7 +21,7 @@ def world(request):
 
 
 def with_gradient(grad):
-    """Return a new parameter with the gradient ``grad``, to which only C++ refers then."""
+    """Return a new parameter whose gradient is ``grad``. Afterwards, only C++ refers to ``grad``."""
     other = nn.Parameter(torch.empty_like(grad))
     other.grad = grad
     return other
@@ -40,18 +40,22 @@ STEPS = 6
 WHEN = {"first": [0], "late": [3], "always": range(STEPS), "sometimes": [1, 4], "never": []}
 
 
-def values(backend, step, shape):
+def values(backend, step, numel):
     """Return this rank's gradient in a step."""
-    return torch.arange(shape, dtype=torch.float64) % 7 + (backend.rank + 1) * (step + 1) * 4
+    return torch.arange(numel, dtype=torch.float64) % 7 + (backend.rank + 1) * (step + 1) * 4
 
 
-def expected(backend, step, shape, dtype):
-    total = sum(torch.arange(shape, dtype=torch.float64) % 7 + (r + 1) * (step + 1) * 4 for r in range(backend.size))
+def expected(backend, step, numel, dtype):
+    """Return the average of all ranks' gradients in a step."""
+    total = sum(torch.arange(numel, dtype=torch.float64) % 7 + (r + 1) * (step + 1) * 4 for r in range(backend.size))
     return (total / backend.size).to(dtype)
 
 
 def keeps_views(backend, view, when, dtype=torch.float32, options=None, every=1, sizes=(3, 20000, 500)):
-    """Keep views in some steps; ``every``: keep those of each n-th parameter only."""
+    """Train, keep views of gradients in the steps ``WHEN[when]``, and check the values of the views at the end.
+
+    Keep only the views of every ``every``-th parameter. Return, for each parameter, whether its gradient is in a bucket.
+    """
     params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in sizes]
     unused = nn.Parameter(torch.zeros(5, dtype=dtype))
     named = [(str(i), p) for i, p in enumerate((*params, unused))]
@@ -102,8 +106,11 @@ def test_views_keep_their_values(world):
     world(keeps_all_views)
 
 
-def live(backend, keep_first):
-    """With ``set_to_none=False``, a view follows the gradient."""
+def views_follow_gradients(backend, keep_first):
+    """With ``set_to_none=False``, a view shows each new gradient.
+
+    With ``keep_first``, step 1 begins with ``set_to_none=True``, and views of step 0 keep their values.
+    """
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
     views, early = [], []
@@ -129,13 +136,13 @@ def live(backend, keep_first):
     wrapped.close()
 
 
-def test_views_of_a_gradient_in_use_follow_it(world):
+def test_views_show_new_values_of_gradients_that_are_zeroed_in_place(world):
     world(follow_gradients)
 
 
 def follow_gradients(backend):
-    live(backend, keep_first=False)
-    live(backend, keep_first=True)
+    views_follow_gradients(backend, keep_first=False)
+    views_follow_gradients(backend, keep_first=True)
 
 
 def without_views(backend):
@@ -149,7 +156,7 @@ def without_views(backend):
         torch.nn.utils.clip_grad_norm_(params, 1e6)
         g = g.clone().view(-1).data
         _ = params[1].grad.sum().item(), params[1].grad.numpy().mean(), params[0].grad.untyped_storage().nbytes()
-        # In torch 2.5, autograd still refers to the last gradient of a backward, which therefore stays outside.
+        # In torch 2.5, autograd still refers to the last gradient of a backward, so this gradient is not in the bucket.
         assert any(s.param.grad.data_ptr() == s.address for s in wrapped.reducer.slots)
         addresses.add(tuple(s.address for s in wrapped.reducer.slots))
         wrapped.step()
@@ -163,12 +170,12 @@ def test_without_views_gradients_stay_in_the_bucket(world):
     world(without_views)
 
 
-def shares_memory(backend, none):
+def shares_memory(backend, set_to_none):
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
     views = []
     for step in range(5):
-        wrapped.zero_grad(set_to_none=none)
+        wrapped.zero_grad(set_to_none=set_to_none)
         sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
         mean = (step + 1) * (backend.size + 1) / 2
         for p in params:
@@ -176,23 +183,23 @@ def shares_memory(backend, none):
         if step == 1:
             params[1].grad.share_memory_()
             views = [p.grad.view(-1) for p in params]
-        if not none:
+        if not set_to_none:
             for p, v in zip(params, views, strict=False):
                 torch.testing.assert_close(v, torch.full_like(p, mean))
         wrapped.step()
-    if none:
+    if set_to_none:
         for v in views:
             torch.testing.assert_close(v, torch.full_like(v, backend.size + 1.0))
     wrapped.close()
 
 
-def test_shared_gradients(world):
+def test_views_of_gradients_moved_to_shared_memory(world):
     world(share_gradients)
 
 
 def share_gradients(backend):
-    shares_memory(backend, none=False)
-    shares_memory(backend, none=True)
+    shares_memory(backend, set_to_none=False)
+    shares_memory(backend, set_to_none=True)
 
 
 def assigns_data(backend, places):
@@ -222,17 +229,17 @@ def test_views_of_gradients_whose_data_was_replaced(world):
 
 
 def keeps_one_element(backend):
-    """Views of one element in every step must not keep a bucket's memory alive in every step."""
+    """Keep a view of one element in every step. The bucket gets new memory only once."""
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
-    kept, moves = [], set()
+    kept, addresses = [], set()
     for step in range(20):
         wrapped.zero_grad()
         sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
         kept.append(params[0].grad[0])
-        moves.add(wrapped.reducer.buckets[0].values.data_ptr())
+        addresses.add(wrapped.reducer.buckets[0].values.data_ptr())
         wrapped.step()
-    assert len(moves) == 2
+    assert len(addresses) == 2
     assert [round(float(each) * 2) for each in kept] == [(step + 1) * (backend.size + 1) for step in range(20)]
     wrapped.close()
 
@@ -290,7 +297,7 @@ def test_an_interrupted_move_is_completed(world):
 
 
 def two_reducers(backend):
-    """Two optimizers on one backend, with a shared parameter."""
+    """Keep views of the gradients of two optimizers on one backend."""
     p, q, r = (nn.Parameter(torch.zeros(n)) for n in (3, 20000, 7))
     one = DistributedOptimizer(torch.optim.SGD([p, q], 0.0), backend=backend)
     two = DistributedOptimizer(torch.optim.SGD([r], 0.0), backend=backend)
@@ -365,7 +372,7 @@ def has_no_memory(*args):
 
 
 def runs_without_memory(backend):
-    """Without memory for a copy, the views are lost, but training continues."""
+    """If there is no memory for a copy, the views are overwritten, and training continues."""
     backend.replace_buffer = has_no_memory
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend)
