@@ -190,7 +190,8 @@ class Attempt:
     def _record_error(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
-            # This does nothing if the failure is recorded already. A failure from before this attempt began is not.
+            # Record a failure that the watch found before this attempt began. After any other failure, ``fail`` was called
+            # already, and does nothing now.
             if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):

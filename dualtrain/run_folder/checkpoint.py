@@ -178,7 +178,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
             return load(path), problems
         except DamagedError as error:
             problems.append(str(error))
-    none = f"{str(folder)!r} holds no good checkpoint to resume from: give --resume auto, which begins at step 0 then"
+    none = f"{str(folder)!r} holds no good checkpoint to resume from: give --resume auto, which then begins at step 0"
     raise UserError("; ".join([*problems, none]))
 
 

@@ -1,7 +1,7 @@
 """Refuse restarts that would end like the previous attempt: launchers would otherwise repeat the same failure.
 
-A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended it while
-it trained, or if it died too often in a row after the same step. A start with the same settings then fails at once, with
+A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended the
+training, or if the run died too often in a row after the same step. A start with the same settings then fails at once, with
 the same reason.
 """
 
