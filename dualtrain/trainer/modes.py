@@ -10,8 +10,9 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(*parts: object) -> Iterator[None]:
-    """Set evaluation mode of the modules among ``parts`` for the block, and restore each module's own mode after it."""
-    modules = (part for part in parts if isinstance(part, nn.Module) and hasattr(part, "training"))  # a loss may lack it
+    """Set the modules among ``parts`` to evaluation mode for the block, and restore each module's own mode after it."""
+    # A loss that does not call ``nn.Module.__init__`` has no attribute ``training``.
+    modules = (part for part in parts if isinstance(part, nn.Module) and hasattr(part, "training"))
     roots = {id(part): (part, part.training) for part in modules}.values()
     before = [(module, module.training) for root, _ in roots for module in root.modules()]
     for root, _ in roots:

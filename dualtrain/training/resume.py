@@ -263,8 +263,8 @@ def restore_best(
         lock: the lock of the run's folder.
 
     Returns:
-        False if the files are missing, and no checkpoint of that step is left. True otherwise, also if no evaluation was
-        the best yet.
+        False if the files are missing, and no checkpoint of that step is left. True otherwise, also if there is no
+        best evaluation yet.
     """
     if not cursor.best:
         return True
