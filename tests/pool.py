@@ -148,19 +148,19 @@ class Pool:
         self.disconnect()
         self.start()
         message = "open", name, size, free_port()
-        self._demand(self._call(size, *message, what=f"opening the {name} world of {size}", seconds=OPEN_SECONDS))
+        self._values_or_raise(self._call(size, *message, what=f"opening the {name} world of {size}", seconds=OPEN_SECONDS))
         self.open = name, size
 
     def disconnect(self) -> None:
         """Close the open world; the processes keep running."""
         if self.open is not None:
             name, size = self.open
-            self._demand(self._call(size, "close", what=f"closing the {name} world of {size}"))
+            self._values_or_raise(self._call(size, "close", what=f"closing the {name} world of {size}"))
             self.open = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``fn(backend, *args)`` on every rank of the open world; return the results in rank order."""
-        return self._demand(self.outcomes(fn, *args))
+        return self._values_or_raise(self.outcomes(fn, *args))
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, seconds: float = CALL_SECONDS) -> list[Outcome]:
         """Like :meth:`run`, but return failures as values. A failure on any rank ends the processes."""
@@ -179,7 +179,7 @@ class Pool:
         for worker in workers:
             worker.end(max(0.0, deadline - time.monotonic()))
 
-    def _demand(self, outcomes: list[Outcome]) -> list[Any]:
+    def _values_or_raise(self, outcomes: list[Outcome]) -> list[Any]:
         failed = [outcome for outcome in outcomes if outcome.error]
         if failed:
             self.close()

@@ -428,7 +428,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 def forged(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the name and the forged tree of each case."""
     for name, change in CHANGES.items():
-        tree = json_copy(good)
+        tree = copy_containers(good)
         change(tree)
         yield name, tree
     yield "list", [1]
@@ -498,11 +498,11 @@ def test_a_damaged_optimizer_state_is_refused_when_it_is_loaded(forge, part):
         load_and_check(torch.optim.Adam, saved)
 
 
-def json_copy(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """Copy dictionaries and lists, but not the tensors in them."""
     if isinstance(value, dict):
-        return {key: json_copy(item) for key, item in value.items()}
-    return [json_copy(item) for item in value] if isinstance(value, list) else value
+        return {key: copy_containers(item) for key, item in value.items()}
+    return [copy_containers(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.fixture(scope="module")

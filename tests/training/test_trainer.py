@@ -50,7 +50,7 @@ def part_of(backend, tensors, uneven: bool = True):
     return [tensor[cut[backend.rank] : cut[backend.rank + 1]] for tensor in tensors]
 
 
-def steps_of(
+def train_in_one_process(
     model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
 ) -> nn.Module:
     """Train ``model`` in one process with all samples in each step, and return it."""
@@ -80,7 +80,7 @@ def unequal_shares(backend) -> None:
         assert done.control_flags == [float(backend.size), 1.0, 0.0]
         assert done.sums[1].item() == 23
     alone = net()
-    steps_of(
+    train_in_one_process(
         alone,
         torch.optim.SGD(alone.parameters(), 0.5, momentum=0.9),
         4,
@@ -148,7 +148,7 @@ def compressed(backend) -> list[float]:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, compress="fp16")
     done = trainer.step([tuple(part_of(backend, data()))], 23.0)
     alone = net()
-    steps_of(alone, torch.optim.SGD(alone.parameters(), 0.1), 1)
+    train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.1), 1)
     assert_close(alone, model, 1e-3)
     return [done.loss, functional.cross_entropy(net()(data()[0]), data()[1]).item()]
 
@@ -217,7 +217,7 @@ def whole_norm(backend) -> None:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=0.5)
     for _ in range(3):
         trainer.step([tuple(part_of(backend, data()))], 23.0)
-    assert_close(steps_of(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
+    assert_close(train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
     assert trainer.evaluate([part_of(backend, data())])["val_loss"] > 0
 
 
@@ -326,7 +326,7 @@ def own_objective(backend) -> tuple[list[float], dict[str, float]]:
     batch = tuple(part_of(backend, data()))
     done = trainer.step([batch], 23.0)
     alone = net()
-    steps_of(alone, torch.optim.SGD(alone.parameters(), 0.1), 1, loss=lambda *both: Margin()(*both)[0])
+    train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.1), 1, loss=lambda *both: Margin()(*both)[0])
     assert_close(alone, model)
     return done.totals, trainer.evaluate([batch])
 

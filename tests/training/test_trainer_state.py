@@ -314,7 +314,7 @@ class Centred(nn.Module):
         return result
 
 
-def losses_resume(backend, folder):
+def centres_after_resume(backend, folder):
     weights, centres = [], []
     for begin in (0, 3):
         model, loss = net(), Centred()
@@ -333,7 +333,7 @@ def losses_resume(backend, folder):
 
 
 def test_buffers_of_the_loss_are_restored_on_each_rank(typical, tmp_path):
-    typical(losses_resume, tmp_path)
+    typical(centres_after_resume, tmp_path)
 
 
 def test_a_loss_with_trainable_parameters_is_refused():

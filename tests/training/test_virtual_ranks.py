@@ -319,7 +319,7 @@ def test_a_counter_that_shards_change_by_unequal_amounts_is_refused_on_every_ran
     run_threads(size, unequal_on_every_rank)
 
 
-def average_of_weights(backend):
+def calls_in_averaged_model(backend):
     """Return the averaged model's buffer ``calls`` after two steps and two evaluations.
 
     Every forward pass adds 1 to ``calls``. The shards of a step start from the same value, so a step adds 1, not 4.
@@ -341,7 +341,7 @@ def average_of_weights(backend):
 
 def test_an_evaluation_does_not_change_the_buffers_of_averaged_weights():
     for size in (1, 2, 4):
-        assert run_threads(size, average_of_weights) == [2.0] * size
+        assert run_threads(size, calls_in_averaged_model) == [2.0] * size
 
 
 def test_a_double_precision_buffer_beside_single_precision_weights_is_refused_if_it_changes():
