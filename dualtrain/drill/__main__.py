@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -70,10 +69,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     flags += ["--seed", str(given.seed)]
     config = parse(flags)
     # Log every step, to follow the job. A short timeout detects a stopped rank within seconds.
-    if "--log-every" not in " ".join(flags):
-        flags += ["--log-every", "1"]
-    if not any(re.match(r"--timeout(=|$)", flag) for flag in flags):
-        flags += ["--timeout", "10"]
+    given_flags = {flag.partition("=")[0] for flag in flags}
+    for flag, value in (("--log-every", "1"), ("--timeout", "10")):
+        if flag not in given_flags:
+            flags += [flag, value]
     return given, flags, config.run.backend == "horovod"
 
 
