@@ -107,7 +107,7 @@ LAYERS = {
         {"parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
         {"slots"},
-        {"sparse", "packed"},
+        {"fronts", "sparse", "packed"},
         {"buckets"},
         {"schedule", "hooks"},
         {"refusals"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_, ne
+from operator import attrgetter
 
 import torch
 
@@ -14,6 +14,7 @@ from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import wire_dtype
 from dualtrain.errors import BackendError
+from dualtrain.gradients.fronts import Fronts
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.packed import PackedGradients
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
@@ -22,9 +23,7 @@ from dualtrain.gradients.sparse import has_values
 
 log = logging.getLogger(__name__)
 
-_storage_uses = torch._C._storage_Use_Count  # private in torch 2.5 to 2.15, see ``slots.py``
-_tensor_uses = torch.Tensor._use_count  # private in torch 2.5 to 2.15, which have no public count of references from C++
-_GRAD, _SHAPE, _ALIAS, _ADDRESS = attrgetter("grad"), attrgetter("shape"), attrgetter("alias"), torch.Tensor.data_ptr
+_GRAD, _SHAPE = attrgetter("grad"), attrgetter("shape")
 
 
 class Bucket:
@@ -138,20 +137,11 @@ class Bucket:
         self._placed = True
 
     def _place_slots(self) -> None:
-        # On the CPU, the tensors that the program can see have a storage of their own, in the same memory. The number of
-        # uses of this storage shows whether the program keeps views.
-        self._counts = self.values.is_cpu and bool(self.slots)
-        # This tensor is complex if the gradients are: ``view_as_complex`` makes hidden tensors, which would change the
-        # number of uses when they are freed.
-        whole = torch.from_dlpack(_as_gradients(self.values, self._layout)) if self._counts else self.values.data
-        #: Tensors with the memory of ``values``. Their counters (``_version``) count the program's changes only. All slots
-        #: use the tensor at the key ``None``, except for slots whose previous gradient the program still refers to.
-        self.fronts: dict[Slot | None, torch.Tensor] = {None: whole}
-        for slot, view, front in zip(self.slots, self._slot_views, _views(whole, self._layout), strict=True):
+        self.fronts = Fronts(_as_gradients(self.values, self._layout))
+        fronts = _views(self.fronts.whole, self._layout)
+        for slot, view, front in zip(self.slots, self._slot_views, fronts, strict=True):
             slot.place(self, view, front)
-        self._addresses = [slot.address for slot in self.slots]
-        self._storage = whole.untyped_storage()
-        self._uses = _storage_uses(self._storage._cdata)
+        self.fronts.watch(self.slots)
 
     def leave_views(self) -> None:
         """If the program keeps views of earlier gradients, leave the bucket's memory to them, and use new memory.
@@ -163,22 +153,9 @@ class Bucket:
         if not self._placed:  # an interrupt such as Ctrl-C has stopped ``_use``
             self._use(self.wire, self.values)
         # ``pack`` refuses gradients in the memory of others. It finds them by their addresses.
-        elif self._has_views() and not self._holds_others():
+        elif self.fronts.have_views() and not self._holds_others():
             self._leave_memory()
         self._may_write = True
-
-    def _has_views(self) -> bool:
-        if not self._counts:
-            return False
-        aliases = list(map(_ALIAS, self.slots))
-        # An alias that is ``param.grad`` has one reference from C++. Any others are views by DLPack, or ``other.grad``.
-        held = sum(map(_tensor_uses, aliases)) - len(aliases)
-        if held and held > sum(map(is_, aliases, map(_GRAD, self._params))):
-            return True
-        addresses = list(map(_ADDRESS, aliases))
-        # A gradient to whose ``.data`` the program has assigned does not use this storage any more.
-        replaced = 0 if addresses == self._addresses else sum(map(ne, addresses, self._addresses))
-        return _storage_uses(self._storage._cdata) > self._uses - replaced
 
     def _holds_others(self) -> bool:
         """Return whether a gradient lies in this bucket, but not in the place of its slot."""
@@ -204,9 +181,13 @@ class Bucket:
 
     def follow_memory(self) -> None:
         """Leave the gradients' memory to the program if ``share_memory_()`` of the model or a gradient has moved it."""
-        if self._storage.data_ptr() != self._range[0] and self.slots:
+        if self.fronts.have_moved():
             self.keeps_views = True
             self._place_slots()
+
+    def replace_front(self, slot: Slot) -> None:
+        """Record that ``slot`` has a new tensor ``front``."""
+        self.fronts.tensors[slot] = slot.front
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of any bucket that was made together with this one."""
@@ -223,7 +204,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
-        has_views = self._has_views()
+        has_views = self.fronts.have_views()
         for slot in self.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()
@@ -368,7 +349,7 @@ class Bucket:
         """
         grads = list(map(_GRAD, self._params))
         try:
-            addresses = list(map(_ADDRESS, grads))
+            addresses = list(map(torch.Tensor.data_ptr, grads))
         except (TypeError, RuntimeError):  # a gradient is missing, or is sparse and has no address
             return None
         low, high = self.ranges[0][0], self.ranges[-1][1]

@@ -23,11 +23,13 @@ class SlotBucket(Protocol):
     pending: int
     work: Work[None] | None
     factor: torch.Tensor | None
-    fronts: dict[Slot | None, torch.Tensor]
     keeps_views: bool
 
     def leave_views(self) -> None:
         """Before the first write of a round: if the program keeps views of earlier gradients, leave the memory to them."""
+
+    def replace_front(self, slot: Slot) -> None:
+        """Record that ``slot`` has a new tensor ``front``."""
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
@@ -103,7 +105,7 @@ class Slot:
             # Start a new ``_version`` counter: it must not count in-place changes of the earlier gradient.
             self.front = self.front.data
             if self.bucket is not None:
-                self.bucket.fronts[self] = self.front
+                self.bucket.replace_front(self)
             self.alias = self.front.detach()
 
     def unpack(self) -> None:

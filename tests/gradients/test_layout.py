@@ -97,11 +97,14 @@ def test_without_parameters_there_is_a_bucket_only_for_extra_scalars():
 
 
 class FakeBucket:
-    """Fake bucket of ``count`` gradients, with the two attributes that the schedule reads."""
+    """Fake bucket of ``count`` gradients, with what the schedule uses."""
 
     def __init__(self, count):
         self.slots = [None] * count
         self.pending = count
+
+    def forget_ready(self):
+        self.pending = len(self.slots)
 
 
 def sent_in_a_round(schedule, ready):
