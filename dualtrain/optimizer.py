@@ -265,10 +265,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         def averaged() -> Any:
+            self.reducer.refuse_dropped()
             self.reducer.renew()
             with torch.enable_grad():
                 loss = closure()
+            self.reducer.begin_step()
             self.synchronize()
+            self.reducer.refuse_dropped()
             return combined_loss(loss, self.average_over_ranks)
 
         self._changing = True

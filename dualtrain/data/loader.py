@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -19,7 +19,6 @@ from dualtrain.data.worker_waits import Waits, unsent, unstarted
 from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, start_forkserver
 
-T = TypeVar("T")
 #: Sample indices and seed of a batch. The indices are a list, because a tensor sent to a worker takes a file descriptor.
 Wanted = tuple[list[int], int]
 

@@ -69,14 +69,18 @@ class Exchange:
     # -- the layout -----------------------------------------------------------------------------------------------
 
     def describe(self, size: int) -> list[str]:
-        """Return the options that must be the same on each of ``size`` ranks: all except ``Transfer.before``."""
+        """Return the options that must be the same on each of ``size`` ranks: all except ``Transfer.before``.
+
+        Without ``coalesce``, ``before`` decides whether sparse gradients are divided. This decision must be the same too.
+        """
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
         factor = transfer.factor_after(size if self._order is None else self._order.shards)
+        coalesce = f"coalesce={transfer.coalesce}" + ("" if transfer.coalesce else f", plain sums={transfer.sums}")
         sets = [len(each) for each in transfer.groups]
         return [
             f"unused={self.unused}, {len(self.extra)} extra scalars, factor {factor} after the sum, "
             f"dtype {transfer.dtype}, buckets of {transfer.bucket_bytes} bytes, sets of {sets} parameters, "
-            f"sparse_as_dense={transfer.sparse_as_dense}, coalesce={transfer.coalesce}, "
+            f"sparse_as_dense={transfer.sparse_as_dense}, {coalesce}, "
             f"average_first={transfer.average_first}, order of the sum: {order}"
         ]
 

@@ -53,7 +53,13 @@ class Transfer:
 
     def __post_init__(self) -> None:
         # A generator, such as ``layer.parameters()``, can be read only once.
-        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
+        groups = tuple(self.groups)
+        if any(isinstance(group, torch.Tensor) for group in groups):
+            raise ValueError(
+                "groups is a list of parameters, and must be a list of lists of parameters: put the parameters that share "
+                "a bucket into a list of their own"
+            )
+        object.__setattr__(self, "groups", tuple(map(tuple, groups)))
 
     @property
     def sums(self) -> bool:

@@ -1055,6 +1055,18 @@ def test_parameters_may_be_wrapped_again_after_close(typical):
     typical(wrapped_again)
 
 
+def sums_on_one_rank(backend):
+    parameters = nn.Embedding(4, 2, sparse=True).named_parameters()
+    transfer = Transfer(before=1.0 if backend.rank == 0 else 0.5, after=1.0, coalesce=False)
+    reducer = GradientReducer(parameters, backend, transfer=transfer)
+    with pytest.raises(BackendError, match="plain sums"):
+        reducer.reduce()
+
+
+def test_sparse_gradients_are_divided_on_all_ranks_or_on_none():
+    run_threads(2, sums_on_one_rank)
+
+
 def test_bad_options_are_refused(typical):
     typical(refuses)
 
@@ -1065,6 +1077,8 @@ def refuses(backend):
         GradientReducer(model.named_parameters(), backend, unused="sometimes")
     with pytest.raises(ValueError, match="1 or more, not 0"):
         GradientReducer(model.named_parameters(), backend, passes=0)
+    with pytest.raises(ValueError, match="groups is a list of parameters, and must be a list of lists"):
+        Transfer(groups=list(model.parameters()))
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
@@ -1215,12 +1229,12 @@ def fails_after_sending(model, optimizer, backend, ranks):
     return True
 
 
-def dropped_after_sending(backend, ranks):
+def dropped_after_sending(backend, ranks, *closure):
     model = Fragile()
     with small_buckets((1, 1)):
         optimizer = sgd(model, backend)
         failed = fails_after_sending(model, optimizer, backend, ranks)
-        call = optimizer.step if failed else vector_loss(model, backend.rank).backward
+        call = (lambda: optimizer.step(*closure)) if failed else vector_loss(model, backend.rank).backward
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with pytest.raises(BackendError, match=r"rank 0: .* zero_grad\(\) was called before their exchange had ended"):
             call()
@@ -1234,7 +1248,11 @@ def dropped_after_sending(backend, ranks):
 
 
 def test_no_rank_takes_a_step_with_gradients_that_a_rank_dropped_after_they_were_sent(typical):
-    typical.each(dropped_after_sending, [((0,),), (range(4),)], [((0,),)])
+    typical.each(dropped_after_sending, [((0,),), ((0,), loss_of_zero), (range(4),)], [((0,),)])
+
+
+def loss_of_zero():
+    return torch.zeros(())
 
 
 def dropped_after_the_last_bucket(backend):
@@ -1247,9 +1265,9 @@ def dropped_after_the_last_bucket(backend):
             optimizer.step()
         optimizer.zero_grad()
     before = [parameter.detach().clone() for parameter in layer.parameters()]
-    for _ in range(2):
+    for closure in (None, loss_of_zero):
         with pytest.raises(BackendError, match=r"zero_grad\(\) was called before their exchange had ended"):
-            optimizer.step()
+            optimizer.step(closure)
     check(list(layer.parameters()), before)
 
 
