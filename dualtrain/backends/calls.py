@@ -121,5 +121,5 @@ class Calls(Primitives):
 
 
 def raise_problem(problem: Exception) -> NoReturn:
-    """Raise ``problem``. Used in place of the function of a call that must fail."""
+    """Raise ``problem``. A call that must fail gets this function as its implementation."""
     raise problem

@@ -106,7 +106,7 @@ class Reductions(Movement):
         call = Call.on(op.value, tensor, name)
         primitive = wire.wire_op(tensor.dtype, op)
         packed = wire.pack(tensor)
-        converted = packed.data_ptr() != tensor.data_ptr()  # then nothing else uses the memory of ``packed``
+        converted = packed.data_ptr() != tensor.data_ptr()  # a converted copy may be reduced in place
         reduced = self.reduce_checked(call, packed, primitive, name or op.value, in_place=in_place or converted)
         return wire.average_(reduced, self.size) if op is ReduceOp.AVERAGE else reduced
 

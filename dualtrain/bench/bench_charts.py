@@ -99,7 +99,7 @@ def picture(reference: str, groups: Groups) -> str:
 
 
 def _axis(groups: Groups, width: int) -> LogAxis:
-    """Return the axis of the ratios, from the smallest to the largest end of an interval."""
+    """Return the axis of the ratios; it contains all intervals and the ratio 1."""
     ends = [end for marks in groups.values() for mark in marks for end in (mark.found.low, mark.found.high)]
     longest = max(len(mark.label) for marks in groups.values() for mark in marks)
     left = EDGE + (max(LABELS, LETTER * longest) if width == WIDE else 4)

@@ -1,4 +1,4 @@
-"""The moving average of a model's weights: its buffers and extra state, and evaluations with it."""
+"""Moving average of a model's weights: its buffers and extra state, and its use in evaluations."""
 
 from __future__ import annotations
 
