@@ -173,7 +173,8 @@ class RayExecutor:
 def visible_gpus(rank: int, places: Sequence[tuple[int, Sequence[str]]]) -> dict[str, str]:
     """Return CUDA_VISIBLE_DEVICES with the GPUs of all ranks on the host of ``rank``, ordered by rank.
 
-    With one GPU for each rank, the index of a rank's GPU is then its local rank.
+    With one GPU for each rank, the index of a rank's GPU is then its local rank. A GPU that ranks share is listed once,
+    because torch finds no GPU at all in a list with duplicates.
     """
-    visible = [gpu for host, gpus in places if host == places[rank][0] for gpu in gpus]
+    visible = dict.fromkeys(gpu for host, gpus in places if host == places[rank][0] for gpu in gpus)
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}

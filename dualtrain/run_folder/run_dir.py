@@ -45,8 +45,8 @@ BEST_WEIGHTS = "model-best.safetensors"
 #: Files that a run writes from its first step on, or at its end.
 _RESULTS = ("metrics.jsonl", WEIGHTS, BEST_WEIGHTS, "summary.json")
 _NAMES = re.compile(
-    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl(\.aside(-[0-9]+)?)?|\.progress|model(-best)?\.safetensors"
-    r"|generation-[0-9]+"
+    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl(\.aside(-[0-9]+)?)?|\.progress"
+    r"|model(-best)?\.safetensors|generation-[0-9]+"
 )
 
 

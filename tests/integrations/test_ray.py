@@ -140,6 +140,7 @@ def test_gpus_of_a_host_are_visible_to_all_of_its_ranks():
 
     places = [(7, ["2"]), (7, ["0"]), (8, ["0"])]
     assert [visible_gpus(rank, places).get("CUDA_VISIBLE_DEVICES") for rank in range(3)] == ["2,0", "2,0", "0"]
+    assert visible_gpus(1, [(7, ["0"]), (7, ["0"])]) == {"CUDA_VISIBLE_DEVICES": "0"}
     assert visible_gpus(0, [(7, [])]) == {}
     wanted = placement(None, 2, 3, 2, True, None, True)
     assert wanted.bundles == [{"CPU": 6, "GPU": 3}] * 2
