@@ -31,7 +31,8 @@ def first_argument(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def loaded_module(value: ast.AST) -> str:
-    """Return the full name of the module that a call of importlib.import_module loads, or ""."""
+    """Return the full name of the module that a call such as ``import_module("horovod.torch")`` loads, or ""."""
     if isinstance(value, ast.Call) and last_name(value.func) == "import_module" and len(value.args) == 1:
-        return str(getattr(value.args[0], "value", ""))
+        name = value.args[0]
+        return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
     return ""

@@ -37,6 +37,12 @@ CASES = [
         "from importlib import import_module\nh = import_module('horovod.torch')\nh.allreduce(x)  # HERE",
         "from importlib import import_module\nh = import_module('other')\nh.allreduce(x)",
     ),
+    (
+        "discarded_result",  # a module whose name is not in the script hides no other import
+        "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
+        "def main(hvd):\n    hvd.allreduce(x)  # HERE",
+        "import importlib\ndef main(c):\n    hvd = importlib.import_module(c.name)\n    hvd.allreduce(x)",
+    ),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
     ("discarded_result", "hvd.allreduce_async_(x)  # HERE", "hvd.synchronize(hvd.allreduce_async_(x))"),
     ("unknown_name", "hvd.callbacks.Something()  # HERE", "hvd.elastic.run\nhvd.__name__"),
