@@ -28,6 +28,7 @@ from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
 
+_PER_COUNTER = 5  # how many numbers a shard adds to the sum for each counter, see :meth:`CommonBuffers.numbers`
 _EXACT = 1 << 24  # float32 represents all integers up to this one
 
 
@@ -98,7 +99,7 @@ class CommonBuffers:
         self._writable = list[torch.Tensor]()  # buffers that passed :meth:`_are_writable`
         #: The values in ``_began``: the averaged buffers as one vector, the counters as integers.
         self._vector, self._counts = numpy.empty(0), list[int]()
-        self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 2
+        self.count = sum(self._sizes) + len(self._averaged) + _PER_COUNTER * len(self._counters) + 2
 
     def keep(self) -> None:
         """Record the present values as the values at the start of a step.
@@ -177,20 +178,21 @@ class CommonBuffers:
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it float32, or train without virtual ranks"
                 )
-        changes = [float(now - began) for now, began in zip(self._read_counters(now), self._counts, strict=True)]
+        changes = [now - began for now, began in zip(self._read_counters(now), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) > self._largest:
                 raise ValueError(
                     f"buffer {place.name!r} changes by {change:g} in a step: with this number of virtual ranks, it may "
                     f"change by {self._largest} at most"
                 )
-        first = changes if shard == 0 else [0.0] * len(changes)
-        # The change in one forward pass. A bool buffer changes in the first pass only.
-        each = [
-            (change if is_bool else change / passes) if passes else 0.0
+        first = changes if shard == 0 else [0] * len(changes)
+        # A bool buffer changes in the first pass only.
+        fractions = [
+            _per_pass(change, min(passes, 1) if is_bool else passes)
             for is_bool, change in zip(self._bools, changes, strict=True)
         ]
-        counters = [*first, *each, *(change * change for change in each), float(passes > 0), float(refused)]
+        terms = [fraction[part] for part in (0, 1) for fraction in fractions]
+        counters = [*first, *terms, *(term * term for term in terms), passes > 0, refused]
         # NumPy: on small arrays, its operations take a fraction of the time of torch's.
         numbers = numpy.empty(self.count)
         numbers[: len(vector)] = vector if passes else 0.0
@@ -230,12 +232,14 @@ class CommonBuffers:
             ValueError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
         """
         sums_of_values, changed, counters = total.split(
-            [sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 2]
+            [sum(self._sizes), len(self._averaged), _PER_COUNTER * len(self._counters) + 2]
         )
         *numbers, shards_with_passes, _ = counters.tolist()
-        changes, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
-        for place, each, square in zip(self._counters, sums, squares, strict=True):
-            if not _equal(each * each, square * shards_with_passes, whole=each.is_integer() and square.is_integer()):
+        places = len(self._counters)
+        changes, numerators, denominators, *squares = (numbers[i * places : (i + 1) * places] for i in range(_PER_COUNTER))
+        for place, *sums in zip(self._counters, numerators, denominators, *squares, strict=True):
+            # By Cauchy-Schwarz, these are equal only if all shards with passes have the same fraction.
+            if any(each * each != square * shards_with_passes for each, square in zip(sums[:2], sums[2:], strict=True)):
                 raise ValueError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
                     "ranks have no common value for it; train without virtual ranks"
@@ -252,18 +256,19 @@ class CommonBuffers:
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
         copy_all(now, values)
         counters_now = now[len(self._averaged) :]
-        for buffer, count, change, each in zip(counters_now, self._counts, changes, sums, strict=False):
-            if change or each:  # shard 0 may have had no passes
-                buffer.fill_(count + round(change or each * weight))
+        rows = zip(counters_now, self._counts, changes, numerators, denominators, strict=False)
+        for buffer, count, change, numerator, denominator in rows:
+            if change or numerator:  # shard 0 may have had no passes
+                buffer.fill_(count + round(change or numerator / denominator))
 
 
-def _equal(one: float, other: float, *, whole: bool) -> bool:
-    """Compare the squared sum of some changes with their number times the sum of their squares.
+def _per_pass(change: int, passes: int) -> tuple[int, int]:
+    """Return the change in one of ``passes`` forward passes: numerator and denominator of a reduced fraction.
 
-    By Cauchy-Schwarz, these are equal only if all changes are equal. The changes are means over a shard's passes. If they
-    are not whole numbers, the sums are rounded to float32.
+    Both are 0 without passes.
     """
-    return one == other if whole else math.isclose(one, other, rel_tol=2e-6)
+    divisor = math.gcd(change, passes)
+    return (change // divisor, passes // divisor) if passes else (0, 0)
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -275,6 +275,20 @@ def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(d
         assert model.samples.item() == 7 + 409
 
 
+def test_fractions_that_hardly_differ_are_refused():
+    model = nn.Linear(1, 1)
+    model.register_buffer("samples", torch.tensor(7))
+    buffers = CommonBuffers(model, 2)
+    buffers.keep()
+    total = torch.zeros(buffers.count)
+    for shard, samples in enumerate((2003, 2001)):  # in two passes each
+        buffers.restore()
+        model.samples += samples
+        total += buffers.numbers(shard, 2)
+    with pytest.raises(ValueError, match="unequal amounts"):
+        buffers.become_mean(total.double())
+
+
 def samples_of_uneven_passes(backend, difference):
     """Count the samples in a step whose shards have three passes, of 4, 3 and 3 samples; return the count."""
 
