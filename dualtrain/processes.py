@@ -176,10 +176,8 @@ def release() -> None:
     kill_forkserver()
     _starters.discard(os.getpid())
     # Run the finalizers in a thread: some wait for other threads or processes, which may never end.
-    thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
-    with suppress(RuntimeError):  # no thread can be started: leave out the finalizers
-        thread.start()
-        thread.join(RELEASE_SECONDS)
+    with suppress(UserError):  # no thread can be started: leave out the finalizers
+        start_thread(_run_finalizers, "dualtrain-release").join(RELEASE_SECONDS)
     _remove_own_folder(os.getpid())
 
 

@@ -20,7 +20,6 @@ import errno
 import json
 import os
 import secrets
-import threading
 import time
 import weakref
 from array import array
@@ -49,7 +48,7 @@ from dualtrain.backends.short_calls import CallBuffers, longest, travels
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError, first_line
 from dualtrain.launchers import World, new_job
-from dualtrain.processes import LIMIT_CURE
+from dualtrain.processes import LIMIT_CURE, start_thread
 from dualtrain.rendezvous.connection import open_control_channel
 from dualtrain.rendezvous.hosts import gloo_interface, listening_address, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
@@ -77,13 +76,10 @@ def _end(groups: list[Any]) -> None:
     If a peer has failed, a group may wait for an unfinished operation. Then the thread that is started here goes on waiting
     in the background.
     """
-    ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     try:
-        ending.start()
-    except RuntimeError:  # the limit of threads is reached: wait here
+        start_thread(groups.clear, "dualtrain-group-end").join(1.0)
+    except UserError:  # the limit of threads is reached: wait here
         groups.clear()
-    else:
-        ending.join(1.0)
 
 
 @atexit.register
