@@ -57,7 +57,7 @@ class Bucket:
         self.slots = list(slots)
         is_complex, real = layout.dtype.is_complex, layout.dtype.to_real()
         numel, sent_as = _wire_form(layout, transfer)
-        self._backend, self._layout, self._real, self._numel = backend, layout, real, numel
+        self._backend, self._layout, self._numel = backend, layout, numel
         self.wire = backend.new_buffer(numel + extra, sent_as, layout.device)
         self._staged = real != self.wire.dtype
         self.sum: BucketSum = (
