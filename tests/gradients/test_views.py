@@ -103,6 +103,16 @@ def test_views_keep_their_values(world):
     world(keeps_all_views)
 
 
+def backward(backend, params, step):
+    """Run a backward pass in which all elements of this rank's gradients are (step + 1)·(rank + 1)."""
+    (sum(p.sum() for p in params) * (step + 1) * (backend.rank + 1)).backward()
+
+
+def mean_of(backend, step):
+    """Return the average of the ranks' gradients of :func:`backward`."""
+    return (step + 1) * (backend.size + 1) / 2
+
+
 def views_follow_gradients(backend, keep_first):
     """With ``set_to_none=False``, a view shows each new gradient.
 
@@ -113,8 +123,8 @@ def views_follow_gradients(backend, keep_first):
     views, early = [], []
     for step in range(5):
         wrapped.zero_grad(set_to_none=keep_first and step == 1)
-        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
-        mean = (step + 1) * (backend.size + 1) / 2
+        backward(backend, params, step)
+        mean = mean_of(backend, step)
         if step == 0 and keep_first:
             early = [p.grad.view(-1) for p in params]
         if step == (1 if keep_first else 0):
@@ -123,7 +133,7 @@ def views_follow_gradients(backend, keep_first):
             torch.testing.assert_close(p.grad, torch.full_like(p, mean))
             torch.testing.assert_close(v, torch.full_like(p, mean))
         for p, v in zip(params, early, strict=False):
-            torch.testing.assert_close(v, torch.full_like(p, (backend.size + 1) / 2))
+            torch.testing.assert_close(v, torch.full_like(p, mean_of(backend, 0)))
         wrapped.step()
     wrapped.zero_grad()
     sum((p * 77).sum() for p in params).backward()
@@ -134,12 +144,7 @@ def views_follow_gradients(backend, keep_first):
 
 
 def test_views_show_new_values_of_gradients_that_are_zeroed_in_place(world):
-    world(follow_gradients)
-
-
-def follow_gradients(backend):
-    views_follow_gradients(backend, keep_first=False)
-    views_follow_gradients(backend, keep_first=True)
+    world.each(views_follow_gradients, [(False,), (True,)])
 
 
 def without_views(backend):
@@ -148,7 +153,7 @@ def without_views(backend):
     addresses = set()
     for step in range(6):
         wrapped.zero_grad(set_to_none=step % 3 != 2)
-        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        backward(backend, params, step)
         g = params[0].grad
         torch.nn.utils.clip_grad_norm_(params, 1e6)
         g = g.clone().view(-1).data
@@ -173,8 +178,8 @@ def shares_memory(backend, set_to_none):
     views = []
     for step in range(5):
         wrapped.zero_grad(set_to_none=set_to_none)
-        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
-        mean = (step + 1) * (backend.size + 1) / 2
+        backward(backend, params, step)
+        mean = mean_of(backend, step)
         for p in params:
             torch.testing.assert_close(p.grad, torch.full_like(p, mean))
         if step == 1:
@@ -186,17 +191,12 @@ def shares_memory(backend, set_to_none):
         wrapped.step()
     if set_to_none:
         for v in views:
-            torch.testing.assert_close(v, torch.full_like(v, backend.size + 1.0))
+            torch.testing.assert_close(v, torch.full_like(v, mean_of(backend, 1)))
     wrapped.close()
 
 
 def test_views_of_gradients_moved_to_shared_memory(world):
-    world(share_gradients)
-
-
-def share_gradients(backend):
-    shares_memory(backend, set_to_none=False)
-    shares_memory(backend, set_to_none=True)
+    world.each(shares_memory, [(False,), (True,)])
 
 
 def assigns_data(backend, places):
@@ -206,23 +206,18 @@ def assigns_data(backend, places):
     kept = []
     for step in range(4):
         wrapped.zero_grad()
-        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        backward(backend, params, step)
         for p in [params[i] for i in places]:
             kept.append((step, p.grad.data))
             p.grad.data = p.grad.data * 0.5
         wrapped.step()
     for step, view in kept:
-        torch.testing.assert_close(view, torch.full_like(view, (step + 1) * (backend.size + 1) / 2))
+        torch.testing.assert_close(view, torch.full_like(view, mean_of(backend, step)))
     wrapped.close()
 
 
-def assign_data(backend):
-    for places in [(0, 1, 2), (2,), (0, 2), (1, 2)]:
-        assigns_data(backend, places)
-
-
 def test_views_of_gradients_whose_data_was_replaced(world):
-    world(assign_data)
+    world.each(assigns_data, [((0, 1, 2),), ((2,),), ((0, 2),), ((1, 2),)])
 
 
 def keeps_one_element(backend):
@@ -232,7 +227,7 @@ def keeps_one_element(backend):
     kept, addresses = [], set()
     for step in range(20):
         wrapped.zero_grad()
-        sum((p * (step + 1) * (backend.rank + 1)).sum() for p in params).backward()
+        backward(backend, params, step)
         kept.append(params[0].grad[0])
         addresses.add(wrapped.reducer.buckets[0].values.data_ptr())
         wrapped.step()
@@ -271,8 +266,8 @@ def is_interrupted(backend, at):
                 bucket.leave_views()
             Slot.place = place
             assert not bucket._placed
-        ((p.sum() + q.sum()) * (step + 1) * (backend.rank + 1)).backward()
-        mean = (step + 1) * (backend.size + 1) / 2
+        backward(backend, (p, q), step)
+        mean = mean_of(backend, step)
         for each in (p, q):
             torch.testing.assert_close(each.grad, torch.full_like(each, mean))
         if step == 1:
@@ -282,15 +277,10 @@ def is_interrupted(backend, at):
     wrapped.close()
 
 
-def are_interrupted(backend):
-    is_interrupted(backend, 0)
-    is_interrupted(backend, 1)
-
-
 def test_an_interrupted_move_is_completed(world):
     if world.name == "threads":
         pytest.skip("replaces a method of all threads")
-    world(are_interrupted)
+    world.each(is_interrupted, [(0,), (1,)])
 
 
 def two_reducers(backend):
@@ -302,13 +292,13 @@ def two_reducers(backend):
     for step in range(4):
         one.zero_grad()
         two.zero_grad()
-        ((p.sum() + q.sum() + r.sum()) * (step + 1) * (backend.rank + 1)).backward()
+        backward(backend, (p, q, r), step)
         kept.append([each.grad.data for each in (p, q, r)[step % 3 :]])
         one.step()
         two.step()
     for step, views in enumerate(kept):
         for view in views:
-            torch.testing.assert_close(view, torch.full_like(view, (step + 1) * (backend.size + 1) / 2))
+            torch.testing.assert_close(view, torch.full_like(view, mean_of(backend, step)))
     one.close()
     two.close()
 
@@ -329,34 +319,30 @@ def keeps_gradient_then_view(backend, dtype):
         reducer.reduce()
         kept += [(step, p.grad if step < 3 else p.grad.view(-1)) for p in params if step != 2]
     for step, found in kept:
-        torch.testing.assert_close(found, torch.full_like(found, (step + 1) * (backend.size + 1) / 2))
+        torch.testing.assert_close(found, torch.full_like(found, mean_of(backend, step)))
     reducer.close()
 
 
-def keep_gradients_then_views(backend):
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
-        keeps_gradient_then_view(backend, dtype)
-
-
 def test_views_after_gradients_were_kept(world):
-    world(keep_gradients_then_views)
+    world.each(keeps_gradient_then_view, [(torch.float32,), (torch.float64,), (torch.bfloat16,), (torch.complex64,)])
 
 
 def accumulates_one(backend):
     """Keep views of one gradient, while the other gradient of its bucket is never zeroed."""
     p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
     reducer = GradientReducer([("p", p), ("q", q)], backend)
-    mean, total, kept = (backend.size + 1) / 2, 0.0, []
+    total, kept = 0.0, []
     for step in range(5):
         p.grad = None
         reducer.renew()
-        ((p.sum() + q.sum()) * (step + 1) * (backend.rank + 1)).backward()
-        total += (step + 1) * mean
-        torch.testing.assert_close(p.grad, torch.full_like(p, (step + 1) * mean))
+        backward(backend, (p, q), step)
+        mean = mean_of(backend, step)
+        total += mean
+        torch.testing.assert_close(p.grad, torch.full_like(p, mean))
         torch.testing.assert_close(q.grad, torch.full_like(q, total))
         kept.append(p.grad.view(-1))
     for step, view in enumerate(kept):
-        torch.testing.assert_close(view, torch.full_like(view, (step + 1) * mean))
+        torch.testing.assert_close(view, torch.full_like(view, mean_of(backend, step)))
     reducer.close()
 
 
@@ -378,9 +364,9 @@ def runs_without_memory(backend):
         for p in params:
             p.grad = None
         reducer.renew()
-        (sum(p.sum() for p in params) * (step + 1) * (backend.rank + 1)).backward()
+        backward(backend, params, step)
         for p in params:
-            torch.testing.assert_close(p.grad, torch.full_like(p, (step + 1) * (backend.size + 1) / 2))
+            torch.testing.assert_close(p.grad, torch.full_like(p, mean_of(backend, step)))
         kept.append(params[0].grad.view(-1))
     assert not any(bucket.keeps_views for bucket in reducer.buckets)
     reducer.close()
