@@ -180,8 +180,8 @@ def test_an_interval_around_the_target_shows_neither_success_nor_failure(tmp_pat
 
 
 def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tmp_path, capsys):
-    missed, kept = results(shm=0.1, alone=0.08, ddp_tuned=0.15), results(shm=0.1, ddp_tuned=0.15)
-    for found, targets, status in ((missed, True, 1), (missed, False, 0), (kept, True, 0)):
+    missed, met = results(shm=0.1, alone=0.08, ddp_tuned=0.15), results(shm=0.1, ddp_tuned=0.15)
+    for found, targets, status in ((missed, True, 1), (missed, False, 0), (met, True, 0)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=targets) == status
         said = capsys.readouterr().out
         for shown in (said, (tmp_path / "bench.html").read_text()):
@@ -192,10 +192,10 @@ def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tm
 
 
 def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
-    kept = results(shm=0.1, ddp_tuned=0.15)
+    met = results(shm=0.1, ddp_tuned=0.15)
     failed = results(shm=0.1, ddp_tuned=0.15, missing={"hvd-gloo": "it ended with status 1"})
     beside = results(shm=0.1, ddp_tuned=0.15, missing={BESIDE_DDP: "it ended with status 1"})
-    for found, status in ((kept, 0), (failed, 1), (beside, 1), (Results(), 1)):
+    for found, status in ((met, 0), (failed, 1), (beside, 1), (Results(), 1)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
         assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
         assert (tmp_path / "bench.svg").exists() == bool(found.samples)  # no chart of earlier results stays
@@ -1077,7 +1077,8 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     """Run rounds of three contenders on a simulated clock; return the results, sample counts, the end time and the log.
 
     Each start of a contender takes ``fixed`` seconds, plus the time of its steps. ``step`` lists the seconds of one step of
-    ``resnet18``, one value per round; its last value is used for all later rounds.
+    ``resnet18``, one value per round; its last value is used for all later rounds. All rounds together may take ``seconds``.
+    ``most`` is the largest fraction of the steps that a round takes.
     """
     clock = [0.0]
     said: list[str] = []

@@ -155,7 +155,7 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("error", "launcher", "final", "status"),
+    ("error", "launcher", "do_not_restart", "status"),
     [
         (UserError("fix it"), "torchrun", True, 2),
         (RanksDifferError("another seed"), "torchrun", True, 2),
@@ -168,7 +168,7 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
         (DivergedError("inf"), "spawn", True, 1),
     ],
 )
-def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
+def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, do_not_restart, status):
     """torchrun restarts after any error. Under torchrun, every error that a restart would repeat says "do not restart".
 
     Under other launchers, an error says this only if the run's folder refuses later starts.
@@ -176,7 +176,7 @@ def test_the_error_says_do_not_restart_if_a_restart_would_repeat_it(capsys, erro
     with connect("local") as backend:
         backend.world = replace(backend.world, launcher=launcher)
         assert command._give_up(error, backend) == status
-    said = f"dualtrain: error: {'do not restart: ' if final else ''}{error}\n"
+    said = f"dualtrain: error: {'do not restart: ' if do_not_restart else ''}{error}\n"
     assert capsys.readouterr().err == said
 
 

@@ -228,7 +228,7 @@ def test_a_page_can_be_made_without_runs_or_of_a_run_that_has_not_begun(tmp_path
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))
     assert "new has not logged its first steps" in shown.text
-    (tmp_path / "new" / "config.json").write_text("{}")  # unless ``begun=False``, a folder without metrics needs it
+    (tmp_path / "new" / "config.json").write_text("{}")  # with ``begun=True``, a folder without metrics needs this file
     shown = Page(page(read_runs([str(tmp_path / "new"), str(tmp_path / "run")])))
     assert "new has not logged its first steps" in shown.text
     assert set(paths_of(shown)) == {("1", kind) for kind in ("step", "train", "val", "mean")}

@@ -31,7 +31,7 @@ class Own(nn.Module):
         return self.body(inputs)  # the user's line
 
 
-class LateError(Own):
+class LateFailure(Own):
     """Model that fails in training, but not in the evaluation of one sample before the run begins."""
 
     def __init__(self):
@@ -45,7 +45,7 @@ class LateError(Own):
         return super().forward(inputs)
 
 
-class LateOverflowError(LateError):
+class LateOverflow(LateFailure):
     """Model with an arithmetic error in training."""
 
     def forward(self, inputs):
@@ -54,7 +54,7 @@ class LateOverflowError(LateError):
         return self.body(inputs)
 
 
-class LateMemoryError(LateError):
+class LateMemoryShortage(LateFailure):
     """Model that needs too much memory in training."""
 
     def forward(self, inputs):
@@ -122,10 +122,10 @@ def overflowing_build():
             2,
             r"sample 19 of the dataset failed: ValueError: .*, in test_user\S+",
         ),
-        (["--model", "LateError"], 1, r"KeyError: 'missing', in test_user_code\.py:\d+"),
+        (["--model", "LateFailure"], 1, r"KeyError: 'missing', in test_user_code\.py:\d+"),
         (["--model", "overflowing_build"], 2, r"--model '\S+' failed: OverflowError: .* infinity .*, in test_user\S+"),
-        (["--model", "LateOverflowError"], 1, r"OverflowError: cannot convert float infinity to integer, in test_user\S+"),
-        (["--model", "LateMemoryError"], 2, r"too large for this machine \(.*allocat.*\): choose smaller .*"),
+        (["--model", "LateOverflow"], 1, r"OverflowError: cannot convert float infinity to integer, in test_user\S+"),
+        (["--model", "LateMemoryShortage"], 2, r"too large for this machine \(.*allocat.*\): choose smaller .*"),
         (
             ["--dataset", "too_large_later", "--workers", "1"],
             2,
