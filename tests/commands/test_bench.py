@@ -1077,8 +1077,8 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     """Run rounds of three contenders on a simulated clock; return the results, sample counts, the end time and the log.
 
     Each start of a contender takes ``fixed`` seconds, plus the time of its steps. ``step`` lists the seconds of one step of
-    ``resnet18``, one value per round; its last value is used for all later rounds. All rounds together may take ``seconds``.
-    ``most`` is the largest fraction of the steps that a round takes.
+    ``resnet18``, one value per round; its last value is used for all later rounds. ``seconds`` is the time limit for all
+    rounds, and ``most`` the largest fraction of the steps that a round takes.
     """
     clock = [0.0]
     said: list[str] = []

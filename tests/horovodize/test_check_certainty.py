@@ -89,7 +89,7 @@ CASES = [
         "if hvd.rank() <= 0:\n    hvd.barrier()\nif hvd.rank() >= 1:\n    hvd.barrier()",
     ),
     (
-        "unknown_name",  # a hidden state, and not the module
+        "unknown_name",  # no finding if h is a hidden state, and not the module
         "def train(hvd):\n    hvd.timeline.start()",
         "import horovod.torch as h\ndef forward(x, h):\n    return h.view(-1)",
     ),

@@ -38,7 +38,7 @@ CASES = [
         "from importlib import import_module\nh = import_module('other')\nh.allreduce(x)",
     ),
     (
-        "discarded_result",  # a module whose name is not in the script hides no other import
+        "discarded_result",  # an unknown module hides an import only in the function that loads this module
         "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
         "def main(hvd):\n    hvd.allreduce(x)  # HERE",
         "import importlib\ndef main(c):\n    hvd = importlib.import_module(c.name)\n    hvd.allreduce(x)",
@@ -200,7 +200,7 @@ CASES = [
         "if 0 == hvd.rank():\n    hvd.barrier()\nelse:\n    hvd.barrier()\nif 1 < hvd.size():\n    hvd.barrier()",
     ),
     (
-        "loop_left_on_some_ranks",  # no finding if this may be the last iteration
+        "loop_left_on_some_ranks",  # no finding if rank 0 may leave the loop in its last iteration
         WRAP + "for i, x in enumerate(d):\n    optimizer.step()\n    if i % 100 == 0 and hvd.rank() == 0 and bad:\n"
         "        break  # HERE",
         WRAP + "for i, x in enumerate(d):\n    optimizer.step()\n    if i == n and hvd.rank() == 0:\n        break\n"
@@ -1685,7 +1685,7 @@ for epoch in range(3):
 
 
 @pytest.mark.parametrize(
-    ("test", "off"),
+    ("test", "branch_without_horovod"),
     [
         ("args.horovod", "else"),
         ("not args.horovod", "if"),
@@ -1698,12 +1698,12 @@ for epoch in range(3):
         ("many", "else"),
     ],
 )
-def test_code_that_runs_without_horovod_has_no_findings(test, off):
+def test_code_that_runs_without_horovod_has_no_findings(test, branch_without_horovod):
     lines = ["many = hvd.size() > 1", WRAP.strip(), "def step(model):", "    model().backward()", f"    if {test}:"]
     arm = ["        clip_grad_norm_(p, 1)", "        optimizer.step()"]
     found = findings(source("\n".join([*lines, *arm, "    else:", *arm])))
     clips = [finding.line for finding in found if "clipped" in finding.message]
-    assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[off]
+    assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[branch_without_horovod]
 
 
 def test_spark_driver_code_has_no_findings_about_ranks():

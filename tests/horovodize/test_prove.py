@@ -495,15 +495,15 @@ def test_a_difference_that_no_defect_explains_is_found_by_time_not_step_number(s
         if step == 5:
             optimizers[0].param_groups[0]["lr"] = 0.2
 
-    def left(rank, step, models, optimizers):
+    def unexplained(rank, step, models, optimizers):
         if step == 6:
             optimizers[1].param_groups[0]["lr"] = 0.3
 
     def both(**given):
         explained(**given)
-        left(**given)
+        unexplained(**given)
 
-    compat = simulated(left, every=2, defects=[("it takes a step", "train.py", 12)])
+    compat = simulated(unexplained, every=2, defects=[("it takes a step", "train.py", 12)])
     evidence = Evidence([simulated(every=2)], [simulated(both, every=2)], compat)
     verdict = verdict_of(evidence, [])
     assert (verdict.difference.step, verdict.difference.optimizer) == (3, 1)
