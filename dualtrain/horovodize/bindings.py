@@ -22,8 +22,8 @@ class Bindings:
     bindings do not hide an import:
 
     - A fallback, such as ``hvd = None``, which scripts execute if the import fails.
-    - A parameter whose value most likely is a module in ``HOMES``. An import binds the same name to such a module. Also,
-      the name contains hvd or horovod, or a call passes the module to the function.
+    - A parameter whose value most likely is a module in ``HOMES``. Two conditions must hold: an import binds the
+      parameter's name to such a module; and this name contains hvd or horovod, or a call passes the module to the function.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
     nonlocal.
@@ -79,7 +79,7 @@ class Bindings:
             yield node.id
 
     def _find_passed_modules(self, nodes: list[ast.AST]) -> None:
-        """Let a parameter hide no import if a call passes it a module in ``HOMES``, as ``main(h)`` to ``def main(h)``."""
+        """Find parameters for which a call passes a module in ``HOMES``: they hide no import. Example: ``main(h)``."""
         calls = [(node, name) for node in nodes if isinstance(node, ast.Call) for name in _passed_names(node)]
         calls = [(call, name) for call, name in calls if self.imported.get(name.id) in HOMES]
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)] if calls else []

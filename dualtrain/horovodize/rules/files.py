@@ -45,7 +45,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
             continue
         if source.name(call.func) != "torch.save" and not runs_after_init(source, call):
             continue
-        if _depends_on_process(source, file) or _is_for_some(source, guards, call):
+        if _depends_on_process(source, file) or _may_run_on_some_ranks(source, guards, call):
             continue
         edits = _save_on_rank_zero(source, call, file)
         message = "all ranks write this file, perhaps at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
@@ -86,7 +86,7 @@ def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[E
     block = _block_of_file(source, call)
     statement = block or source.statement(call)
     path = block.items[0].context_expr.args[0] if block else file  # type: ignore[attr-defined]
-    saves = _saves_to(source, block) if block else source.name(call.func) == "torch.save" and not _is_open(source, file)
+    saves = _only_saves(source, block) if block else source.name(call.func) == "torch.save" and not _is_open(source, file)
     rank = source.spell("rank", call)
     alone = block is not None or (isinstance(statement, ast.Expr) and statement.value is call)
     gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(statement))
@@ -111,7 +111,7 @@ def _block_of_file(source: Source, call: ast.Call) -> ast.With | None:
     return block if mine and isinstance(opened, ast.Call) and _written(source, opened) is not None else None
 
 
-def _saves_to(source: Source, block: ast.With) -> bool:
+def _only_saves(source: Source, block: ast.With) -> bool:
     """Return whether ``block`` consists of calls of torch.save."""
     calls = [part.value if isinstance(part, ast.Expr) else part for part in block.body]
     return all(isinstance(call, ast.Call) and source.name(call.func) == "torch.save" for call in calls)
@@ -201,9 +201,9 @@ def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
         yield from (value for call in calls_of(source, scope) for value in arguments(source, scope, call, text))
 
 
-def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether ``node`` perhaps runs on some ranks only, or no call of its function is found."""
-    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node) or _is_switched(source, node):
+def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
+    """Return whether ``node`` perhaps runs on some ranks only. True also if no call of its function is found."""
+    if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node) or _is_under_unknown_flag(source, node):
         return True
     scope = source.scope(node)
     if not isinstance(scope, Function):
@@ -213,15 +213,15 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
     calls = list(calls_of(source, scope))
     own = source.parents[scope]
     if isinstance(own, ast.ClassDef):
-        if _is_overridden(source, scope) or not _is_method_of_all(source, guards, node, own):
+        if _is_overridden(source, scope) or not _runs_in_objects_of_all_ranks(source, guards, node, own):
             return True
         calls = [call for call in calls if guards.runs_whenever(call, source.scope(call))]
     elif scope.name in ENTRY_POINTS and not calls:
         return False  # passed to a launcher, which calls it on all ranks
-    return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
+    return not calls or depth > 3 or all(_may_run_on_some_ranks(source, guards, call, depth + 1) for call in calls)
 
 
-def _is_method_of_all(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
+def _runs_in_objects_of_all_ranks(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
     """Return whether all ranks certainly make objects of the class ``own``, and the method with ``node`` always runs it.
 
     A condition such as ``if self.saver:`` gives False: it often holds on one rank only, although it does not name the rank.
@@ -257,7 +257,7 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
     return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
 
 
-def _is_switched(source: Source, node: ast.AST) -> bool:
+def _is_under_unknown_flag(source: Source, node: ast.AST) -> bool:
     """Return whether the write depends on a variable that the file does not assign. Its value may depend on the rank."""
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
@@ -294,10 +294,10 @@ def events_of_all_ranks(source: Source) -> Iterator[Finding]:
         if not isinstance(call, ast.Call) or not _SUMMARY.match(source.name(call.func)) or not source.wraps:
             continue
         folder = [*call.args[:1], *(word.value for word in call.keywords)]
-        if any(_depends_on_process(source, value) for value in folder) or _is_for_some(source, guards, call):
+        if any(_depends_on_process(source, value) for value in folder) or _may_run_on_some_ranks(source, guards, call):
             continue
         added = [other for other in source.calls if _adds_to(other, target)]
-        everywhere = [other for other in added if not _is_for_some(source, guards, other)]
+        everywhere = [other for other in added if not _may_run_on_some_ranks(source, guards, other)]
         if everywhere and len(source.values[target]) == 1 and runs_after_init(source, call):
             message = (
                 "every rank writes its own values to this folder, and TensorBoard shows them as one run; create the "
@@ -324,7 +324,11 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
         folder = first_argument(call, "root")
         if folder is None or _depends_on_process(source, folder) or _is_locked(source, call) or not source.wraps:
             continue
-        if runs_after_init(source, call) and not runs_on_driver(source, call) and not _is_for_some(source, guards, call):
+        if (
+            runs_after_init(source, call)
+            and not runs_on_driver(source, call)
+            and not _may_run_on_some_ranks(source, guards, call)
+        ):
             message = (
                 "all ranks download to the same folder at the same time if the files are missing; download on local rank "
                 "0 first, and call hvd.barrier() on all ranks"

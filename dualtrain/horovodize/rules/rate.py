@@ -14,7 +14,8 @@ _RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", r
 _NO_RATE = re.compile(r"adj|factor|scale|mult|decay|warm|sched|step|epoch", re.IGNORECASE)
 #: Schedules whose own rates replace the optimizer's rate.
 _CYCLIC = ("torch.optim.lr_scheduler.CyclicLR", "torch.optim.lr_scheduler.OneCycleLR")
-_KEPT = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
+#: Functions that do not change the power of the number of ranks (see ``_Powers``).
+_SAME_POWER = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
 _MESSAGE = (
     "the learning rate grows with the number of ranks, on Horovod too; this is usual for averaged gradients with a "
     "warm-up, but the trained model then depends on the number of ranks"
@@ -230,7 +231,7 @@ class _Powers:
             return 1.0 if self.source.hvd(call.func) == "size" or not self._adasum else 0.0
         name = self.source.name(call.func) or ast.unparse(call.func)
         powers = [self.of(value, given, depth) for value in call.args]
-        if name in _KEPT and powers:
+        if name in _SAME_POWER and powers:
             return powers[0]
         if name in ("math.sqrt", "numpy.sqrt") and powers:
             return powers[0] / 2

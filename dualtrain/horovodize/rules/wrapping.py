@@ -74,7 +74,7 @@ def _is_loaded_by_all(source: Source, load: ast.Call) -> bool:
 
 
 def _has_no_state(source: Source, optimizer: str) -> bool:
-    """Return whether the variable is certainly SGD without momentum, which keeps no state."""
+    """Return whether the variable ``optimizer`` certainly holds SGD without momentum, which keeps no state."""
     values = source.values.get(optimizer, [])
     plain = [
         isinstance(value, ast.Call)
