@@ -79,11 +79,11 @@ class Child:
         try:
             self.link.send(payload)
         except TimeoutError:
-            raise self.late() from None
+            raise self.late_start() from None
         except OSError:
             pass
 
-    def late(self) -> UserError:
+    def late_start(self) -> UserError:
         """Return the exception for a process that did not read its function in time."""
         return UserError(
             f"rank {self.rank} of {self.size} did not start within {START_SECONDS:g} s: the system is short of memory or "
@@ -206,7 +206,7 @@ def _collect(children: Sequence[Child]) -> list[bytes]:
     if failures:
         raise next((failure for failure in failures if not failure.by_peer), failures[0])
     if late:
-        raise late[0].late()
+        raise late[0].late_start()
     return [child.outcome.result or b"" for child in children if child.outcome is not None]
 
 
