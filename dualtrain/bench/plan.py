@@ -120,7 +120,7 @@ TRAINER = "trainers"
 SIDE = "side_by_side"
 BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
 TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
-#: Contenders side by side run this multiple of the usual number of steps. That costs little: their start takes longer.
+#: Contenders side by side run this multiple of the usual number of steps, which takes less time than their start.
 SIDE_STEPS = 4
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
