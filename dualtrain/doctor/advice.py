@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.gpu import gpu_advice
 
 Row = Mapping[str, Any]
@@ -30,10 +31,6 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     return problems, [*notes, *found.values(), *_crowded(rows), *_cpus(rows)]
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
-
-
 def _grouped(rows: Sequence[Row], values: Sequence[Any]) -> dict[Any, list[int]]:
     """Group the ranks by value."""
     found: dict[Any, list[int]] = {}
@@ -46,21 +43,21 @@ def _failures(rows: Sequence[Row], name: str) -> list[str]:
     errors = _grouped(rows, [(row["probes"].get(name) or {}).get("error") for row in rows])
     errors.pop(None, None)
     single = len(rows) == 1
-    return [f"{name}{'' if single else f' on {_ranks(ranks)}'}: {error}" for error, ranks in errors.items()]
+    return [f"{name}{'' if single else f' on {ranks_in_words(ranks)}'}: {error}" for error, ranks in errors.items()]
 
 
 def _differing_versions(rows: Sequence[Row], name: str) -> str | None:
     found = _grouped(rows, [row["versions"][name] for row in rows])
     if len(found) == 1:
         return None
-    return ", ".join(f"{version or 'none'} ({_ranks(ranks)})" for version, ranks in found.items())
+    return ", ".join(f"{version or 'none'} ({ranks_in_words(ranks)})" for version, ranks in found.items())
 
 
 def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:
     lines = [_version_line(rows, name) for name in _needed(chosen) if _differing_versions(rows, name)]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
-        found = ", ".join(f"{name} with {size} ({_ranks(ranks)})" for (name, size), ranks in launchers.items())
+        found = ", ".join(f"{name} with {size} ({ranks_in_words(ranks)})" for (name, size), ranks in launchers.items())
         lines.append(
             f"the ranks were started by different launchers: {found}; start all ranks with one launcher, "
             "from a clean environment"
