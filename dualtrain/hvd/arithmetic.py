@@ -15,6 +15,7 @@ from dualtrain.backends.wire import average_
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
 NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
+#: The backends' operation for each of Horovod's operations; backends have no Adasum.
 PLAIN = {
     Average: ReduceOp.AVERAGE,
     Sum: ReduceOp.SUM,
@@ -108,7 +109,8 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the adaptive sum of one tensor per rank: neighbours are combined in a binary tree. Any number of ranks works.
 
-    Equal gradients are averaged, orthogonal ones summed; in between, the common component is partly subtracted.
+    Equal gradients are averaged, and orthogonal gradients are summed. From any other two gradients, a part of their common
+    component is subtracted before they are summed.
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
     ``ops/adasum/adasum.h`` for the order of additions and for vectors of norm zero.
     """

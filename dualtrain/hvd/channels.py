@@ -90,7 +90,7 @@ class Exchangers:
         self._earlier: list[weakref.ref[Exchanger]] = []  # made in earlier worlds
         #: All reducers, including those that send gradients through requests to rank 0.
         self.reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-        #: Channel name → number of the last exchange in which this rank took part; outlives the reducer.
+        #: Channel name → number of the last exchange in which this rank took part. Kept when the reducer is freed.
         self.done: dict[str, int] = {}
         #: Exchanges whose results at least one rank discards, as pairs of a channel name and a number.
         self.dropped: set[tuple[str, int]] = set()

@@ -36,7 +36,10 @@ class Control(Protocol):
         """Yield the coordinator's messages to this rank; block until one arrives. The last is ``{"do": "down", …}``."""
 
     def close(self) -> None:
-        """Close this end. Rank 0 waits up to 5 s until the other ranks have closed their ends and its thread has ended."""
+        """Close this end.
+
+        On rank 0, wait until the other ends are closed and the coordinator's thread has ended, for at most 5 s.
+        """
 
 
 def control(

@@ -398,7 +398,7 @@ class _AdasumOptimizer(_Optimizer):
             return self._step_and_combine(closure)
 
     def has_local_gradients(self) -> bool:
-        """Return True until ``close`` is called: with Adasum, changes of parameters are combined, and gradients are not."""
+        """Return True until ``close`` is called: with Adasum, gradients are never combined."""
         return not self._closed
 
     def _step_and_combine(self, closure: Callable[[], Any] | None) -> Any:

@@ -46,5 +46,5 @@ class _Both:
             self._both.set()
 
 
-def test_a_rank_that_reads_no_messages_delays_no_other_rank_and_gets_them_later():
+def test_a_rank_that_reads_messages_late_gets_all_of_them_and_does_not_delay_other_ranks():
     assert run_threads(3, exchanged, _Both()) == [list(range(_MESSAGES))] * 3

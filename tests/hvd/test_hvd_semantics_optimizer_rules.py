@@ -485,7 +485,7 @@ def changes_in_a_hook(backend):
             for step in range(3):
                 if place == "later node" and step == 1:
                     for p in params:
-                        p.data.mul_(2)  # in place of the hook, which step 0 did not have
+                        p.data.mul_(2)  # doubles the change of step 0, in which this hook did not exist
                         torch.autograd.graph.get_gradient_edge(p).node.register_hook(lambda *_, p=p: double(p))
                 optimizer.zero_grad()
                 sum((hvd.rank() + 1) * p.sum() for p in params).backward()

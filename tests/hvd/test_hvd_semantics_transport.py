@@ -60,11 +60,11 @@ def trained(backend, transport):
 
 
 def each_transport(backend):
-    (native, library_alone), (shared, memory), (default, chosen) = (
+    (native, with_native), (shared, with_shm), (default, with_default) = (
         trained(backend, name) for name in ("native", "shm", "")
     )
-    assert (library_alone, memory) == ({"gloo"}, {"shm"})
-    assert chosen == (memory if backend.size == 2 else library_alone)
+    assert (with_native, with_shm) == ({"gloo"}, {"shm"})
+    assert with_default == ({"shm"} if backend.size == 2 else {"gloo"})
     assert all(torch.equal(default[key], p) for key, p in native.items())
     for key, p in shared.items():
         if backend.size == 2:
