@@ -152,7 +152,8 @@ class Bucket:
             return
         if not self._placed:  # an interrupt such as Ctrl-C has stopped ``_use``
             self._use(self.wire, self.values)
-        # ``pack`` refuses gradients in the memory of others. It finds them by their addresses.
+        # If a gradient lies in another gradient's memory, do not replace the memory: ``pack`` finds such a gradient by its
+        # address, and refuses it.
         elif self.fronts.have_views() and not self._holds_others():
             self._leave_memory()
         self._may_write = True
@@ -180,7 +181,7 @@ class Bucket:
                 self._place_slots()
 
     def follow_memory(self) -> None:
-        """Leave the gradients' memory to the program if ``share_memory_()`` of the model or a gradient has moved it."""
+        """If ``share_memory_()`` has moved the gradients to other memory, leave that memory to the program."""
         if self.fronts.have_moved():
             self.keeps_views = True
             self._place_slots()
@@ -316,7 +317,7 @@ class Bucket:
                 if p.requires_grad and p.shape != slot.shape:
                     self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
-                # A parameter that was frozen after the layout was made takes part as zeros and gets no gradient.
+                # A parameter that was frozen after the layout was made contributes zeros and gets no gradient.
                 (self._copied if p.requires_grad else self._frozen).append(slot)
                 continue
             try:

@@ -1,4 +1,4 @@
-"""Fronts: the tensors in the memory of a bucket that the program can see."""
+"""The tensors by which the program sees a bucket's memory (fronts), and whether the program keeps views of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _GRAD, _ALIAS, _ADDRESS = attrgetter("grad"), attrgetter("alias"), torch.Tensor.
 class Fronts:
     """Tensors in the memory of a bucket's gradients. On the CPU, the references to them are counted.
 
-    On the CPU, these tensors have a storage of their own. The number of its uses shows whether the program keeps views.
+    On the CPU, these tensors have one storage object, which the bucket's other tensors do not use. The number of uses of
+    this object shows whether the program keeps views.
 
     Args:
-        values: the memory; complex if the gradients are. ``view_as_complex`` makes hidden tensors, which would change the
-            number of uses when they are freed.
+        values: the memory, as a complex tensor if the gradients are complex. If it became complex later, by
+            ``view_as_complex``, hidden tensors would use the storage object until they are freed.
 
     Attributes:
-        whole: tensor with the memory of ``values``, of which the slots' tensors are views.
-        tensors: tensors whose counters (``_version``) count the program's changes only. All slots use the tensor at the key
-            ``None``, except for slots whose previous gradient the program still refers to.
+        whole: tensor with the memory of ``values``; the slots' tensors are views of it.
+        tensors: slot → tensor whose counter (``_version``) counts only the program's in-place changes. Slots that are not
+            in this dict use the tensor at the key ``None``. See ``Slot.move_kept``.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -42,17 +43,17 @@ class Fronts:
         self._uses = _storage_uses(self._storage._cdata)
 
     def have_views(self) -> bool:
-        """Return whether the program keeps a view of a gradient on the CPU, or has a reference to one from C++."""
+        """Return whether the program keeps a view of a gradient on the CPU, or C++ code refers to such a gradient."""
         if not self._counts:
             return False
         # This runs in every step, so its loops run in C.
         aliases = list(map(_ALIAS, self._slots))
-        # An alias that is ``param.grad`` has one reference from C++. Any others are views by DLPack, or ``other.grad``.
+        # ``param.grad`` is one reference from C++ to an alias. Further references are from DLPack, or from ``other.grad``.
         held = sum(map(_tensor_uses, aliases)) - len(aliases)
         if held and held > sum(map(is_, aliases, map(_GRAD, self._params))):
             return True
         addresses = list(map(_ADDRESS, aliases))
-        # A gradient to whose ``.data`` the program has assigned does not use this storage any more.
+        # If the program has assigned to ``grad.data``, this gradient does not use the storage any more.
         replaced = 0 if addresses == self._addresses else sum(map(ne, addresses, self._addresses))
         return _storage_uses(self._storage._cdata) > self._uses - replaced
 

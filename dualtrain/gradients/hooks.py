@@ -61,8 +61,9 @@ class ModuleAttribute:
         """Return what the attribute holds now ("parameter" or "module"), and whether it is in use.
 
         Return ``None`` if each trained parameter in the attribute has a reducer or is in ``known``, the ids of the caller's
-        parameters. (Some of these may have no hook yet.) A parameter always counts as in use. A module counts as in use if
-        one of its parameters without a reducer has a gradient; a copy that only computes targets has none.
+        parameters. (Some of the caller's parameters may have no hook yet.) A parameter always counts as in use. A module
+        counts as in use if one of its parameters without a reducer has a gradient. A copy of a model that only computes
+        targets has no gradients, so it does not count as in use.
         """
         owner = self.owner()
         if owner is None:
@@ -103,7 +104,7 @@ class ParameterHooks:
         self._attributes: list[dict[str, Any]] = []
 
     def add(self, reducer: Reducer, named_parameters: Named) -> int:
-        """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones have no hook yet.
+        """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones get no hook.
 
         Parameters that were added before are ignored.
 
@@ -218,7 +219,7 @@ def _node_hooks(node: Node) -> Mapping[int, Any]:
 
 
 def has_later_hook(reducer: Reducer, slot: Slot) -> bool:
-    """Return whether a hook of the user runs on the parameter after the hook of ``reducer``: it may change the gradient."""
+    """Return whether a hook of the user, which may change the gradient, runs after the parameter's hook of ``reducer``."""
     if slot.node_hooks:
         return True  # torch calls the hooks of the node after those of the parameter
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.

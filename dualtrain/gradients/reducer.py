@@ -59,8 +59,8 @@ class GradientReducer:
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
     If the program keeps a gradient or a view of it (``param.grad.view(-1)``, ``param.grad.numpy()``) after ``zero_grad()``,
-    its values do not change, as in torch. With gradients on a GPU, the next backward overwrites such a view.
-    After the first such view, the gradients of its bucket are no longer views into a buffer, but copies.
+    its values do not change, as in torch. After the program has kept a view, the gradients of its bucket are copies, and not
+    views into a buffer. With gradients on a GPU, views do not keep their values: the next backward overwrites them.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
     ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as
     ``DistributedOptimizer.zero_grad`` does.
@@ -117,7 +117,7 @@ class GradientReducer:
         self._dropped = False  # whether ``zero_grad`` was called after some of the step's ``passes``, before the last
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
-        self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
+        self._refused_pass = False  # whether a pass, which may have changed gradients, was refused since the last reduction
         #: The round in which a failed backward pass had sent gradients before ``zero_grad`` dropped them; else ``None``.
         self._dropped_round: int | None = None
         self.add(named_parameters)

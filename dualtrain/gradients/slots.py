@@ -81,7 +81,7 @@ class Slot:
         if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads):
             if self.bucket is not None:
                 self.bucket.leave_views()
-            if self.large:
+            if self.large:  # ``leave_views`` may have set it to False
                 self.move_kept()
                 self.view.copy_(grads[0].detach())
                 self.unpack()

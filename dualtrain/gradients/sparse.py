@@ -54,7 +54,7 @@ class SparseGradients:
         for number, dims in sorted(self.dims.items()):
             slot = slots[number]
             p = slot.param
-            # A parameter that was frozen after the layout was made takes part without values and gets no gradient.
+            # A parameter that was frozen after the layout was made contributes no values and gets no gradient.
             frozen = p.grad is None and not p.requires_grad
             if p.grad is None:
                 grad = _sparse(torch.empty(dims, 0, dtype=torch.int64, device=p.device), p.new_empty(0, *p.shape[dims:]), p)
