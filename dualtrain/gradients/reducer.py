@@ -59,8 +59,8 @@ class GradientReducer:
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
     If the program keeps a gradient or a view of it (``param.grad.view(-1)``, ``param.grad.numpy()``) after ``zero_grad()``,
-    its values do not change, as in torch. After the program has kept a view, the gradients of its bucket are copies, and not
-    views into a buffer. With gradients on a GPU, views do not keep their values: the next backward overwrites them.
+    its values do not change, as in torch. After the program has kept a view, the gradients of its bucket are copies instead
+    of views into a buffer. With gradients on a GPU, views do not keep their values: the next backward overwrites them.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
     ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as
     ``DistributedOptimizer.zero_grad`` does.

@@ -21,7 +21,7 @@ def world(request):
 
 
 def with_gradient(grad):
-    """Return a new parameter whose gradient is ``grad``. Afterwards, only C++ refers to ``grad``."""
+    """Return a new parameter whose gradient is ``grad``. Its reference to ``grad`` is in C++ only."""
     other = nn.Parameter(torch.empty_like(grad))
     other.grad = grad
     return other
@@ -195,7 +195,7 @@ def shares_memory(backend, set_to_none):
     wrapped.close()
 
 
-def test_views_of_gradients_moved_to_shared_memory(world):
+def test_views_have_the_right_values_after_gradients_were_moved_to_shared_memory(world):
     world.each(shares_memory, [(False,), (True,)])
 
 
@@ -216,7 +216,7 @@ def assigns_data(backend, places):
     wrapped.close()
 
 
-def test_views_of_gradients_whose_data_was_replaced(world):
+def test_views_keep_their_values_after_an_assignment_to_the_data_of_the_gradient(world):
     world.each(assigns_data, [((0, 1, 2),), ((2,),), ((0, 2),), ((1, 2),)])
 
 
@@ -236,12 +236,12 @@ def keeps_one_element(backend):
     wrapped.close()
 
 
-def test_views_keep_at_most_one_copy_of_a_bucket(world):
+def test_a_bucket_gets_new_memory_only_once_if_a_view_is_kept_in_every_step(world):
     world(keeps_one_element)
 
 
 def interrupted(place, count, at):
-    """Return ``place``, interrupted in the call with number ``at``."""
+    """Return a wrapper of ``place`` that raises KeyboardInterrupt in call number ``at``."""
 
     def replacement(*args):
         if next(count) == at:
@@ -277,9 +277,9 @@ def is_interrupted(backend, at):
     wrapped.close()
 
 
-def test_an_interrupted_move_is_completed(world):
+def test_an_interrupted_move_to_new_memory_is_completed(world):
     if world.name == "threads":
-        pytest.skip("replaces a method of all threads")
+        pytest.skip("replaces a method that all threads share")
     world.each(is_interrupted, [(0,), (1,)])
 
 
@@ -303,7 +303,7 @@ def two_reducers(backend):
     two.close()
 
 
-def test_views_with_two_reducers(world):
+def test_views_keep_their_values_with_two_reducers(world):
     world(two_reducers)
 
 
@@ -323,7 +323,7 @@ def keeps_gradient_then_view(backend, dtype):
     reducer.close()
 
 
-def test_views_after_gradients_were_kept(world):
+def test_views_keep_their_values_after_gradients_were_kept(world):
     world.each(keeps_gradient_then_view, [(torch.float32,), (torch.float64,), (torch.bfloat16,), (torch.complex64,)])
 
 
@@ -346,7 +346,7 @@ def accumulates_one(backend):
     reducer.close()
 
 
-def test_views_beside_a_gradient_that_is_never_zeroed(world):
+def test_views_keep_their_values_if_another_gradient_is_never_zeroed(world):
     world(accumulates_one)
 
 
