@@ -34,11 +34,11 @@ class Backend(Reductions, ObjectCalls):
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
-    call, and the backend stays usable. A call with wrong arguments also raises on every rank: the ValueError or TypeError
-    itself if all ranks' calls have this error, otherwise BackendError, which names the rank and its error. A rank with
-    wrong arguments sends its error in the comparison of calls, so correct calls need no additional message. An error
-    on one rank after the comparison, such as too little memory for the result, is reported to the other ranks, whose calls
-    raise PeerFailedError; the backend cannot be used any more.
+    call, and the backend stays usable. A call with wrong arguments also raises on every rank. If all ranks' calls have the
+    same ValueError or TypeError, this error is raised. Otherwise BackendError is raised, which names the rank and its error.
+    A rank with wrong arguments sends its error in the comparison of calls, so correct calls need no additional message. If
+    an error occurs on one rank after the comparison, such as too little memory for the result, the calls of the other ranks
+    raise PeerFailedError. The backend can then no longer be used.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
     included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
@@ -132,10 +132,10 @@ class Backend(Reductions, ObjectCalls):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
-        """Make a copy of ``buffer``, and call ``use`` with it. Not collective.
+        """Make a copy of ``buffer``, and call ``use`` with the copy. Not collective.
 
-        If ``buffer`` is a result of :meth:`new_buffer`, :meth:`start_sum` accepts the copy in its place from then on. The
-        memory of ``buffer`` belongs to the caller alone.
+        If ``buffer`` is a result of :meth:`new_buffer`, pass the copy instead of ``buffer`` to :meth:`start_sum` from then
+        on. Other ranks no longer read or write the memory of ``buffer``.
 
         Raises:
             OSError: there is not enough memory. ``use`` was not called.
@@ -149,9 +149,9 @@ class Backend(Reductions, ObjectCalls):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. Except with NCCL, sums are matched only with sums: a rank
-        may start a sum before a call of a different method, and another rank may start it after that call. If
-        ``tensor`` comes from :meth:`new_buffer` on one rank, it must do so on every rank.
+        Otherwise as :meth:`start_allreduce`. Does not block. Sums are matched only with sums: a rank may start a sum before
+        a call of a different method, and another rank may start it after that call. (With NCCL, the order must be the same
+        on all ranks.) If ``tensor`` comes from :meth:`new_buffer` on one rank, it must do so on every rank.
         """
         work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:

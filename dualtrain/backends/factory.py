@@ -100,7 +100,7 @@ def connect(
             in every cycle, and holds a lock that every call needs. If False, Horovod is faster, and over MPI a failed rank
             cannot make the other ranks wait for that lock.
         transport: how CPU tensors are reduced. ``"native"`` uses the backend's library. ``"shm"`` uses memory that the
-            ranks of a host share, and the library between hosts; if the ranks cannot share memory, rank 0 logs a warning,
+            ranks of a host share, and the library between hosts. If the ranks cannot share memory, rank 0 logs a warning,
             and the library is used. ``"auto"`` is ``"shm"`` for the torch backend on the CPU with all ranks on one
             host, else ``"native"``.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same

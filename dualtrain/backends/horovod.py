@@ -316,8 +316,8 @@ def _scope(address: str | None) -> str:
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
     the table of process sets after it has checked for the shutdown). The old operation then takes part in the process's
     next world, where a new operation of the same name would get the old operation's data. If the world has a store, the
-    prefix is a hash of its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. All
-    ranks have the same number: such a world has only one rank, or horovodrun or MPI has started all its processes, and each
-    of them has joined equally many worlds.
+    prefix is a hash of its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. This
+    number is the same on all ranks: such a world has only one rank, or horovodrun or MPI has started all its processes
+    together, and they have joined equally many worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."

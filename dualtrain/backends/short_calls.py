@@ -158,7 +158,7 @@ class CallBuffers:
         return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
 
 
-def travels(data: Short | None, size: int, most: int) -> bool:
+def is_sent_with_call(data: Short | None, size: int, most: int) -> bool:
     """Return whether ``data`` may be sent with the comparison of its call, in frames of at most ``most`` bytes of data."""
     own = _own_values(data)
     if own is None:

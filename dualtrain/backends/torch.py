@@ -5,8 +5,8 @@ torch.distributed's default group only on request (``default_group``). Without t
 ``is_initialized()`` behave as they would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU
 tensor on. The ranks compare their calls on separate connections (``call_channel.py``).
 
-Operations of a group are matched by their order. While backward runs, buckets of gradients are sent in the same order on
-all ranks, but one rank may send a bucket before some other call, and another rank after this call. So one Gloo group is for
+Operations of a group are matched by their order. During backward, all ranks send buckets of gradients in the same order.
+But one rank may send a bucket before another call, and another rank may send it after this call. So one Gloo group is for
 sums of gradients, and the other one is for all other calls, which the ranks compare before they start them. All NCCL
 operations share one group, since two groups may deadlock on a GPU. Before a call on a GPU tensor, the ranks therefore also
 compare how many sums they have started.
@@ -44,7 +44,7 @@ from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.inference import ordinary
-from dualtrain.backends.short_calls import CallBuffers, longest, travels
+from dualtrain.backends.short_calls import CallBuffers, is_sent_with_call, longest
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError, first_line
 from dualtrain.launchers import World, new_job
@@ -300,14 +300,14 @@ class TorchBackend(Backend):
     def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
         # An exchange that has timed out still uses its buffers: reuse only the buffers of an exchange that has ended.
         buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._most), None
-        short = data if travels(data, self.size, self._most) else None
+        short = data if is_sent_with_call(data, self.size, self._most) else None
         message = buffers.message(numbers, short)
         self._channel.exchange(message, buffers.rows, buffers.reply, partial(buffers.answer, short))
         self._buffers = buffers
         return buffers.read(short)
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        if not travels(Reduction(tensor, op), self.size, self._most):
+        if not is_sent_with_call(Reduction(tensor, op), self.size, self._most):
             return self.start_allreduce(tensor, op, name)
         self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name, in_place=True)
         return Done()
@@ -632,7 +632,7 @@ def job_in_store(world: World, timeout: float) -> str:
 def _store_of_default_group(world: World) -> dist.Store | None:
     """Return the store of the program's default group if the group contains this world; otherwise ``None``.
 
-    A world without a name must have the group's rank and size; a world with a name, which is a part of the job, must be
+    A world without a name must have the group's rank and size. A world with a name is a part of the job, and must be
     smaller than the group. dualtrain uses this store because rank 0 of the default group already listens on MASTER_PORT.
     Under torchrun, this store is not needed: the agent's store serves any number of worlds.
     """

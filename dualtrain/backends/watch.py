@@ -1,6 +1,6 @@
 """Detect that a rank has failed, which rank it is, and why it failed.
 
-When a rank exits in a collective, the connections of some ranks are reset, and other ranks wait without an error; no
+When a rank exits in a collective, the connections of some ranks are reset, and other ranks wait without an error. No
 message names the rank that exited. So every rank has one connection to rank 0 in addition to the backend's own. A rank
 with an uncaught exception sends the reason and the traceback before it exits. If a rank is killed, its connection breaks.
 In both cases, rank 0 informs all ranks. Every wait of a backend (``Waits.await_bounded``) checks for such a failure.

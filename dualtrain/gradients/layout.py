@@ -36,9 +36,9 @@ class Transfer:
         coalesce: whether a sparse gradient's entries that have equal indices are added. If not, the result has the entries
             of all ranks in rank order. As in Horovod, these entries are not scaled if both factors are 1. With any other
             factors, they are divided by the number of ranks.
-        average_first: whether gradients on the CPU may be multiplied by 1/size while they are copied to their bucket, as
-            in DDP, instead of after the sum, as in Horovod. Affects only averages over 2, 4, 8, … ranks. The bits are
-            equal, with two exceptions: an average is finite even if the sum would overflow, and subnormal numbers are
+        average_first: whether gradients on the CPU may be multiplied by 1/size before the sum, while they are copied to
+            their bucket, as in DDP. Horovod multiplies after the sum. Affects only averages over 2, 4, 8, … ranks. The bits
+            are equal, with two exceptions: an average is finite even if the sum would overflow, and subnormal numbers are
             rounded before the sum.
     """
 

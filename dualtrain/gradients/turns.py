@@ -1,8 +1,8 @@
 """The order in which several gradient reducers of one backend exchange their buckets.
 
 Operations on a backend are matched by their order. But backward may reach two reducers in a different order on each rank,
-or only one of them on some ranks. So if a backend has several reducers, the ranks agree at the end of a backward pass on
-the reducers that have gradients on any rank, and all ranks exchange these reducers' gradients in the same order.
+or only one of them on some ranks. So if a backend has several reducers, the ranks agree at the end of a backward pass
+which reducers have gradients on any rank. Then all ranks exchange the gradients of these reducers in the same order.
 """
 
 from __future__ import annotations

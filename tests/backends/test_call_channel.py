@@ -17,7 +17,7 @@ import torch
 from dualtrain.backends import ring_order
 from dualtrain.backends.base import Broadcast, Gather, ReduceOp, Reduction
 from dualtrain.backends.call_channel import HEADER, CallChannel
-from dualtrain.backends.short_calls import CallBuffers, longest, travels
+from dualtrain.backends.short_calls import CallBuffers, is_sent_with_call, longest
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(
     for dtype in (torch.float32, torch.int64):
         data = torch.ones(most // dtype.itemsize, dtype=dtype)
         reductions = [Reduction(data, ReduceOp.SUM) for _ in range(size)]
-        assert travels(reductions[0], size, most)
+        assert is_sent_with_call(reductions[0], size, most)
         answered([([5, 0], one) for one in reductions])
         assert [one.result.unique().tolist() for one in reductions] == [[size]] * size
     parts = [Gather(torch.ones(most // size, dtype=torch.uint8), unit=1) for _ in range(size)]

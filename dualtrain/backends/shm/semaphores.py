@@ -1,10 +1,10 @@
 """Semaphores with which the processes of a host order their accesses to shared memory.
 
-On every kind of processor, a process whose wait consumes a post sees everything that the posting process wrote before: the
-functions of POSIX semaphores "synchronize memory with respect to other threads" (POSIX.1-2017, 4.12; this includes threads
-of other processes). Semaphores are used because Python has no atomics. Each ordered pair of ranks has one semaphore per
-kind of signal: if several ranks posted to the same semaphore, a second post of a fast rank would be mistaken for the first
-post of a slow rank.
+A process whose wait consumes a post sees everything that the posting process wrote before the post. This holds on every
+kind of processor: POSIX semaphores "synchronize memory with respect to other threads" (POSIX.1-2017, 4.12), which includes
+threads of other processes. Semaphores are used because Python has no atomics. Each ordered pair of ranks has one semaphore
+per kind of signal. If several ranks posted to the same semaphore, a second post of a fast rank would be mistaken for the
+first post of a slow rank.
 """
 
 from __future__ import annotations

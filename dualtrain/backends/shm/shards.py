@@ -1,8 +1,8 @@
 """Buffers in memory that the ranks of a host share, one per rank, and the reduction of one shard of all these buffers.
 
 The elements are divided into one shard per rank. Each rank reduces its shard piece by piece. It reduces all ranks' values
-of a piece into one buffer (the first rank's buffer or, with a tree, the first partial sum), then copies the result into the
-other buffers while the piece is in the CPU cache.
+of a piece into one buffer: the first rank's buffer or, with a tree, the first partial sum. Then it copies the result into
+the other buffers, while the piece is in the CPU cache.
 """
 
 from __future__ import annotations
