@@ -35,10 +35,10 @@ class Backend(Reductions, ObjectCalls):
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. A call with wrong arguments also raises on every rank. If all ranks' calls have the
-    same ValueError or TypeError, this error is raised. Otherwise BackendError is raised, which names the rank and its error.
-    A rank with wrong arguments sends its error in the comparison of calls, so correct calls need no additional message. If
-    an error occurs on one rank after the comparison, such as too little memory for the result, the calls of the other ranks
-    raise PeerFailedError. The backend can then no longer be used.
+    same ValueError or TypeError, this error is raised. Otherwise BackendError is raised, which names the rank and its
+    error. A rank with wrong arguments sends its error in the comparison of calls, so correct calls need no additional
+    message. If an error occurs on one rank after the comparison, such as too little memory for the result, the calls of
+    the other ranks raise PeerFailedError. The backend can then no longer be used.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
     included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
@@ -50,7 +50,7 @@ class Backend(Reductions, ObjectCalls):
     Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
     thread its own backend, which :meth:`channel` returns. A call raises BackendError if a blocking call of a different
     thread is running. If some ranks make a call in the thread that made this backend, and others make it in a different
-    thread, it raises BackendError on every rank. Backward passes may run at the same time as calls.
+    thread, the call raises BackendError on every rank. Backward passes may run at the same time as calls.
 
     Attributes:
         device: where this rank's tensors are, as chosen by ``connect``.

@@ -260,14 +260,14 @@ def _observe_replacements() -> None:
 
 
 def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
-    # ``_parameters`` is private in torch 2.5 to 2.15. getattr() cannot replace it: it may return an attribute of the class.
+    # ``_parameters`` is private in torch 2.5 to 2.15. getattr() may return an attribute of the class instead.
     old = owner._parameters.get(key)
     if old is not None and new is not None and new is not old:
         _report_replacement(owner, key, [old])
 
 
 def _on_module(owner: nn.Module, key: str, new: Any) -> None:
-    # Private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, it has no method ``get``.
+    # Private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, ``_modules`` has no method ``get``.
     if key not in owner._modules:
         return
     old = owner._modules[key]

@@ -50,7 +50,7 @@ class Refusals:
             example is the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
-        dropped: whether gradients were dropped, and neither computed nor set to zeros since.
+        dropped: whether gradients were dropped, and the program has not computed them or set them to zeros since then.
         sent_dropped: whether an optimizer step is about to end a round whose gradients the program dropped after a part of
             them was sent.
     """

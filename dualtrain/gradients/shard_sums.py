@@ -39,7 +39,7 @@ class BucketSum(Protocol):
         """
 
     def clear(self) -> None:
-        """Replace all shards of this rank but the last one by zeros."""
+        """Replace by zeros all shards of this rank, except for the last one."""
 
     def start(self, name: str, factor: float, tail: int) -> Work[None]:
         """Start the sum of all shards; the buffer holds this rank's last shard. See ``Backend.start_sum``."""

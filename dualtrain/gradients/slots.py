@@ -155,7 +155,7 @@ def may_be_kept(grads: list[torch.Tensor]) -> bool:
     """Return whether the program may use one of these dense gradients later, in backward or after it.
 
     This is so if the program has a reference to the gradient, if another tensor shares its memory, or if the gradient has
-    an autograd graph (``create_graph=True``). The caller must not refer to the gradients except by the list ``grads``.
+    an autograd graph (``create_graph=True``). The caller's only references to the gradients must be in the list ``grads``.
     """
     # This runs for all gradients in every step, so its loops run in C.
     return bool(grads) and (

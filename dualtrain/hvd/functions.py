@@ -27,8 +27,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: ``params`` is a single tensor, or neither a mapping nor an iterable; a value in it is a container of
-            tensors; it has values, but none is a tensor; or a name occurs twice.
+        ValueError: ``params`` is a single tensor, or is not iterable; a value in it is a container of tensors; it has
+            values, but none of them is a tensor; or a name occurs twice.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
