@@ -95,7 +95,7 @@ class Exchange:
         count = scalars + len(self.slots) * (self.unused == "none")
         # Add one element for the flag by which a rank refuses to continue, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
-        self.refusals.lay_out([(slot.name, slot.param) for slot in self.slots])
+        self.refusals.record_parameters([(slot.name, slot.param) for slot in self.slots])
         self._use_extras(buckets[-1].extra if buckets else torch.zeros(scalars + 1, device="cpu"))
         if buckets:
             buckets[-1].on_new_extra = self._use_extras

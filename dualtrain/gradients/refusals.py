@@ -72,7 +72,7 @@ class Refusals:
         self.flag = torch.zeros(1, device="cpu")
         self._late: _LateFlag | None = None
 
-    def lay_out(self, named: Named) -> None:
+    def record_parameters(self, named: Named) -> None:
         """Record the ``named`` parameters, which must not change from now on."""
         self._forms, self._late = Forms(named), None
 

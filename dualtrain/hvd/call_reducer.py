@@ -133,7 +133,7 @@ class CallReducer(HorovodReducer):
     def _refuse(self) -> tuple[int, list[Any]] | None:
         """If this rank cannot combine gradients, start a call that fails on all ranks with the reason; else return None."""
         if not self._checked:
-            self._refusals.lay_out([(slot.name, slot.param) for slot in self.hooks.slots])
+            self._refusals.record_parameters([(slot.name, slot.param) for slot in self.hooks.slots])
             self._checked = True
         reason = self._refusals.reason(())
         if reason is None:
