@@ -45,7 +45,7 @@ def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | N
 
 
 def check_functions(**functions: object) -> None:
-    """Raise TypeError for an argument that cannot be called, or that is a class of modules; None is accepted."""
+    """Raise TypeError for an argument that cannot be called, or is an ``nn.Module`` class; None is accepted."""
     for name, function in functions.items():
         if isinstance(function, type) and issubclass(function, nn.Module):
             raise TypeError(f"{name} is the class {function.__name__}: give an instance of it, or a function")
@@ -88,5 +88,5 @@ def stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -
     own = [name for name, p in loss.named_parameters() if id(p) in trained]
     if own:
         raise ValueError(f"the loss has parameters to train ({', '.join(own[:3])}): make it a part of the model")
-    plain = type(loss).__module__.startswith("torch.nn.")  # its buffers are options, such as class weights
+    plain = type(loss).__module__.startswith("torch.nn.")  # the buffers of torch's losses are options: class weights
     return None if plain or not any(True for _ in loss.buffers()) else loss

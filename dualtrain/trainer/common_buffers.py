@@ -28,7 +28,9 @@ from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
 
-_PER_COUNTER = 5  # how many numbers a shard adds to the sum for each counter, see :meth:`CommonBuffers.numbers`
+#: How many numbers a shard adds to the sum for each counter: shard 0's change, the numerator and the denominator of the
+#: change in one pass, and the squares of these two.
+_PER_COUNTER = 5
 _EXACT = 1 << 24  # float32 represents all integers up to this one
 
 
@@ -55,7 +57,7 @@ class _Place:
     def write(self, value: torch.Tensor) -> None:
         """Set the buffer to ``value``."""
         now = self.read()
-        if _same_form(now, value):
+        if _is_writable(now, value):
             now.copy_(value)
         else:
             setattr(self.module, self.key, value.clone())
@@ -140,7 +142,7 @@ class CommonBuffers:
         known = len(self._writable) == len(now)
         for number, (buffer, began) in enumerate(zip(now, self._began, strict=True)):
             same = known and buffer is self._writable[number] and buffer.shape == began.shape
-            if not same and not _same_form(buffer, began):
+            if not same and not _is_writable(buffer, began):
                 return False
         self._writable = now
         return True
@@ -238,7 +240,7 @@ class CommonBuffers:
         places = len(self._counters)
         changes, numerators, denominators, *squares = (numbers[i * places : (i + 1) * places] for i in range(_PER_COUNTER))
         for place, *sums in zip(self._counters, numerators, denominators, *squares, strict=True):
-            # By Cauchy-Schwarz, these are equal only if all shards with passes have the same fraction.
+            # By Cauchy-Schwarz, the squared sum of n terms equals n times the sum of their squares only if all are equal.
             if any(each * each != square * shards_with_passes for each, square in zip(sums[:2], sums[2:], strict=True)):
                 raise ValueError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
@@ -271,10 +273,11 @@ def _per_pass(change: int, passes: int) -> tuple[int, int]:
     return (change // divisor, passes // divisor) if passes else (0, 0)
 
 
-def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_writable(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether ``value`` can be copied into ``buffer``."""
     # Elements of an expanded tensor share memory, and cannot be written.
-    dense = 0 not in one.stride() or one.numel() < 2
-    return one.shape == other.shape and one.dtype == other.dtype and dense and not one.is_inference()
+    dense = 0 not in buffer.stride() or buffer.numel() < 2
+    return buffer.shape == value.shape and buffer.dtype == value.dtype and dense and not buffer.is_inference()
 
 
 def _places(model: nn.Module) -> Sequence[_Place]:

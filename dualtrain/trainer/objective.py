@@ -184,11 +184,13 @@ class Adapted:
 
 
 def _without_weight(outputs: Any, loss: Any, sums: list[float]) -> tuple[Any, list[float]]:
-    """Return a pair of weight 0; if it is not finite, replace the loss and the sums by 0.
+    """Return the loss and the sums of a batch of weight 0. If the loss is not finite, replace both by 0.
 
-    The new loss has a gradient of zeros for the outputs, whereas the gradient of ``loss * 0.0`` could be NaN. If no output
-    requires a gradient, only the sums are replaced. With gradients disabled, ``loss`` is returned unread, since it may be
-    of any type; the sums are replaced if they are not finite.
+    The new loss has a gradient of zeros for the outputs; the gradient of ``loss * 0.0`` could be NaN. If no output requires
+    a gradient, only the sums are replaced.
+
+    With gradients disabled, ``loss`` may be of any type, and is returned as it is. The sums are replaced if they are not
+    finite.
     """
     training = torch.is_grad_enabled()
     if math.isfinite(loss.item() if training else sum(sums)):

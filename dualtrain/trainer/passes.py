@@ -114,8 +114,8 @@ class Passes:
     def _agree(self, mine: float) -> None:
         """Set :attr:`targets_per_sample` to ``mine`` of the first rank on which ``mine`` is not 0. Collective.
 
-        With virtual ranks, rank 0's first batch is the same at any world size. So this value is too, if that batch has
-        targets.
+        With virtual ranks, rank 0's first batch is the same at any world size. If that batch has targets, the result is
+        the same, too.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()

@@ -84,7 +84,7 @@ def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def ignore_order_warning() -> Iterator[None]:
-    """Ignore the warning in which ``schedule.step()`` reports a wrong order of calls: a skipped first step causes it."""
+    """Ignore the warning of ``schedule.step()`` about a wrong order of calls. A skipped first step causes this warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield

@@ -62,7 +62,7 @@ def compare_weights(
         far = _far_apart(backend, {one.name: parameters[one.name] for one in different})
         if far is None:
             if backend.rank == 0:
-                # The text must not contain the checksums: they differ after each step.
+                # Leave out the checksums: they differ after each step, so each warning would have a new text.
                 reason = in_words(unlike) if unlike else "GPUs may add numbers in any order"
                 warn_once(f"the weights of the ranks differ slightly, because {reason}")
             return

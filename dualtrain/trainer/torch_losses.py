@@ -36,8 +36,8 @@ class TorchCrossEntropy:
         Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
 
         If the targets are class probabilities, or if the outputs have no batch dimension, each target has weight 1, and
-        correct predictions are not counted. For outputs of more than two dimensions, they are counted only if the loss has
-        ``weight`` or ``ignore_index``.
+        correct predictions are not counted. For outputs of more than two dimensions, correct predictions are counted only
+        if the loss has ``weight`` or ``ignore_index``.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
             return self._other(outputs, targets)
@@ -142,7 +142,7 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
     """Return ``loss`` as an objective; ``None`` is cross entropy.
 
     Raises:
-        TypeError: ``loss`` cannot be called, or is a class of losses.
+        TypeError: ``loss`` cannot be called, or is an ``nn.Module`` class.
         UserError: a loss of torch has ``reduction="sum"`` or ``"none"``.
     """
     if loss is None:

@@ -358,6 +358,7 @@ class Trainer:
             step = self.step(mine, expected or 1.0, [float(not ended and left > 0), float(bool(mine)), 0.0])
             if step.control_flags[1] and not step.totals[1] > 0:  # some ranks had a batch, and no target counts
                 self.advance_schedule()
+            # If some rank certainly has another batch, the ranks need not compare before the next step.
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
@@ -475,9 +476,9 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on any backend.
 
-        At another world size, this seeds random generators anew. With virtual ranks, the next steps are the same at any
-        world size. If this trainer averages the weights (``ema``) and the state has no average, the average begins with the
-        loaded weights.
+        With virtual ranks, the next steps are the same at any world size. Without them, a different world size seeds the
+        random generators anew. If this trainer averages the weights (``ema``) and the state has no average, the average
+        begins with the loaded weights.
 
         Raises:
             UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
