@@ -94,7 +94,7 @@ def scaled_lr(schedule: ScheduleSection, step: StepSection, size: int) -> tuple[
     if schedule.lr_scale == "none":
         return schedule.lr, f"learning rate {schedule.lr:g}, not scaled"
     batch, reference = step.global_batch(size), schedule.lr_batch or step.batch_size
-    if reference is None:  # parse() refuses this, except for a resumed run, which takes lr_batch from the checkpoint
+    if reference is None:  # in a resumed run, which takes lr_batch from the checkpoint; parse() refuses this in a new run
         raise UserError(
             f"--lr-scale {schedule.lr_scale} needs the batch size that --lr was chosen for, and the checkpoint has none: "
             "give --lr-batch or --batch-size",
