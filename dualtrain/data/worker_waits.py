@@ -21,7 +21,7 @@ START_SECONDS = 60.0
 #: Errors of the folders that hold the workers' semaphores (/dev/shm) and sockets (TMPDIR).
 _BAD_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)
 #: The cure for too many open files or processes, for messages.
-_LESS = (
+_RAISE_LIMITS = (
     "raise the limits of open files and processes (ulimit -n, -u), or give fewer --workers (0: the rank reads the samples)"
 )
 #: Messages of torch's and multiprocessing's exceptions when a batch cannot be sent for lack of file descriptors.
@@ -57,7 +57,7 @@ class Waits:
         except Exception as error:  # its type varies: torch detects that a worker has ended, or the connection breaks
             problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
             if not problem and _TOO_MANY_FILES.search(str(error)):
-                problem = f"the data workers cannot send their batches (too many open files): {_LESS}"
+                problem = f"the data workers cannot send their batches (too many open files): {_RAISE_LIMITS}"
             if problem:
                 raise UserError(problem, transient=True) from error
             raise
@@ -123,14 +123,18 @@ class Waits:
 def unstarted(error: OSError) -> UserError:
     """Return the error for workers that could not be started."""
     folders = "make sure that /dev/shm and TMPDIR exist, are writable and have free space, or give --workers 0"
-    cure = folders if error.errno in _BAD_FOLDER else f"set TMPDIR to a shorter path, or {_LESS}"
+    cure = folders if error.errno in _BAD_FOLDER else f"set TMPDIR to a shorter path, or {_RAISE_LIMITS}"
     return UserError(f"the data workers cannot be started ({error}): {cure}", transient=True)
 
 
 def unsent(error: Exception) -> UserError:
     """Return the error for a batch that a worker could not send. The usual cause is too little shared memory."""
-    less = _TOO_MANY_FILES.search(str(error))
-    cure = _LESS if less else "enlarge /dev/shm (docker run --shm-size), or give --workers 0 (the rank reads the samples)"
+    too_many_files = _TOO_MANY_FILES.search(str(error))
+    cure = (
+        _RAISE_LIMITS
+        if too_many_files
+        else "enlarge /dev/shm (docker run --shm-size), or give --workers 0 (the rank reads the samples)"
+    )
     return UserError(f"a data worker cannot send a batch ({error}): {cure}", transient=True)
 
 

@@ -5,7 +5,7 @@ Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404
 scope, it forgets which ranks have left the other scopes, so a second start on the same server can hang.
 :class:`HttpStore` listens on one address, and serves one start of Horovod.
 
-Horovod sends no password, but the address that we give it is the beginning of its URLs. So this address contains a
+Horovod sends no password, but its URLs begin with the value of HOROVOD_GLOO_RENDEZVOUS_ADDR. So this value contains a
 secret as a part of the path, in front of every key. A request without the secret is answered with status 403.
 """
 

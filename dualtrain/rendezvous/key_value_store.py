@@ -1,4 +1,4 @@
-"""The part of the interface of torch.distributed's stores that this package uses. This package does not import torch."""
+"""The part of the interface of torch.distributed's stores that ``dualtrain.rendezvous`` uses, without importing torch."""
 
 from __future__ import annotations
 
