@@ -13,7 +13,7 @@ from dualtrain.data import load_data
 from dualtrain.data.sources import Batch, Task
 from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
-from dualtrain.torchvision_shim import torchvision as with_shim
+from dualtrain.torchvision_shim import torchvision as load_torchvision
 from tests.data.test_data_sources import write_cifar
 
 
@@ -100,7 +100,7 @@ def test_truncated_files_of_cifar_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, monkeypatch):
-    with_shim()  # with a CPU build of torch, importing torchvision needs the shim
+    load_torchvision()  # with a CPU build of torch, importing torchvision needs the shim
     import torchvision.datasets.mnist
     import torchvision.datasets.utils
 

@@ -419,7 +419,7 @@ def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
 
 
 class TooLarge:
-    """Stands for a tensor that does not fit into /dev/shm: it cannot be sent to another process."""
+    """Object that cannot be sent to another process, like a tensor that does not fit into /dev/shm."""
 
     def __reduce__(self):
         raise RuntimeError("unable to allocate shared memory")
