@@ -107,7 +107,7 @@ LAYERS = {
         {"parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
         {"slots"},
-        {"fronts", "sparse", "packed"},
+        {"exposed", "sparse", "packed"},
         {"buckets"},
         {"schedule", "hooks"},
         {"refusals"},

@@ -14,7 +14,7 @@ from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import wire_dtype
 from dualtrain.errors import BackendError
-from dualtrain.gradients.fronts import Fronts
+from dualtrain.gradients.exposed import ExposedTensors
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.packed import PackedGradients
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
@@ -137,11 +137,11 @@ class Bucket:
         self._placed = True
 
     def _place_slots(self) -> None:
-        self.fronts = Fronts(_as_gradients(self.values, self._layout))
-        fronts = _views(self.fronts.whole, self._layout)
-        for slot, view, front in zip(self.slots, self._slot_views, fronts, strict=True):
-            slot.place(self, view, front)
-        self.fronts.watch(self.slots)
+        self.exposed = ExposedTensors(_as_gradients(self.values, self._layout))
+        exposed = _views(self.exposed.whole, self._layout)
+        for slot, view, tensor in zip(self.slots, self._slot_views, exposed, strict=True):
+            slot.place(self, view, tensor)
+        self.exposed.watch(self.slots)
 
     def leave_views(self) -> None:
         """If the program keeps views of earlier gradients, leave the bucket's memory to them, and use new memory.
@@ -154,7 +154,7 @@ class Bucket:
             self._use(self.wire, self.values)
         # If a gradient lies in another gradient's memory, do not replace the memory: ``pack`` finds such a gradient by its
         # address, and refuses it.
-        elif self.fronts.have_views() and not self._holds_others():
+        elif self.exposed.have_views() and not self._holds_others():
             self._leave_memory()
         self._may_write = True
 
@@ -182,13 +182,13 @@ class Bucket:
 
     def follow_memory(self) -> None:
         """If ``share_memory_()`` has moved the gradients to other memory, leave that memory to the program."""
-        if self.fronts.have_moved():
+        if self.exposed.have_moved():
             self.keeps_views = True
             self._place_slots()
 
-    def replace_front(self, slot: Slot) -> None:
-        """Record that ``slot`` has a new tensor ``front``."""
-        self.fronts.tensors[slot] = slot.front
+    def replace_exposed(self, slot: Slot) -> None:
+        """Record that ``slot`` has a new tensor ``exposed``."""
+        self.exposed.tensors[slot] = slot.exposed
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of any bucket that was made together with this one."""
@@ -205,7 +205,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
-        has_views = self.fronts.have_views()
+        has_views = self.exposed.have_views()
         for slot in self.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()

@@ -286,8 +286,8 @@ class Exchange:
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
         # A detached tensor shares the counter, and refers to no autograd graph.
-        fronts = [front for bucket in buckets for front in bucket.fronts.tensors.values()]
-        results = [*fronts, *(grad.detach() for _, grad in outside)]
+        exposed = [tensor for bucket in buckets for tensor in bucket.exposed.tensors.values()]
+        results = [*exposed, *(grad.detach() for _, grad in outside)]
         self._results = [(each, each._version) for each in results] if any_grad else []
         for bucket in buckets:
             bucket.outside.clear()  # drop the references to the gradients

@@ -28,8 +28,8 @@ class SlotBucket(Protocol):
     def leave_views(self) -> None:
         """Before the first write of a round: if the program keeps views of earlier gradients, leave the memory to them."""
 
-    def replace_front(self, slot: Slot) -> None:
-        """Record that ``slot`` has a new tensor ``front``."""
+    def replace_exposed(self, slot: Slot) -> None:
+        """Record that ``slot`` has a new tensor ``exposed``."""
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
@@ -44,10 +44,10 @@ class Slot:
     #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: The same memory as ``view``, with a separate ``_version`` counter, which counts the program's in-place changes.
-    front: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    exposed: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient.
     bucket: SlotBucket | None = None
-    #: The tensor that becomes ``param.grad``. It is not ``front`` itself: the user may assign to ``param.grad.data``.
+    #: The tensor that becomes ``param.grad``. It is not ``exposed`` itself: the user may assign to ``param.grad.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: Address (``data_ptr()``), strides, shape and dtype of ``view``: a gradient that has the same ones lies in the bucket.
     address: int = 0
@@ -86,9 +86,9 @@ class Slot:
                 self.view.copy_(grads[0].detach())
                 self.unpack()
 
-    def place(self, bucket: SlotBucket, view: torch.Tensor, front: torch.Tensor) -> None:
+    def place(self, bucket: SlotBucket, view: torch.Tensor, exposed: torch.Tensor) -> None:
         """Make ``view``, a part of ``bucket``, the gradient's place."""
-        self.bucket, self.view, self.front, self.alias = bucket, view, front, front.detach()
+        self.bucket, self.view, self.exposed, self.alias = bucket, view, exposed, exposed.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
         in_memory = self.param.is_cpu and not bucket.keeps_views
@@ -103,22 +103,22 @@ class Slot:
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
             # Start a new ``_version`` counter: it must not count in-place changes of the earlier gradient.
-            self.front = self.front.data
+            self.exposed = self.exposed.data
             if self.bucket is not None:
-                self.bucket.replace_front(self)
-            self.alias = self.front.detach()
+                self.bucket.replace_exposed(self)
+            self.alias = self.exposed.detach()
 
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
         if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned to ``alias.data``
-            if self.front.data_ptr() != self.address:  # ``share_memory_()`` has moved the memory of the gradients
-                self.front = self.view.data
-            self.alias = alias = self.front.detach()
+            if self.exposed.data_ptr() != self.address:  # ``share_memory_()`` has moved the memory of the gradients
+                self.exposed = self.view.data
+            self.alias = alias = self.exposed.detach()
         try:
             self.param.grad = alias
         except RuntimeError:  # the user has assigned data of a different shape or dtype to ``alias.data``
-            self.alias = self.param.grad = self.front.detach()
+            self.alias = self.param.grad = self.exposed.detach()
 
     def describe(self) -> str:
         """Describe what must be the same on every rank: name, dtype, shape, strides and device type."""

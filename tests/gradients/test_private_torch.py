@@ -224,7 +224,7 @@ def test_a_scheduler_adds_only_known_attributes_to_its_optimizer():
 
 def test_references_from_other_c_objects_are_counted():
     count = getattr(torch.Tensor, "_use_count", None)
-    assert count is not None, f"{VERSION} has no Tensor._use_count: change have_views in gradients/fronts.py"
+    assert count is not None, f"{VERSION} has no Tensor._use_count: change have_views in gradients/exposed.py"
     p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     grad = torch.zeros(1)
     counts = [count(grad)]
@@ -233,7 +233,7 @@ def test_references_from_other_c_objects_are_counted():
     q.grad = grad
     counts.append(count(grad))
     assert counts == [1, 2, 3], (
-        f"{VERSION} does not count references from C++ in Tensor._use_count: change have_views in gradients/fronts.py"
+        f"{VERSION} does not count references from C++ in Tensor._use_count: change have_views in gradients/exposed.py"
     )
 
 
@@ -246,6 +246,6 @@ def test_a_tensor_made_from_dlpack_has_a_storage_of_its_own():
     before = [count(each._cdata) for each in storages]
     view = own[1:]
     assert [count(each._cdata) for each in storages] == [before[0], before[1] + 1], (
-        f"{VERSION} counts views of a tensor from DLPack elsewhere: change gradients/fronts.py"
+        f"{VERSION} counts views of a tensor from DLPack elsewhere: change gradients/exposed.py"
     )
     del view

@@ -1,4 +1,4 @@
-"""The tensors by which the program sees a bucket's memory (fronts), and whether the program keeps views of them."""
+"""The tensors by which a bucket's memory is exposed to the program, and whether the program keeps views of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _tensor_uses = torch.Tensor._use_count  # private in torch 2.5 to 2.15, which ha
 _GRAD, _ALIAS, _ADDRESS = attrgetter("grad"), attrgetter("alias"), torch.Tensor.data_ptr
 
 
-class Fronts:
-    """Tensors in the memory of a bucket's gradients. On the CPU, the references to them are counted.
+class ExposedTensors:
+    """Tensors by which the program sees the gradients in a bucket. On the CPU, the references to them are counted.
 
     On the CPU, these tensors have one storage object, which the bucket's other tensors do not use. The number of uses of
     this object shows whether the program keeps views.
