@@ -106,8 +106,9 @@ LAYERS = {
     "gradients": [
         {"parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
-        {"slots"},
-        {"exposed", "sparse", "packed"},
+        {"slots", "wire_format"},
+        {"exposed", "frozen", "sparse", "packed", "scaling"},
+        {"bucket_memory"},
         {"buckets"},
         {"schedule", "hooks"},
         {"refusals"},

@@ -96,7 +96,7 @@ class Exchange:
         # Add one element for the flag by which a rank refuses to continue, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
         self.refusals.record_parameters([(slot.name, slot.param) for slot in self.slots])
-        self._use_extras(buckets[-1].extra if buckets else torch.zeros(scalars + 1, device="cpu"))
+        self._use_extras(buckets[-1].memory.extra if buckets else torch.zeros(scalars + 1, device="cpu"))
         if buckets:
             buckets[-1].on_new_extra = self._use_extras
         self.schedule.use(buckets)
@@ -163,7 +163,7 @@ class Exchange:
     def _follow_memory(self) -> None:
         # Before any bucket is packed: ``pack`` compares addresses of gradients with those of all buckets.
         for bucket in self.schedule.buckets:
-            bucket.follow_memory()
+            bucket.memory.follow()
 
     def _load_extra(self, scalars: torch.Tensor | None) -> None:
         if scalars is not None:
@@ -286,7 +286,7 @@ class Exchange:
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
         # A detached tensor shares the counter, and refers to no autograd graph.
-        exposed = [tensor for bucket in buckets for tensor in bucket.exposed.tensors.values()]
+        exposed = [tensor for bucket in buckets for tensor in bucket.memory.exposed.tensors.values()]
         results = [*exposed, *(grad.detach() for _, grad in outside)]
         self._results = [(each, each._version) for each in results] if any_grad else []
         for bucket in buckets:

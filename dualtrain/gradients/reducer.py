@@ -342,7 +342,7 @@ class GradientReducer:
             exchange.refuse_change(slot)
             bucket.pending += 1
         slot.ready_in_round = schedule.round
-        if slot.large:
+        if slot.copies_early:
             slot.copy_to_bucket()
         if schedule.mark_ready(bucket) and not has_later_hook(self, slot):
             self._send_complete()

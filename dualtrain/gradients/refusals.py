@@ -239,7 +239,7 @@ class Refusals:
         """
         if not buckets or not (self.flag.is_cpu or cpu_waits):
             return
-        replaced = [slot.name for bucket in buckets[:sent] for slot in bucket.slots_inside()]
+        replaced = [slot.name for bucket in buckets[:sent] for slot in bucket.memory.slots_inside()]
         for bucket in buckets[sent:]:
             bucket.clear()
         self.flag.fill_(math.nan)

@@ -17,13 +17,8 @@ from dualtrain.gradients.parameters import gradient_dtype
 LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucket as soon as it is ready
 
 
-class SlotBucket(Protocol):
-    """Interface of a bucket for its slots, and for the code that uses the slots."""
-
-    pending: int
-    work: Work[None] | None
-    factor: torch.Tensor | None
-    keeps_views: bool
+class SlotMemory(Protocol):
+    """Interface of a bucket's memory for the slots."""
 
     def leave_views(self) -> None:
         """Before the first write of a round: if the program keeps views of earlier gradients, leave the memory to them."""
@@ -33,6 +28,17 @@ class SlotBucket(Protocol):
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
+
+
+class SlotBucket(Protocol):
+    """Interface of a bucket for its slots, and for the code that uses the slots."""
+
+    pending: int
+    work: Work[None] | None
+
+    @property
+    def memory(self) -> SlotMemory:
+        """The bucket's memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +65,7 @@ class Slot:
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0
     #: Whether the gradient is copied to the bucket as soon as it is ready, before the bucket is complete.
-    large: bool = False
+    copies_early: bool = False
     #: The hooks on the autograd node that accumulates the gradient.
     node_hooks: Mapping[int, Any] = field(default_factory=dict)
 
@@ -73,39 +79,37 @@ class Slot:
         if grad is None or grad.is_sparse or grad.shape != self.shape or grad.dtype is not self.dtype:
             return
         address = grad.data_ptr()
-        if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
+        if address == self.address or (self.bucket is not None and self.bucket.memory.covers(address)):
             return  # the gradient is in its bucket already, or in the memory of another gradient (``pack`` reports this)
         # Don't copy if another reducer or the user has a hook that runs later: it must see this rank's own gradient, and
         # the bucket may hold a partial sum by then. torch (2.5 to 2.15) has no public way to count a parameter's hooks.
         grads, grad = [grad], None  # ``may_be_kept`` counts references
         if len(p._post_accumulate_grad_hooks) == 1 and not may_be_kept(grads):
             if self.bucket is not None:
-                self.bucket.leave_views()
-            if self.large:  # ``leave_views`` may have set it to False
+                self.bucket.memory.leave_views()
+            if self.copies_early:  # ``leave_views`` may have set it to False
                 self.move_kept()
                 self.view.copy_(grads[0].detach())
                 self.unpack()
 
-    def place(self, bucket: SlotBucket, view: torch.Tensor, exposed: torch.Tensor) -> None:
-        """Make ``view``, a part of ``bucket``, the gradient's place."""
-        self.bucket, self.view, self.exposed, self.alias = bucket, view, exposed, exposed.detach()
+    def place(self, view: torch.Tensor, exposed: torch.Tensor, *, copies_early: bool) -> None:
+        """Make ``view``, a part of a bucket, the gradient's place, and ``exposed`` the tensor that the program sees."""
+        self.view, self.exposed, self.alias = view, exposed, exposed.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
-        # On a GPU, it is faster to copy all gradients of a bucket in one call.
-        in_memory = self.param.is_cpu and not bucket.keeps_views
-        self.large = in_memory and view.nbytes >= LARGE_BYTES and bucket.factor is None
+        self.copies_early = copies_early
 
     def move_kept(self) -> None:
         """If the program still holds an earlier gradient, copy that one to new memory, before ``view`` is overwritten.
 
-        The program then sees the earlier values, as in torch. ``Bucket.leave_views`` handles views of the earlier gradient,
-        and references that only C++ holds (``other.grad = p.grad``).
+        The program then sees the earlier values, as in torch. ``BucketMemory.leave_views`` handles views of the earlier
+        gradient, and references that only C++ holds (``other.grad = p.grad``).
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
             # Start a new ``_version`` counter: it must not count in-place changes of the earlier gradient.
             self.exposed = self.exposed.data
             if self.bucket is not None:
-                self.bucket.replace_exposed(self)
+                self.bucket.memory.replace_exposed(self)
             self.alias = self.exposed.detach()
 
     def unpack(self) -> None:

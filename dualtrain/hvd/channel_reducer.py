@@ -203,7 +203,7 @@ class ChannelReducer(HorovodReducer):
         bucket = slot.bucket
         if bucket is None:
             return  # a sparse gradient is sent after the buckets
-        if slot.large:
+        if slot.copies_early:
             slot.copy_to_bucket()
         schedule = self._exchange.schedule
         if schedule.mark_ready(bucket) and not has_later_hook(self, slot):

@@ -86,7 +86,7 @@ def views(backend):
     optimizer = sgd(model, backend)
     image_loss(model, backend.rank).backward()
     inside = [
-        (b.wire.data_ptr(), b.wire.data_ptr() + b.wire.numel() * b.wire.element_size()) for b in optimizer.reducer.buckets
+        (wire.data_ptr(), wire.data_ptr() + wire.nbytes) for wire in (b.memory.wire for b in optimizer.reducer.buckets)
     ]
     for p in model.parameters():
         assert any(start <= p.grad.data_ptr() < end for start, end in inside)

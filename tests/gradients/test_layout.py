@@ -68,10 +68,10 @@ def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
     assert len(found) >= 3
     assert sizes[0] <= 600
     assert all(size <= 4096 or len(bucket.slots) == 1 for size, bucket in zip(sizes, found, strict=True))
-    assert [bucket.extra.numel() for bucket in found] == [0] * (len(found) - 1) + [2]
+    assert [bucket.memory.extra.numel() for bucket in found] == [0] * (len(found) - 1) + [2]
     assert [bucket.name for bucket in found] == [f"gradients.{i}" for i in range(len(found))]
     for bucket in found:
-        assert bucket.wire.numel() == sum(slot.param.numel() for slot in bucket.slots) + bucket.extra.numel()
+        assert bucket.memory.wire.numel() == sum(slot.param.numel() for slot in bucket.slots) + bucket.memory.extra.numel()
         for slot in bucket.slots:
             assert slot.view.shape == slot.param.shape
             assert slot.view.stride() == slot.param.stride()
@@ -90,7 +90,7 @@ def test_the_default_buckets_are_filled_to_their_size_limits():
 def test_without_parameters_there_is_a_bucket_only_for_extra_scalars():
     assert make_buckets([], 0, alone()) == []
     (bucket,) = make_buckets([], 3, alone())
-    assert bucket.extra.shape == (3,)
+    assert bucket.memory.extra.shape == (3,)
 
 
 # -- the schedule -------------------------------------------------------------------------------------------------

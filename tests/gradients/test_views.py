@@ -163,7 +163,7 @@ def without_views(backend):
         addresses.add(tuple(s.address for s in wrapped.reducer.slots))
         wrapped.step()
     assert len(addresses) == 1
-    assert not any(bucket.keeps_views for bucket in wrapped.reducer.buckets)
+    assert not any(bucket.memory.keeps_views for bucket in wrapped.reducer.buckets)
     assert g is not None
     wrapped.close()
 
@@ -229,7 +229,7 @@ def keeps_one_element(backend):
         wrapped.zero_grad()
         backward(backend, params, step)
         kept.append(params[0].grad[0])
-        addresses.add(wrapped.reducer.buckets[0].values.data_ptr())
+        addresses.add(wrapped.reducer.buckets[0].memory.values.data_ptr())
         wrapped.step()
     assert len(addresses) == 2
     assert [round(float(each) * 2) for each in kept] == [(step + 1) * (backend.size + 1) for step in range(20)]
@@ -243,10 +243,10 @@ def test_a_bucket_gets_new_memory_only_once_if_a_view_is_kept_in_every_step(worl
 def interrupted(place, count, at):
     """Return a wrapper of ``place`` that raises KeyboardInterrupt in call number ``at``."""
 
-    def replacement(*args):
+    def replacement(*args, **options):
         if next(count) == at:
             raise KeyboardInterrupt
-        place(*args)
+        place(*args, **options)
 
     return replacement
 
@@ -263,9 +263,9 @@ def is_interrupted(backend, at):
             place = Slot.place
             Slot.place = interrupted(place, iter(range(100)), at)
             with pytest.raises(KeyboardInterrupt):
-                bucket.leave_views()
+                bucket.memory.leave_views()
             Slot.place = place
-            assert not bucket._placed
+            assert not bucket.memory._placed
         backward(backend, (p, q), step)
         mean = mean_of(backend, step)
         for each in (p, q):
@@ -368,7 +368,7 @@ def runs_without_memory(backend):
         for p in params:
             torch.testing.assert_close(p.grad, torch.full_like(p, mean_of(backend, step)))
         kept.append(params[0].grad.view(-1))
-    assert not any(bucket.keeps_views for bucket in reducer.buckets)
+    assert not any(bucket.memory.keeps_views for bucket in reducer.buckets)
     reducer.close()
 
 
