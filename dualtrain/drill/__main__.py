@@ -1,6 +1,6 @@
 """``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults with an unchanged result.
 
-All other flags are passed to ``dualtrain train``: they describe the job.
+Flags that the drill does not have itself describe the job: they are passed to ``dualtrain train``.
 Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
 results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks. With --backend horovod,

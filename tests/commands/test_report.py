@@ -215,7 +215,7 @@ def test_a_curve_with_many_epochs_has_no_dots(tmp_path, epochs, dots):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": n}) + "\n" for n in range(epochs)))
     shown = charts(read_runs([str(tmp_path)]))
     counts = [shown.count(f'<path class="{part}') for part in ("line ", "dots ")]
-    assert counts == [2 + 2, dots + 2]  # the switches for the kinds of curves have 2 of each
+    assert counts == [2 + 2, dots + 2]  # the buttons for train and val have a line and a dot each
 
 
 def test_runs_share_colours_if_there_are_more_runs_than_colours(tmp_path):

@@ -248,7 +248,7 @@ def loaded(backend, kind):
 
 
 def evaluated(backend):
-    """Evaluate a split batch of three samples, as ``split`` returns it, and as lists of batches."""
+    """Evaluate three samples, given as ``split`` returns them, then given as a list of batches for each shard."""
     trainer = trainer_with(perceptron(), backend)
     parts = trainer.split(samples(3))
     found = trainer.evaluate(parts)
