@@ -43,12 +43,12 @@ if [ "$(hostname)" != "${names[0]}" ]; then exec "${serve[@]}"; fi
 
 for name in "${names[@]}"; do
   until ssh -o ConnectTimeout=2 "$name" true 2>/dev/null; do
-    [ "$SECONDS" -lt 60 ] || { echo "node.sh: error: $name does not answer by ssh after 60 s: is its container up?" >&2; exit 1; }
+    [ "$SECONDS" -lt 60 ] || { echo "node.sh: error: 60 s after the start, $name does not answer by ssh: is its container up?" >&2; exit 1; }
     sleep 1
   done
 done
 umask 022
-runs=${RUNS:-$PWD/runs/cluster-$(date +%Y%m%d-%H%M%S)-$$}
+runs=$PWD/runs/cluster-$(date +%Y%m%d-%H%M%S)-$$
 
 echo "== Horovod, by ssh from ${names[0]} =="
 bash launch/horovodrun.sh --run-dir "$runs/horovod" "$@"

@@ -187,12 +187,8 @@ def test_charts_contain_the_curves_of_all_runs_in_data_coordinates(tmp_path):
     assert found["0", "step"][0] == "M10,-0.1 20,-0.05 30,-0.0333333 40,-0.025"  # -1/step: SVG's y points down
     assert found["1", "val"][0] == "M40,-0.4"
     assert shown.tags.count("figcaption") == len(PANELS)
-    assert {
-        attributes["data-run"] for tag, attributes in shown.attributes if tag == "button" and "data-run" in attributes
-    } == {
-        "0",
-        "1",
-    }
+    buttons = [attributes for tag, attributes in shown.attributes if tag == "button"]
+    assert {attributes["data-run"] for attributes in buttons if "data-run" in attributes} == {"0", "1"}
     (view,) = [box for box in shown.all("viewbox") if box.startswith("10 -0.5")]  # the chart of losses; the largest is 0.5
     left, top, width, height = map(float, view.split())
     assert (left, width) == (10, 30)
