@@ -117,8 +117,8 @@ class _HorovodWork(Work[None]):
     The handle keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed,
     Horovod's thread releases the inputs while it holds Horovod's lock. In torch 2.13, a thread takes the GIL when it
     releases the last C++ reference to a tensor that a Python object still refers to. Another thread, which starts an
-    operation, may hold the GIL and wait for Horovod's lock. The view is one more C++ reference, so Horovod's thread does
-    not take the GIL.
+    operation, may hold the GIL and wait for Horovod's lock. The view holds one more C++ reference to its input (unless the
+    input is itself a view), so Horovod's thread does not release the last one.
     """
 
     def __init__(
@@ -313,11 +313,11 @@ class HorovodBackend(Backend):
 def _scope(address: str | None) -> str:
     """Return the prefix of all operation names in a world. Each world of a process has a different prefix.
 
-    Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
-    the table of process sets after it has checked for the shutdown). The old operation then takes part in the process's
-    next world, where a new operation of the same name would get the old operation's data. If the world has a store, the
-    prefix is a hash of its random ``address``. Otherwise the prefix is the number of earlier worlds without a store. This
-    number is the same on all ranks: such a world has only one rank, or horovodrun or MPI has started all its processes
-    together, and they have joined equally many worlds.
+    Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` checks for
+    the shutdown first, and then waits for the lock of the table of process sets). The old operation then takes part in
+    the process's next world, where a new operation of the same name would get the old operation's data. If the world
+    has a store, the prefix is a hash of its random ``address``. Otherwise the prefix is the number of earlier worlds
+    without a store. This number is the same on all ranks: if a world without a store has several ranks, horovodrun or
+    MPI has started them together, and they have joined equally many worlds.
     """
     return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
