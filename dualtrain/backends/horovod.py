@@ -117,8 +117,8 @@ class _HorovodWork(Work[None]):
     The handle keeps a view of each input until the operation has ended, to prevent a deadlock. After a peer has failed,
     Horovod's thread releases the inputs while it holds Horovod's lock. In torch 2.13, a thread takes the GIL when it
     releases the last C++ reference to a tensor that a Python object still refers to. Another thread, which starts an
-    operation, may hold the GIL and wait for Horovod's lock. The view holds one more C++ reference to its input (unless the
-    input is itself a view), so Horovod's thread does not release the last one.
+    operation, may hold the GIL and wait for Horovod's lock. The view holds one more C++ reference to its input, so
+    Horovod's thread does not release the last one.
     """
 
     def __init__(
@@ -267,7 +267,8 @@ class HorovodBackend(Backend):
             refuse_other_devices(inputs[0])
         # Horovod's thread, which is not in inference mode, resizes and writes the tensors: pass it ordinary tensors.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            inputs = tuple(map(ordinary, inputs))
+            # If an input were a view, a view of it would refer to the input's base instead: pass Horovod no views.
+            inputs = tuple(ordinary(each).detach() for each in inputs)
             held = [tensor.view_as(tensor) for tensor in inputs]
             return self._issue(what, partial(issue, *inputs), output if output is None else ordinary(output), held)
 

@@ -1,4 +1,4 @@
-"""An operation that Horovod keeps from an earlier world of the process is not matched with the next world's operations."""
+"""Horovod's operations in the worlds of one process: their names, and the references to their inputs."""
 
 from __future__ import annotations
 
@@ -43,4 +43,34 @@ def test_data_of_an_operation_of_an_earlier_world_is_not_received_in_the_next_wo
     pool.disconnect()
     pool.connect("horovod", 3)
     assert pool.run(exchange_after_a_kept_operation) == [ROWS] * 3
+    pool.disconnect()
+
+
+def references_from_cpp(backend):
+    """Return how many references from C++ the inputs of operations have, when Horovod gets them."""
+    counts, library = [], backend.library
+    gather, reduce = library.allgather_async, library.allreduce_async_
+
+    def recorded(start):
+        def record(tensor, *args, **options):
+            counts.append(tensor._use_count())  # private in torch 2.5 to 2.15
+            return start(tensor, *args, **options)
+
+        return record
+
+    library.allgather_async, library.allreduce_async_ = recorded(gather), recorded(reduce)
+    try:
+        backend.allreduce_(torch.ones(4))
+        backend.allreduce_(torch.ones(4)[:2])
+    finally:
+        library.allgather_async, library.allreduce_async_ = gather, reduce
+    return counts
+
+
+def test_horovod_never_releases_the_last_reference_to_an_input(pool):
+    require_horovod()
+    pool.connect("horovod", 2)
+    for counts in pool.run(references_from_cpp):
+        assert len(counts) > 2
+        assert set(counts) == {2}  # Python's own, and that of the view that the backend keeps
     pool.disconnect()
