@@ -18,6 +18,8 @@ from dualtrain.trainer.precision import DTYPES
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise TypeError or ValueError for an argument that a trainer cannot use."""
     check_backend(backend)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a module")
     check_optimizer(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -32,14 +34,19 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend:
             raise ValueError(f"the model's {name!r} is on the meta device, which holds no data: make it an ordinary tensor")
 
 
-def check_options(clip_norm: float | None, compress: str, virtual_ranks: int | None) -> None:
+def check_options(clip_norm: float | None, ema: float | None, compress: str, virtual_ranks: int | None, seed: int) -> None:
     """Raise ValueError for an invalid option, or for options that exclude each other."""
+    for name, value in (("clip_norm", clip_norm), ("ema", ema)):
+        if isinstance(value, str):
+            raise ValueError(f"{name}={value!r} is a string: give a number, or None")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
     if compress != "none" and compress not in DTYPES:
         raise ValueError(f"compress={compress!r} is not known: choose none, fp16 or bf16")
     if virtual_ranks is not None and not isinstance(virtual_ranks, Integral):
         raise ValueError(f"virtual_ranks={virtual_ranks!r} is not a whole number: give the number of shards, or None")
+    if virtual_ranks is not None and not isinstance(seed, Integral):
+        raise ValueError(f"seed={seed!r} is not a whole number: give one")
     if virtual_ranks is not None and compress != "none":
         raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
 

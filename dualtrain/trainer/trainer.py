@@ -87,14 +87,14 @@ class Trainer:
             Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()`` returns, ``schedule`` is not a
-            scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
+        TypeError: ``model`` is not a module, ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()``
+            returns, ``schedule`` is not a scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
-            SyncBatchNorm layers, differs from the number of ranks; a parameter's gradient cannot be averaged; a parameter
-            or buffer is on the meta device; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
-            schedule of a different optimizer; ``clip_norm`` is not above 0; ``amp`` or ``compress`` is not known;
-            ``loss`` has parameters that ``optimizer`` trains; or ``loss`` is a loss of torch with ``reduction="sum"`` or
-            ``"none"``.
+            SyncBatchNorm layers, differs from the number of ranks; with ``virtual_ranks``, ``seed`` is not a whole number;
+            a parameter's gradient cannot be averaged; a parameter or buffer is on the meta device; ``optimizer`` needs a
+            closure; ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer; ``clip_norm`` is not above
+            0; ``amp`` or ``compress`` is not known; ``loss`` has parameters that ``optimizer`` trains; or ``loss`` is a
+            loss of torch with ``reduction="sum"`` or ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
@@ -119,7 +119,7 @@ class Trainer:
         check_arguments(model, optimizer, backend)
         check_schedule(schedule, optimizer)
         check_functions(forward=forward, measure=measure)
-        check_options(clip_norm, compress, virtual_ranks)
+        check_options(clip_norm, ema, compress, virtual_ranks, seed)
         self._given_loss, self._loss = loss, stateful(loss, model, optimizer)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
@@ -139,7 +139,7 @@ class Trainer:
         self._parts: Parts = (
             RankParts(model, backend)
             if virtual_ranks is None
-            else VirtualRanks(virtual_ranks, seed, model, self._loss, backend)
+            else VirtualRanks(virtual_ranks, int(seed), model, self._loss, backend)
         )
         # The scalars are sent with the gradients, unless gradients are rounded to 16 bits.
         piggyback, self._sends_fp16 = compress == "none", compress == "fp16"

@@ -409,6 +409,9 @@ def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
     [
         ({"clip_norm": -1.0}, "clip_norm=-1.0 is not above 0"),
         ({"clip_norm": math.nan}, "clip_norm=nan is not above 0"),
+        ({"clip_norm": "1"}, "clip_norm='1' is a string: give a number, or None"),
+        ({"ema": "0.9"}, "ema='0.9' is a string"),
+        ({"virtual_ranks": 2, "seed": 1.5}, "seed=1.5 is not a whole number"),
         ({"compress": "int8"}, "compress='int8' is not known"),
         ({"virtual_ranks": 2.5}, "virtual_ranks=2.5 is not a whole number"),
         ({"schedule": lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 1.0), 1)}, "a different optimizer"),
@@ -424,6 +427,8 @@ def test_arguments_that_a_trainer_cannot_use_are_refused():
     model = net()
     with pytest.raises(TypeError, match=r"backend is a NoneType: give what connect\(\) returns"):
         Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=None)
+    with connect("local") as backend, pytest.raises(TypeError, match="model is a function: give a module"):
+        Trainer(lambda x: x, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
     with connect("local") as backend, pytest.raises(TypeError, match="optimizer is a generator: give an optimizer"):
         Trainer(model, model.parameters(), backend=backend)
     with connect("local") as backend, pytest.raises(ValueError, match="LBFGS needs a closure"):
