@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from dualtrain.backends.wire import same_bits
+from dualtrain.errors import UserError
 from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
@@ -43,7 +44,7 @@ class _Place:
     key: str
 
     def read(self) -> torch.Tensor:
-        """Return the buffer that is there now. Raises ValueError if there is none."""
+        """Return the buffer that is there now. Raises UserError if there is none."""
         # ``_buffers`` is private, and the same in torch 2.5 to 2.15. It is ten times as fast as getattr(), which looks for
         # an ordinary attribute first.
         try:
@@ -51,7 +52,7 @@ class _Place:
         except KeyError:
             tensor = None
         if tensor is None:
-            raise ValueError(f"buffer {self.name!r} has become None: virtual ranks need it until the end of training")
+            raise UserError(f"buffer {self.name!r} has become None: virtual ranks need it until the end of training")
         return tensor
 
     def write(self, value: torch.Tensor) -> None:
@@ -107,16 +108,16 @@ class CommonBuffers:
         """Record the present values as the values at the start of a step.
 
         Raises:
-            ValueError: the number of modules or buffers, or a buffer's shape or dtype, has changed.
+            UserError: the number of modules or buffers, or a buffer's shape or dtype, has changed.
         """
         if self._count_buffers() != self._structure:
-            raise ValueError(
+            raise UserError(
                 "the number of the model's modules or buffers has changed: change the model before you make the trainer"
             )
         now = self._read()
         for place, buffer, began in zip(self._all, now, self._began, strict=True):
             if buffer.shape != began.shape or buffer.dtype != began.dtype:
-                raise ValueError(
+                raise UserError(
                     f"buffer {place.name!r} has changed its shape or dtype: change the model before you make the trainer"
                 )
         copy_all(self._began, now)
@@ -163,7 +164,7 @@ class CommonBuffers:
         A shard without passes adds zeros. The last number is 1 if this rank refuses the step, and 0 otherwise.
 
         Raises:
-            ValueError: a buffer that must stay constant has changed, the shape of an averaged buffer has changed, or a
+            UserError: a buffer that must stay constant has changed, the shape of an averaged buffer has changed, or a
                 counter has changed by more than is allowed.
         """
         now = self._read()
@@ -172,18 +173,18 @@ class CommonBuffers:
         triples = zip(self._averaged, now, self._began, strict=False)
         name = next((place.name for place, buffer, began in triples if buffer.numel() != began.numel()), None)
         if name is not None:
-            raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
+            raise UserError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
         first_constant = len(self._averaged) + len(self._counters)
         for place, buffer, began in zip(self._constant, now[first_constant:], self._began[first_constant:], strict=True):
             if not same_bits(buffer, began):
-                raise ValueError(
+                raise UserError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it float32, or train without virtual ranks"
                 )
         changes = [now - began for now, began in zip(self._read_counters(now), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) > self._largest:
-                raise ValueError(
+                raise UserError(
                     f"buffer {place.name!r} changes by {change:g} in a step: with this number of virtual ranks, it may "
                     f"change by {self._largest} at most"
                 )
@@ -231,7 +232,7 @@ class CommonBuffers:
             total: the sum of the results of :meth:`numbers` over all shards.
 
         Raises:
-            ValueError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
+            UserError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
         """
         sums_of_values, changed, counters = total.split(
             [sum(self._sizes), len(self._averaged), _PER_COUNTER * len(self._counters) + 2]
@@ -242,9 +243,10 @@ class CommonBuffers:
         for place, *sums in zip(self._counters, numerators, denominators, *squares, strict=True):
             # By Cauchy-Schwarz, the squared sum of n terms equals n times the sum of their squares only if all are equal.
             if any(each * each != square * shards_with_passes for each, square in zip(sums[:2], sums[2:], strict=True)):
-                raise ValueError(
+                raise UserError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
-                    "ranks have no common value for it; train without virtual ranks"
+                    "ranks have no common value for it; train without virtual ranks",
+                    shared=True,
                 )
         now = self._read()
         if not self._are_writable(now):

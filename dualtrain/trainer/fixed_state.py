@@ -11,6 +11,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.backends.wire import same_bits
+from dualtrain.errors import UserError
 from dualtrain.trainer.description import describe
 from dualtrain.trainer.rank_state import with_extra_state
 from dualtrain.trainer.same_weights import checksums
@@ -103,6 +104,6 @@ class FixedState:
         )
 
     def refuse(self, backend: Backend) -> NoReturn:
-        """Raise ValueError with the :meth:`difference` of the lowest rank that has one. Collective."""
+        """Raise UserError with the :meth:`difference` of the lowest rank that has one. Collective."""
         found = backend.allgather_object(self.difference(), name="changed state")
-        raise ValueError(next(filter(None, found), "the state of the model has changed in a pass"))
+        raise UserError(next(filter(None, found), "the state of the model has changed in a pass"), shared=True)

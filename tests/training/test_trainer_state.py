@@ -612,7 +612,7 @@ def test_a_loss_that_changes_its_buffers_is_refused_with_virtual_ranks():
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         trainer = Trainer(model, optimizer, backend=backend, loss=Counted(), virtual_ranks=2)
-        with pytest.raises(ValueError, match="the loss changes its buffers in forward"):
+        with pytest.raises(UserError, match="the loss changes its buffers in forward"):
             trainer.step(trainer.split(batch()), 6)
 
 

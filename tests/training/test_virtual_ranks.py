@@ -237,7 +237,7 @@ def refused_buffer(backend, name, message):
     model = Buffers(change, **{name: tensors[name]})
     trainer = trainer_with(model, backend)
     inputs, targets = vector_batch(10)  # shards of 4, 3 and 3
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         trainer.step(trainer.split((inputs, targets)), 10.0)
     assert torch.equal(getattr(model, name), tensors[name])
     trainer.close()
@@ -323,7 +323,7 @@ def unequal_on_every_rank(backend):
     trainer = trainer_with(model, backend)
     inputs, targets = vector_batch(12)
     parts = [[(inputs[:2], targets[:2])], [(inputs[:3], targets[:3])] * 2, [(inputs[:1], targets[:1])] * 5]
-    with pytest.raises(ValueError, match="buffer 'samples' is changed by unequal amounts"):
+    with pytest.raises(UserError, match="buffer 'samples' is changed by unequal amounts"):
         trainer.step([parts[shard] for shard in trainer.shards], 12.0)
     trainer.close()
 
