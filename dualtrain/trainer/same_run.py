@@ -52,6 +52,7 @@ _CURES = {
 _SAMPLES = 16  # number of samples of each split that are compared
 _UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
 _SECONDS = 5.0  # after this time, no further sample is read for the comparison
+_AGAIN_SECONDS = 1.0  # likewise, for a second reading that only leads to a warning
 
 
 def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
@@ -205,6 +206,8 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     # A rank that reads slowly has checksums of fewer samples.
     samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
+        if backend.rank == 0 and not getattr(source, "stored", False):
+            _warn_if_random(title, source, first)
         return first
     partly_readable = [one for one in samples if len({_UNREADABLE in str(value) for value in one.values}) > 1]
     samples = partly_readable or samples
@@ -221,6 +224,19 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     return first
 
 
+def _warn_if_random(title: str, source: Source, first: Mapping[str, str]) -> None:
+    """Warn if the samples change when they are read again. All ranks may still have read the same samples.
+
+    The usual cause is a generator in the dataset that has the same seed on every rank.
+    """
+    if not _repeats(title, source, first, _AGAIN_SECONDS):
+        warn_once(
+            f"the {title} dataset gives a different value each time that a sample is read: results depend on the numbers "
+            "of ranks and workers, and on restarts; draw random numbers from the global generators of torch, numpy or "
+            "random, which are seeded for each sample"
+        )
+
+
 def _why_not_comparable(
     backend: Backend, title: str, source: Source, first: Mapping[str, str], *, processors_differ: bool
 ) -> str | None:
@@ -233,17 +249,17 @@ def _why_not_comparable(
     return "the ranks compute the samples on different processors" if processors_differ and not stored else None
 
 
-def _repeats(title: str, source: Source, first: Mapping[str, str]) -> bool:
+def _repeats(title: str, source: Source, first: Mapping[str, str], seconds: float | None = None) -> bool:
     """Return whether samples whose checksums are ``first`` have the same checksums when they are read again."""
     try:
-        again = _checksums(title, source)
+        again = _checksums(title, source, seconds)
     except Exception:  # a dataset that cannot be read twice
         return False
     return all(again[name] == first[name] for name in again.keys() & first.keys())
 
 
-def _checksums(title: str, source: Source) -> dict[str, str]:
-    """Hash some samples, evenly spread from the first to the last."""
+def _checksums(title: str, source: Source, seconds: float | None = None) -> dict[str, str]:
+    """Hash some samples, evenly spread from the first to the last, for about ``seconds`` (``_SECONDS``) at most."""
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
     numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})
@@ -258,7 +274,7 @@ def _checksums(title: str, source: Source) -> dict[str, str]:
                 # reaches that sample.
                 found[name] = f"{_UNREADABLE} ({one_line(error) or type(error).__name__})"
                 break
-            if time.monotonic() - began > _SECONDS:
+            if time.monotonic() - began > (_SECONDS if seconds is None else seconds):
                 break
     return found
 

@@ -318,16 +318,29 @@ def test_reading_a_fifo_in_place_of_a_file_does_not_block(tmp_path):
     assert "not a regular file" in found
 
 
-def own_generators(backend) -> str:
-    # The samples contain random numbers that differ between ranks, and at each reading.
-    return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
+def own_generators(backend, equal: bool) -> str:
+    # The samples contain random numbers that differ at each reading and, unless ``equal``, between ranks.
+    draw = random.Random(0 if equal else backend.rank).random
+    return message(same_run.compare_task, wrap(Pairs(draw), Pairs()), backend)
 
 
-def test_data_that_differ_at_each_reading_cause_a_warning(caplog):
-    assert alike(run_threads(2, own_generators)) == ""
+@pytest.mark.parametrize(
+    ("size", "equal", "words"),
+    [
+        (2, False, "cannot check that the ranks have the same training data"),
+        (
+            2,
+            True,
+            "results depend on the numbers of ranks and workers, and on restarts; draw random numbers from the global",
+        ),
+        (1, True, "results depend on the numbers of ranks and workers"),
+    ],
+)
+def test_data_that_differ_at_each_reading_cause_a_warning(size, equal, words, caplog):
+    assert alike(run_threads(size, own_generators, equal)) == ""
     (line,) = caplog.messages
-    assert "cannot check that the ranks have the same training data" in line
-    assert "a different value each time" in line
+    assert words in line
+    assert "dataset gives a different value each time that a sample is read" in line
 
 
 def computed_and_stored(backend) -> list[str]:
