@@ -13,6 +13,8 @@ import numpy
 import safetensors.torch
 import torch
 
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
 
 def check(tree: dict[str, Any]) -> None:
     """Raise TypeError if a checkpoint cannot hold a value in ``tree``. Copies no tensors."""
@@ -62,6 +64,8 @@ def flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = ""
         items = enumerate(value)
         kind = "list" if isinstance(value, list) else "tuple"  # a torch.Size and a named tuple become tuples
         return [kind, [flatten(item, tensors, f"{place}[{number}]") for number, item in items]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
     if isinstance(value, numpy.generic):
         value = value.item()
     return ["value", _plain(value, place or "the whole")]
@@ -104,6 +108,8 @@ def rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {key: rebuild(item, tensors) for key, item in content}
     if kind == "value":
         return content
+    if kind == "dtype":
+        return _DTYPES[content]
     # Versions up to 0.2.0 wrote the name of the class: "Size", for example.
     items = [rebuild(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)

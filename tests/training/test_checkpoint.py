@@ -92,9 +92,14 @@ def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
     assert same(checkpoint.load(old), TREE)
 
 
-def test_torch_sizes_and_namedtuples_and_counters_and_tuple_keys_are_loaded_as_equal_values(tmp_path):
+def test_torch_sizes_and_dtypes_and_namedtuples_and_counters_and_tuple_keys_are_loaded_as_equal_values(tmp_path):
     pair = namedtuple("pair", "a b")
-    tree = {"size": torch.ones(2, 3).shape, "pair": pair(1, (2,)), "keys": {(1, (2, "x")): torch.ones(1), 3: None}}
+    tree = {
+        "size": torch.ones(2, 3).shape,
+        "type": torch.bfloat16,
+        "pair": pair(1, (2,)),
+        "keys": {(1, (2, "x")): torch.ones(1), 3: None},
+    }
     loaded = checkpoint.load(save(tmp_path, 1, tree | {"counts": Counter({(1, 2): 3})}))
     assert loaded.pop("counts") == Counter({(1, 2): 3})
     assert loaded == tree
