@@ -41,6 +41,7 @@ class Waits:
     meanwhile: Callable[[], int] | None = None
     on_wait: Callable[[Any, str, float], None] | None = None
     interrupted: type[BaseException] | None = None
+    _ended_by_leaving = False  # whether an operation failed because a rank had left normally; later ones fail at once
 
     def __init__(self, world: World, timeout: float) -> None:
         self.world = world
@@ -82,7 +83,7 @@ class Waits:
                 failure = self._peer_failure()
                 if failure is not None and failure.quiet:
                     left_at = seconds if left_at is None else left_at
-                    failure = failure if seconds - left_at >= _LEFT_SECONDS else None
+                    failure = failure if self._ended_by_leaving or seconds - left_at >= _LEFT_SECONDS else None
                 if failure is not None:
                     raise self._peer_failed_error(what, failure)
                 if self.on_wait is not None:
@@ -115,7 +116,8 @@ class Waits:
             if waited:
                 self.watch.report_wait(what)
             # A broken connection is often noticed before the failed rank's report arrives.
-            self.watch.wait_for_report(_REASON_SECONDS)
+            if not self._ended_by_leaving:
+                self.watch.wait_for_report(_REASON_SECONDS)
             failure = self._peer_failure()
             if failure is not None:
                 raise self._peer_failed_error(what, failure) from error
@@ -160,6 +162,7 @@ class Waits:
         return next((left[rank] for rank in self._others() if rank in left), None)
 
     def _peer_failed_error(self, what: str, failure: PeerFailure) -> PeerFailedError:
+        self._ended_by_leaving = self._ended_by_leaving or failure.quiet
         return PeerFailedError(f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}", failure)
 
     def whole_call(self, call: Callable[[], T]) -> T:

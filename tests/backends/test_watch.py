@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import RemoteTraceback
+from unittest import mock
 
 import pytest
 import torch
@@ -305,6 +306,27 @@ def arrives_after_its_sender_left(backend):
 
 def test_data_of_a_rank_that_has_left_may_still_arrive():
     assert run_threads(2, arrives_after_its_sender_left) == [None, None]
+
+
+def breaks(seconds):
+    raise ConnectionResetError
+
+
+def fails_after_a_rank_left(backend):
+    if backend.rank == 1:
+        backend.close()
+        return
+    assert holds(lambda: 1 in backend.watch.left)
+    polls = []
+    with mock.patch.object(backend.watch, "wait_for_report") as waits_for_the_cause:
+        for call in (breaks, breaks, polls.append):
+            with pytest.raises(PeerFailedError, match="rank 1 has left the job"):
+                backend.await_bounded("a sum", call)
+    assert (waits_for_the_cause.call_count, len(polls)) == (1, 1)
+
+
+def test_only_the_first_failed_call_waits_after_a_rank_has_left():
+    run_threads(2, fails_after_a_rank_left)
 
 
 def misses_a_call(backend, folder):
