@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dualtrain.console import open_closed_streams
 from dualtrain.cores import share_of, too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.functions.children import run_children
@@ -51,6 +52,7 @@ def run_with(
     """Do the same as :func:`run`, but add ``variables`` to the ranks' environment, and use the Python ``executable``."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
+    open_closed_streams()  # otherwise a socket may get the number of a closed stream, and receive what a rank prints
     secret, job = secrets.token_hex(32), new_job()
     # Listen before the ranks get the port, so that no other program can bind the port.
     listening = listen("127.0.0.1", [0], nproc)

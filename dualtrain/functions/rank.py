@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import Any
 
+from dualtrain.console import open_closed_streams
 from dualtrain.functions.link import inherited
 from dualtrain.functions.outcome import outcome_of
 from dualtrain.functions.payload import Call, dumps, loads
@@ -31,6 +32,7 @@ def main(descriptor: int, parent: int) -> None:
     If the function raises, or its result cannot be pickled, exit with status 1.
     """
     signal_at_parents_end(signal.SIGKILL, parent)
+    open_closed_streams()
     link = inherited(descriptor)
     data = link.receive()
     link.send(b"")  # shows the parent process that this rank has started

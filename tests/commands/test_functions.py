@@ -286,6 +286,18 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
     assert holds(lambda: all(has_ended(pid) for pid in pids))
 
 
+def test_run_works_without_standard_streams(tmp_path):
+    source = (
+        "import dualtrain\n"
+        f"file = open({str(tmp_path / 'results')!r}, 'w')\n"
+        "def prints(): print('lost'); return 3\n"
+        "file.write(str(dualtrain.run(prints)))\n"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, source]
+    assert subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False).returncode == 0
+    assert (tmp_path / "results").read_text() == "[3]"
+
+
 def test_run_works_in_any_thread():
     found = []
     thread = threading.Thread(target=lambda: found.extend(run(place)))
