@@ -73,6 +73,10 @@ ALONE = {
         rank(0, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
         f"rank 0 cannot listen at {ELSEWHERE}:29500 (Cannot assign requested address): MASTER_ADDR must be",
     ),
+    "the address is empty": (
+        rank(0, MASTER_ADDR="", MASTER_PORT=29500),
+        "rank 0 cannot listen at :29500 (Name or service not known): MASTER_ADDR must be",
+    ),
     "the other rank never joins": (
         rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=0) | {"MASTER_PORT": "free"},
         "rank 1 of 2 did not join within 1 s: check that all processes were started",
