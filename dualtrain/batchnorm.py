@@ -6,6 +6,7 @@ Ranks may have different numbers of samples.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -188,6 +189,7 @@ class RankNorm(SyncBatchNorm):
 
     backend: Backend
     title: str
+    plain: type[_BatchNorm]  # the class of the layer that this layer has replaced
     #: The order in which the ranks' values are summed; ``None`` for the backend's own order.
     order: SumOrder | None = None
 
@@ -209,6 +211,17 @@ class RankNorm(SyncBatchNorm):
         if self.order is None:
             return self.backend.allreduce(values, "sum", name=name)
         return self.order.total(self.backend.allgather(values[None], name=name))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankNorm:
+        """Copy the layer; copies share the backend."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle torch's layer, because a backend cannot be pickled."""
+        state = {name: value for name, value in vars(self).items() if name not in ("title", "plain", "order")}
+        return self.plain, (self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats), state
 
 
 def _replace_layers(
@@ -232,6 +245,7 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     The new layers have the parameters and buffers of the old ones, so an optimizer of the model stays valid. In training,
     their forward and backward are collective: every rank must run them. ``FrozenNorm`` layers are not changed. Layers of
     subclasses of torch's classes are not changed either; rank 0 logs the names of those that are in training mode.
+    ``torch.save`` and ``pickle`` write the new layers as torch's BatchNorm layers.
 
     Raises:
         ValueError: ``model`` itself is one of torch's BatchNorm layers.
@@ -255,7 +269,7 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
 
         def synchronized(title: str, layer: _BatchNorm) -> Any:
             made = kind.convert_sync_batchnorm(layer)
-            made.title = title
+            made.title, made.plain = title, type(layer)
             return made
 
         _replace_layers(model, plain, synchronized)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import random
 from contextlib import nullcontext
 
@@ -87,6 +89,21 @@ def test_a_batchnorm_layer_alone_cannot_be_synchronized():
     with connect("local") as backend, pytest.raises(ValueError, match="BatchNorm1d cannot be replaced in place"):
         synchronize_norms(norm, backend)
     assert list(norm.children()) == []
+
+
+def test_synchronized_layers_are_pickled_as_layers_of_torch():
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
+    with connect("local") as backend:
+        synchronize_norms(model, backend)
+        model(batch()[0])
+        copied = copy.deepcopy(model)
+        assert isinstance(copied[0], RankNorm)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+        torch.testing.assert_close(loaded(batch()[0]), copied(batch()[0]))
+    assert type(loaded[0]) is nn.BatchNorm1d
+    assert loaded[0] is loaded[2]
 
 
 def evaluates_alone(backend):
