@@ -31,6 +31,12 @@ _LARGEST_DENOMINATOR = 1 << 20
 _SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch splits a longer sum into one part per thread
 
 
+def check_op(op: object) -> None:
+    """Raise ValueError if ``op`` is not one of the operations."""
+    if op not in NAMES:
+        raise ValueError(f"op={op!r} is not a reduction: pass hvd.Average, Sum, Adasum, Min, Max or Product")
+
+
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 

@@ -13,12 +13,12 @@ import torch
 from dualtrain.backends import wire
 from dualtrain.backends.movement import rows_to_send
 from dualtrain.hvd import compat
-from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum
+from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum, check_op
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.forms import Operation, Options, call_options, differentiable, reduction_options
 from dualtrain.hvd.pending import Pending
-from dualtrain.hvd.process_sets import ProcessSet
+from dualtrain.hvd.process_sets import ProcessSet, check_is_set
 
 Tensors = list[torch.Tensor]
 Gradients = Sequence[torch.Tensor]
@@ -26,6 +26,7 @@ Gradients = Sequence[torch.Tensor]
 
 def usable_set(process_set: ProcessSet) -> int:
     """Return the id of ``process_set``. Raises ValueError if it is not in use, or this rank is not in it."""
+    check_is_set(process_set)
     here = engine().backend.rank
     set_id = process_set.usable_id()
     if not process_set.included():
@@ -33,13 +34,21 @@ def usable_set(process_set: ProcessSet) -> int:
     return set_id
 
 
+def usable_root(root_rank: int, process_set: ProcessSet) -> int:
+    """Return ``root_rank``. Raises ValueError if it is not a rank of ``process_set``."""
+    if root_rank not in (process_set.ranks or []):
+        raise ValueError(
+            f"root_rank {root_rank!r} is not in {process_set}: pass one of its ranks, in the world's numbering"
+        )
+    return int(root_rank)
+
+
 def _resolve_op(op: int | None, average: bool | None) -> int:
     if op is not None and average is not None:
         raise ValueError("both op and average are given: pass op alone (average is deprecated)")
     if op is None:
         return Average if average is None or average else Sum
-    if op not in NAMES:
-        raise ValueError(f"op={op!r} is not a reduction: pass hvd.Average, Sum, Adasum, Min, Max or Product")
+    check_op(op)
     return op
 
 
@@ -104,10 +113,8 @@ ALLGATHER = Operation("allgather", _allgather, _allgather_gradient)
 
 
 def _broadcast(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
-    process_set, root = options["process_set"], int(options["root_rank"])
-    set_id = usable_set(process_set)
-    if root not in process_set.ranks:
-        raise ValueError(f"root_rank {root} is not in {process_set}: pass one of its ranks, in the world's numbering")
+    set_id = usable_set(options["process_set"])
+    root = usable_root(options["root_rank"], options["process_set"])
     return engine().submit(kind, options["name"], set_id, tensors, outputs, root=root)
 
 

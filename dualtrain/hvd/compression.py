@@ -70,3 +70,11 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def check_compression(compression: Any) -> None:
+    """Raise ValueError if ``compression`` is not a compressor."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ValueError(
+            f"compression={compression!r} is not a compressor: pass hvd.Compression.none or hvd.Compression.fp16"
+        )

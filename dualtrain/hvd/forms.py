@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends.wire import shares_elements
-from dualtrain.hvd.compression import AnyCompressor, Compression
+from dualtrain.hvd.compression import AnyCompressor, Compression, check_compression
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
 
@@ -121,6 +121,7 @@ def differentiable(
     compression: AnyCompressor = Compression.none,
 ) -> list[torch.Tensor]:
     """Make a differentiable call; return the results as new tensors. Collective; blocks."""
+    check_compression(compression)
     packed = [compression.compress(tensor) for tensor in _checked(tensors)]
     inputs = [tensor for tensor, _ in packed]
     kind = operation.kind(grouped)

@@ -10,7 +10,7 @@ import torch
 from dualtrain.backends import objects
 from dualtrain.hvd import compat
 from dualtrain.hvd.basics import engine, rank
-from dualtrain.hvd.calls import usable_set
+from dualtrain.hvd.calls import usable_root, usable_set
 from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.state import load_optimizer_state, tensors_among
@@ -84,9 +84,7 @@ def broadcast_object(
         ValueError, HorovodInternalError: as :func:`broadcast`. Before ``init``, ValueError.
     """
     is_root = rank() == root_rank
-    set_id = usable_set(process_set)
-    if root_rank not in (process_set.ranks or []):
-        raise ValueError(f"root_rank {root_rank} is not in {process_set}: pass one of its ranks, in the world's numbering")
+    set_id, root_rank = usable_set(process_set), usable_root(root_rank, process_set)
     data, problem = objects.encode_or_refuse(obj) if is_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
     [received] = engine().submit("objects", name and f"broadcast.{name}", set_id, [data], root=root_rank).wait()
     return obj if is_root and problem is None else _decoded(received, root_rank)

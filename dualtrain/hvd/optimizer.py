@@ -18,15 +18,15 @@ import torch
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import first_names
 from dualtrain.hvd import basics, compat
-from dualtrain.hvd.arithmetic import Adasum, Average, Sum
+from dualtrain.hvd.arithmetic import Adasum, Average, Sum, check_op
 from dualtrain.hvd.base_reducer import HorovodReducer
 from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
-from dualtrain.hvd.compression import AnyCompressor, Compression
+from dualtrain.hvd.compression import AnyCompressor, Compression, check_compression
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built, size
 from dualtrain.hvd.optimizer_options import NARROW, FixedOption, Named, base_name, name_parameters, transfer_of
-from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+from dualtrain.hvd.process_sets import ProcessSet, check_is_set, global_process_set
 from dualtrain.hvd.wrapped_values import values_of
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
 from dualtrain.optimizer import takes_set_to_none
@@ -83,6 +83,9 @@ def DistributedOptimizer(  # noqa: N802
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
+    check_op(Average if op is None else op)
+    check_compression(compression)
+    check_is_set(process_set)
     if compat.enabled():
         optimizer = compat.without_state(optimizer)
     named = name_parameters(optimizer, named_parameters)

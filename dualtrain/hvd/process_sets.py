@@ -79,6 +79,12 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
 
+def check_is_set(process_set: object) -> None:
+    """Raise ValueError if ``process_set`` is not a ``ProcessSet``."""
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={process_set!r} is not a ProcessSet: pass what hvd.add_process_set has returned")
+
+
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 

@@ -249,8 +249,8 @@ def test_handles_are_integers_that_can_be_synchronized_once(real):
     real(handles)
 
 
-def tensors_that_cannot_be_sent(backend):
-    """Make calls with tensors that no backend can send; the world stays usable."""
+def wrong_arguments(backend):
+    """Make calls with wrong tensors and options; the world stays usable."""
     with library(backend) as hvd:
         for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
             for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast_(x, 0)):
@@ -258,9 +258,15 @@ def tensors_that_cannot_be_sent(backend):
                     call(tensor)
         with pytest.raises(ValueError, match="elements of the tensor share memory"):
             hvd.allreduce_(torch.ones(1).expand(3))
+        for option in ({"compression": "fp16"}, {"process_set": [0, 1]}, {"op": "sum"}):
+            with pytest.raises(ValueError, match=f"{next(iter(option))}=.* is not a "):
+                hvd.allreduce(torch.ones(1), **option)
+        for broadcast in (hvd.broadcast, hvd.broadcast_object):
+            with pytest.raises(ValueError, match="root_rank '0' is not in"):
+                broadcast(torch.ones(1), "0")
         return hvd.allreduce(torch.ones(1).expand(3), op=hvd.Sum).tolist()
 
 
 @OURS_2
-def test_calls_with_tensors_that_cannot_be_sent_raise_value_error_and_later_calls_work(real):
-    assert real(tensors_that_cannot_be_sent) == [[2.0] * 3] * 2
+def test_calls_with_wrong_arguments_raise_value_error_and_later_calls_work(real):
+    assert real(wrong_arguments) == [[2.0] * 3] * 2

@@ -13,7 +13,7 @@ from torch import nn
 
 from dualtrain.errors import BackendError
 from dualtrain.hvd.pending import Pending
-from tests.hvd.worlds import OURS_2, PAIR, THEIRS, check, library, mean_of_ranks, same
+from tests.hvd.worlds import OURS_2, PAIR, THEIRS, check, is_horovod, library, mean_of_ranks, same
 
 
 def wrapped(hvd, lr=1.0, name="p", **options):
@@ -40,9 +40,14 @@ def refusals(backend):
             same("negative groups", wrap(groups=-1), "ValueError"),
             same("twice in groups", wrap(groups=[[p], [p]]), "ValueError"),
             same("groups of text", wrap(groups=[["p"]]), "ValueError"),
+            ("no set", wrap(process_set=3), "AttributeError", "ValueError"),
             same("wrapped twice", lambda: hvd.DistributedOptimizer(wrap()(), named), "TypeError"),
             same("no_sync", lambda: wrap()().no_sync().__enter__(), "AttributeError"),
         )
+        if not is_horovod(hvd):  # Horovod fails in the first backward pass
+            for option in ({"op": "sum"}, {"compression": None}):
+                with pytest.raises(ValueError, match="is not a"):
+                    wrap(**option)()
 
 
 @PAIR
