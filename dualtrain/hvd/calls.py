@@ -120,7 +120,10 @@ def _broadcast(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
 
 def _broadcast_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
     averaged = _average(grads, options["process_set"])
-    return averaged if engine().backend.rank == options["root_rank"] else [torch.zeros_like(grad) for grad in averaged]
+    if engine().backend.rank == options["root_rank"]:
+        return averaged
+    # Zeros that depend on ``averaged``: a second backward pass is collective too, so it must run on every rank.
+    return [grad.masked_fill(grad.new_ones((), dtype=torch.bool), 0) for grad in averaged]
 
 
 BROADCAST = Operation("broadcast", _broadcast, _broadcast_gradient)

@@ -122,6 +122,10 @@ def through_a_model(backend):
         out.backward()
         assert weight.grad.tolist() == [[4.0 * size * size] * 2] * 2
         assert not hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Sum).requires_grad
+        x = torch.full((1,), hvd.rank() + 1.0, requires_grad=True)
+        (first,) = torch.autograd.grad(hvd.broadcast(x, 1).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert (first.item(), second.item()) == ((12.0, 12.0 / size) if hvd.rank() == 1 else (0.0, 0.0))
 
 
 @EVERY
