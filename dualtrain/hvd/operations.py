@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, ReduceOp, wire
+from dualtrain.backends.inference import ordinary
 from dualtrain.hvd import compat
 from dualtrain.hvd.arithmetic import PLAIN, Adasum, adasum, finished, scaled
 
@@ -147,7 +148,7 @@ def _delivered(task: Task, results: list[torch.Tensor]) -> list[torch.Tensor]:
         return results
     for output, result in zip(task.outputs, results, strict=True):
         if output.data_ptr() != result.data_ptr():
-            output.detach().copy_(result)
+            ordinary(output.detach()).copy_(result)
     return task.outputs
 
 
