@@ -103,6 +103,7 @@ class Engine:
             self._several_threads = True
         tensors = [tensor.detach() for tensor in tensors or []]
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
+        name = name or None  # as on Horovod, a call with an empty name has no name
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
         pending = Pending(
             message, tensors, outputs, then=then, on_blocked=self._report_blocked, progress=self.channels.progress

@@ -239,9 +239,28 @@ def handles(backend):
         f32, f64 = hvd.grouped_allreduce([x, x.double()], name="mixed", op=hvd.Sum)
         assert (f32.dtype, f64.dtype) == (torch.float32, torch.float64)
         assert f32.tolist() == f64.tolist() == [hvd.size()] * 2
+        unnamed = [hvd.allreduce_async(torch.tensor([float(i)]), name="") for i in range(3)]
+        assert [hvd.synchronize(handle).item() for handle in unnamed] == [0, 1, 2]
         # The handle must keep its tensors alive, as with Horovod: the caller has no reference to this tensor.
         handle = hvd.allreduce_async(torch.full((1000,), 2.0), name="alive", op=hvd.Sum)
         assert (hvd.synchronize(handle) == 2.0 * hvd.size()).all()
+
+
+class Subclass(torch.Tensor):
+    """A subclass of Tensor, as libraries define them."""
+
+
+def in_inference_mode(backend):
+    with library(backend) as hvd, torch.inference_mode():
+        for x in (torch.ones(2), torch.ones(2).as_subclass(Subclass)):
+            hvd.allreduce_(x, name="a", op=hvd.Sum)
+            hvd.broadcast_(x, 0, name="b")
+            assert x.tolist() == [hvd.size()] * 2
+
+
+@PAIR
+def test_calls_in_place_work_in_inference_mode(real):
+    real(in_inference_mode)
 
 
 @EVERY
