@@ -80,6 +80,8 @@ class Bucket:
         self._kept: list[Slot] = []
         #: Slots whose gradients stay outside of the bucket, each with its gradient. Results are copied to these gradients.
         self.outside: list[tuple[Slot, torch.Tensor]] = []
+        #: The gradients that ``unpack`` has made outside of the bucket for missing slots.
+        self._made: dict[Slot, torch.Tensor] = {}
         self._packed = PackedGradients(self.slots)
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
@@ -157,6 +159,7 @@ class Bucket:
         """Drop the references to the gradients that were packed."""
         self._packed.forget()
         self.outside.clear()
+        self._made.clear()
         self.memory.end_round()
 
     def assigned_late(self) -> Slot | None:
@@ -167,7 +170,8 @@ class Bucket:
         """
         for slot in self._missing:
             grad = slot.param.grad
-            if grad is not None and grad is not slot.alias and has_values(grad) and not has_values(slot.view):
+            assigned = grad is not slot.alias and grad is not self._made.get(slot)
+            if grad is not None and assigned and has_values(grad) and not has_values(slot.view):
                 return slot
         return None
 
@@ -182,6 +186,7 @@ class Bucket:
             for slot in slots:
                 slot.param.grad = grad = torch.empty_like(slot.view)
                 self.outside.append((slot, grad))
+        self._made = {slot: slot.param.grad for slot in self._missing if slot.param.grad is not None}
 
     def _copy_scaled(self, slots: list[Slot], grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         """Copy gradients to the bucket, and multiply all gradients of the bucket by ``factor``."""

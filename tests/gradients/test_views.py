@@ -8,6 +8,7 @@ from torch import nn
 
 from dualtrain import DistributedOptimizer
 from dualtrain.backends.sum_order import SumOrder
+from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.gradients.slots import Slot
 from tests.conftest import SPREAD, TYPICAL, _spmd, _worlds
@@ -348,6 +349,30 @@ def accumulates_one(backend):
 
 def test_views_keep_their_values_if_another_gradient_is_never_zeroed(world):
     world(accumulates_one)
+
+
+def changes_zeros(backend):
+    """Keep a view, and later change the zeros of an unused parameter in place, as weight decay by hand does."""
+    p, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(5))
+    wrapped = DistributedOptimizer(torch.optim.SGD([p, unused], 0.5), backend=backend)
+    kept = []
+    for step in range(4):
+        wrapped.zero_grad()
+        backward(backend, [p], step)
+        kept.append(p.grad.view(-1))
+        unused.grad.add_(unused.detach(), alpha=0.5)
+        wrapped.step()
+    torch.testing.assert_close(unused.detach(), torch.full((5,), 0.75**4))
+    wrapped.zero_grad()
+    backward(backend, [p], 4)
+    unused.grad = torch.ones(5)
+    with pytest.raises(BackendError, match="was assigned after backward"):
+        wrapped.step()
+    wrapped.close()
+
+
+def test_zeros_may_change_in_place_after_views_were_kept(world):
+    world(changes_zeros)
 
 
 def has_no_memory(*args):
