@@ -84,6 +84,7 @@ class Exchange:
             f"average_first={transfer.average_first}, order of the sum: {order}"
         ]
 
+    @torch.inference_mode(False)  # the buckets are also used outside of inference mode
     def lay_out(self, backend: Backend, name: str) -> None:
         """Make the buckets, after the ranks have agreed on all slots and the sparse gradients. Collective; blocks."""
         self._backend = backend

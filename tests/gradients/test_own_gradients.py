@@ -159,6 +159,23 @@ def test_gradients_that_were_made_in_inference_mode_are_averaged(typical):
     typical(made_in_inference_mode)
 
 
+def reduces_in_inference_mode(backend):
+    """Average gradients in inference mode; the next backward adds to them in place."""
+    p = nn.Parameter(torch.ones(3))
+    reducer = GradientReducer([("p", p)], backend)
+    for step in range(3):
+        with reducer.no_sync():
+            (p.sum() * (backend.rank + 1)).backward()
+        with torch.inference_mode():
+            reducer.reduce()
+        torch.testing.assert_close(p.grad, torch.full((3,), (step + 1) * (backend.size + 1) / 2))
+    reducer.close()
+
+
+def test_gradients_are_averaged_in_inference_mode(typical):
+    typical(reduces_in_inference_mode)
+
+
 def penalizes(backend, retain):
     """Add a penalty on the averaged gradients, through their graph; compare with one process."""
     losses = [partial(vector_loss, key=rank) for rank in range(backend.size)]
