@@ -36,6 +36,8 @@ class PackedGradients:
 
         Most gradients in the bucket share one counter, so a change of one of them marks all of them.
         """
+        if not self._grads:
+            return []  # an interrupt such as Ctrl-C has stopped ``unpack`` after it called ``forget``
         grads, versions = self._present(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []

@@ -161,7 +161,8 @@ def _optimizer(backend):
     return params, DistributedOptimizer(plain, backend=backend, transfer=Transfer(bucket_bytes=200))
 
 
-def waits_of_a_step_are_interrupted(backend):
+def exchange_of_a_step_is_interrupted(backend, method):
+    """Interrupt this ``method`` of some buckets. Repeat the step after each interrupt."""
     params, optimizer = _optimizer(backend)
     for step in range(3):
         optimizer.zero_grad()
@@ -173,13 +174,13 @@ def waits_of_a_step_are_interrupted(backend):
         buckets = optimizer.reducer.buckets
         assert len(buckets) == 3
         for bucket in buckets[backend.rank :]:
-            finish = bucket.finish
+            original = getattr(bucket, method)
 
-            def wait(bucket=bucket, finish=finish):
-                bucket.finish = finish
+            def interrupt(bucket=bucket, original=original):
+                setattr(bucket, method, original)
                 raise KeyboardInterrupt
 
-            bucket.finish = wait
+            setattr(bucket, method, interrupt)
         while True:
             try:
                 optimizer.step()
@@ -190,8 +191,9 @@ def waits_of_a_step_are_interrupted(backend):
         assert [p.unique().tolist() for p in params] == [[1 - 0.75 * (step + 1)]] * 3
 
 
-def test_a_step_whose_waits_are_interrupted_may_be_repeated():
-    run_threads(2, waits_of_a_step_are_interrupted)
+@pytest.mark.parametrize("method", ["finish", "unpack"])
+def test_a_step_whose_exchange_is_interrupted_may_be_repeated(method):
+    run_threads(2, exchange_of_a_step_is_interrupted, method)
 
 
 def wrapped_step_is_interrupted(backend):
