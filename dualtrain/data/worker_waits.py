@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from dualtrain.errors import UserError
-from dualtrain.processes import forkserver_pid, is_stopped, kill_forkserver
+from dualtrain.processes import forkserver_pid, is_stopped, kill_forkserver, start_thread
 
 T = TypeVar("T")
 #: The limit on the start of the workers is at least this: the fork server first imports torch, which a busy host delays.
@@ -43,7 +43,7 @@ class Waits:
         self._late = ""
         self._ended = threading.Event()
         if limit:
-            threading.Thread(target=self._watch, name="dualtrain-data", daemon=True).start()
+            start_thread(self._watch, "dualtrain-data")
 
     def end(self) -> None:
         """End the thread."""

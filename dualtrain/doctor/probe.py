@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from dualtrain.backends import Backend, connect
 from dualtrain.errors import BackendError, UserError, one_line
 from dualtrain.launchers import World
+from dualtrain.processes import start_thread
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 MARGIN_SECONDS = 5.0  # added to the timeout, so that the library's own timeout error, which says more, comes first
@@ -43,8 +43,11 @@ class Probe:
 def probe(name: str, world: World, timeout: float) -> Probe:
     """Join the world and time allreduces. Collective; no wait is much longer than ``timeout`` seconds. Raises nothing."""
     found = Probe(name)
-    joining = threading.Thread(target=_join, args=(found, world, timeout), name=f"doctor-{name}", daemon=True)
-    joining.start()
+    try:
+        joining = start_thread(_join, f"doctor-{name}", (found, world, timeout))
+    except UserError as error:
+        found.error = str(error)
+        return found
     joining.join(timeout + MARGIN_SECONDS)
     if joining.is_alive():
         # Horovod over MPI may wait forever: abandon the daemon thread.

@@ -189,7 +189,7 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int, lock:
 
 
 def step_of(path: Path) -> int | None:
-    """Read the step from a file that :func:`write_weights` has written; ``None`` if the file or its step is missing."""
+    """Read the step from a file of :func:`write_weights`; ``None`` if the file is missing or damaged, or has no step."""
     try:
         with readable_path(path) as file:
             step = record_in(file).get("step")

@@ -25,7 +25,10 @@ import dualtrain.training.loop as loop
 from dualtrain import files
 from dualtrain.backends import connect
 from dualtrain.config import parse
+from dualtrain.data.worker_waits import Waits
+from dualtrain.doctor.probe import probe
 from dualtrain.errors import NotSavedError, StoppedError, UserError
+from dualtrain.launchers import detect_world
 from dualtrain.models import build, classifiers
 from dualtrain.run_folder import checkpoint, checkpoint_writer
 from dualtrain.run_folder.attempt_events import append_events, read_events
@@ -215,8 +218,12 @@ def refuse_threads(patch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_without_new_threads_names_the_limit(tmp_path, monkeypatch):
     refuse_threads(monkeypatch)
-    with pytest.raises(UserError, match=r"could not be started \(can't start new thread\): raise the limit.*ulimit -u"):
+    refusal = r"could not be started \(can't start new thread\): raise the limit.*ulimit -u"
+    with pytest.raises(UserError, match=refusal):
         train(tmp_path / "run", 2)
+    with pytest.raises(UserError, match=refusal):
+        Waits(list, 1.0)
+    assert re.search(refusal, probe("local", detect_world(), 1.0).error)
 
 
 def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(tmp_path):
