@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -147,6 +148,14 @@ class CommonBuffers:
                 return False
         self._writable = now
         return True
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are there now, by name."""
+        found = {}
+        for place in self._all:
+            with suppress(UserError):  # this buffer has become None
+                found[place.name] = place.read()
+        return found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all buffers by name, including buffers that are not persistent."""

@@ -84,7 +84,9 @@ class Trainer:
             several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
             operations give different bits each time. With ``None``, a step has one part on each rank, and no shards.
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
-            Python are seeded before each shard and after each step; after a step they are equal on all ranks.
+            Python are seeded before each shard and after each step; after a step they are equal on all ranks. If a
+            program has several trainers, give each a different seed: with equal seeds, they draw the same numbers. Resume
+            these trainers in the order of their last steps.
 
     Raises:
         TypeError: ``model`` is not a module, ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()``

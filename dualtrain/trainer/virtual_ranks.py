@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder, sum_order
+from dualtrain.backends.wire import same_bits
 from dualtrain.batchnorm import RankNorm, is_synchronized
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
@@ -29,6 +31,7 @@ from dualtrain.errors import UserError
 from dualtrain.shards import without_collectives
 from dualtrain.trainer.common_buffers import CommonBuffers
 from dualtrain.trainer.fixed_state import FixedState
+from dualtrain.trainer.machine import warn_once
 from dualtrain.trainer.objective import NAMES
 from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
@@ -36,6 +39,8 @@ from dualtrain.trainer.step import CONTROL_FLAGS, Step, known_length
 
 log = logging.getLogger("dualtrain")
 T = TypeVar("T")
+#: The trainers with virtual ranks in this process, by backend.
+_trainers: WeakKeyDictionary[Backend, WeakSet[VirtualRanks]] = WeakKeyDictionary()
 
 
 class VirtualRanks:
@@ -63,6 +68,7 @@ class VirtualRanks:
         self._buffers = CommonBuffers(model, shards)
         self._fixed = FixedState(model, loss)
         self.numbers = self._buffers.count
+        _trainers.setdefault(backend, WeakSet()).add(self)
         if backend.size > shards and backend.rank == 0:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
             log.warning(
@@ -130,6 +136,7 @@ class VirtualRanks:
         """Count the block as one step, and seed the random generators at its end. If it fails, restore the buffers."""
         self._buffers.keep()
         self._fixed.keep()
+        others = self._buffers_of_others()
         try:
             yield
         except BaseException:
@@ -138,8 +145,25 @@ class VirtualRanks:
             # different seed, because the caller may draw random numbers after each failure.
             self._seed_after(f"{self._after} failed")
             raise
+        for buffers, before in others:
+            _warn_of_changes(buffers.tensors(), before)
         self._steps += 1
         self._seed_after("step")
+
+    def _buffers_of_others(self) -> list[tuple[CommonBuffers, dict[str, torch.Tensor]]]:
+        """Return other trainers' buffers, with copies of those that this trainer's model does not contain.
+
+        A step resets only the buffers of its own model before each shard, so a loss must not change other buffers. The
+        list is empty except on rank 0 in steps 1, 2, 3, 5, 9, …, since copies take time.
+        """
+        if self._backend.rank or self._steps.bit_count() > 1 or self.count == 1:
+            return []
+        others = [each._buffers for each in _trainers[self._backend] if each is not self]
+        own = set(map(id, self._buffers.tensors().values()))
+        return [
+            (buffers, {name: one.clone() for name, one in buffers.tensors().items() if id(one) not in own})
+            for buffers in others
+        ]
 
     def _without_collectives(self) -> AbstractContextManager[None]:
         """Refuse differentiable collectives in the block. With V ranks, allow them: they then combine all shards."""
@@ -224,6 +248,16 @@ class VirtualRanks:
         self._steps, self._seed = int(own["steps"]), int(own["seed"])
         self._buffers.load_state_dict(own["buffers"])
         self._seed_after(str(own["after"]))
+
+
+def _warn_of_changes(now: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    """Warn if a step of one trainer has changed the buffers of another trainer's model."""
+    name = next((name for name, buffer in now.items() if name in before and not same_bits(buffer, before[name])), None)
+    if name is not None:
+        warn_once(
+            f"with virtual_ranks, a trainer's step changes buffer {name!r} of another trainer's model, so the result "
+            "depends on the number of ranks: give the trainer a module that contains both models, and its model as forward"
+        )
 
 
 def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:

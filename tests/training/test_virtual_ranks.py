@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualtrain import Trainer, UserError, connect, functional, weights_sha256
 from dualtrain.trainer.common_buffers import CommonBuffers
+from dualtrain.trainer.machine import warn_once
 from tests.hvd.worlds import worlds
 from tests.models_for_tests import conv_net, images, seeded, vectors
 from tests.threads import run_threads
@@ -441,3 +443,32 @@ def test_a_trainer_can_be_evaluated_in_a_step_of_another_one():
             yield vector_batch()
 
         assert math.isfinite(one.step([batches(), batches()], 24.0).loss)
+
+
+def adversaries(backend, *, together: bool) -> str:
+    """Train a critic that has BatchNorm, and a maker whose loss calls the critic; return the hash of both."""
+    critic, maker = nn.Sequential(nn.BatchNorm1d(4), seeded(nn.Linear(4, 3))), seeded(nn.Linear(4, 4), 1)
+    both, options = nn.ModuleList([maker, critic]), {"backend": backend, "virtual_ranks": 3}
+    one = Trainer(critic, torch.optim.SGD(critic.parameters(), 0.1), **options)
+    optimizer = torch.optim.SGD(maker.parameters(), 0.1)
+    other = Trainer(
+        *(both if together else maker, optimizer),
+        lambda made, targets: nn.functional.cross_entropy(critic(made), targets) * -1.0,
+        forward=maker,
+        **options,
+    )
+    for trainer in (one, other, one, other):
+        trainer.step(trainer.split(vector_batch()), 12.0)
+    one.close()
+    other.close()
+    return weights_sha256(both.state_dict())
+
+
+def test_a_step_that_changes_buffers_of_another_trainer_causes_a_warning(caplog):
+    warn_once.cache_clear()
+    hashes = [run_threads(size, partial(adversaries, together=True)) for size in (1, 2, 3)]
+    assert len({each for ranks in hashes for each in ranks}) == 1
+    assert not caplog.messages
+    run_threads(2, partial(adversaries, together=False))
+    (line,) = caplog.messages
+    assert "step changes buffer '0.running_mean' of another trainer's model, so the result depends on the number of" in line
