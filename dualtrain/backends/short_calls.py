@@ -124,7 +124,7 @@ class CallBuffers:
         return [[one, two] for one, two in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _agreed(self) -> bool:
-        """Return whether all fingerprints are equal. If its ``Backend.flag`` is set, a rank sends the complement."""
+        """Return whether all fingerprints are equal. A rank whose ``Backend.flag`` is set sends ``~fingerprint``."""
         return len({max(number, ~number) for number in self._answer[1 : self._end : _NUMBERS]}) == 1
 
     def _reduce(self, reduction: Reduction, lengths: Sequence[int]) -> int:

@@ -71,7 +71,7 @@ class Exchange:
     def describe(self, size: int) -> list[str]:
         """Return the options that must be the same on each of ``size`` ranks: all except ``Transfer.before``.
 
-        Without ``coalesce``, ``before`` decides whether sparse gradients are divided. This decision must be the same too.
+        Without ``coalesce``, ``Transfer.sums``, which depends on ``before``, must be the same too.
         """
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
         factor = transfer.factor_after(size if self._order is None else self._order.shards)
@@ -162,7 +162,7 @@ class Exchange:
         return bucket
 
     def _follow_memory(self) -> None:
-        # Before any bucket is packed: ``pack`` compares addresses of gradients with those of all buckets.
+        # Check all buckets before one is packed: ``pack`` compares addresses of gradients with those of all buckets.
         for bucket in self.schedule.buckets:
             bucket.memory.follow()
 
@@ -251,7 +251,7 @@ class Exchange:
         if not changed:
             return None
         outside = [grad for bucket in self.schedule.buckets for grad in bucket.packed_outside()]
-        # Ignore gradients that share a counter: it also counts changes of other gradients.
+        # Ignore gradients that share a counter of in-place changes: it also counts changes of other gradients.
         shared = with_shared_counters(outside)
         return next((s for s in changed if id(s.param.grad) not in shared and len(reducers_of(s.param)) == 1), None)
 

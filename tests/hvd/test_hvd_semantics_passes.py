@@ -66,7 +66,7 @@ def test_the_number_of_passes_may_be_changed_at_any_time(real):
 
 
 def more_passes_after_the_last(backend):
-    """Increase the number of passes after gradients were sent, and run one more pass. Do so in two steps."""
+    """In each of two steps, increase the number of passes after gradients were sent, and run one more pass."""
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
         for op in ("Average", "Max"):

@@ -143,7 +143,7 @@ class SharedMemoryBackend(DelegatingBackend):
         self._beside = beside
         if reserved:
             self.memory.reserve(reserved)
-        # A rank for which this rank waits may itself wait for this rank's operations in shared memory.
+        # While this rank waits for another rank, that rank may wait for this rank's operations in shared memory.
         self.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
 
