@@ -54,7 +54,7 @@ class SumOrder:
         additions: additions of partial sums; made in this order, they leave the sum of all shards in the first partial sum.
         merges: for each rank and each of its shards, how often the rank merges its two newest partial sums after it has
             computed that shard.
-        buffers: the largest number of partial sums of any rank, not counting each rank's last one.
+        buffers: the largest number of partial sums of any rank, minus 1: a rank's last one needs no extra buffer.
     """
 
     def __init__(self, shards: int, size: int) -> None:

@@ -6,10 +6,10 @@ torch.distributed's default group only on request (``default_group``). Without t
 tensor on. The ranks compare their calls on separate connections (``call_channel.py``).
 
 Operations of a group are matched by their order. During backward, all ranks send buckets of gradients in the same order.
-But one rank may send a bucket before another call, and another rank may send it after this call. So one Gloo group is for
-sums of gradients, and the other one is for all other calls, which the ranks compare before they start them. All NCCL
-operations share one group, since two groups may deadlock on a GPU. Before a call on a GPU tensor, the ranks therefore also
-compare how many sums they have started.
+But the order of buckets and other calls may differ between ranks. So one Gloo group is for sums of gradients, and the other
+one is for all other calls, which the ranks compare before they start them. All NCCL operations share one group, since two
+groups may deadlock on a GPU. Before a call on a GPU tensor, the ranks therefore also compare how many sums they have
+started.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
-need no common disk. A run that has ended is not trained again. If the job that made or last resumed the run is
-restarted, its ranks search the folder in this way even without the flag.
+need no common disk. A run that has ended is not trained again. A restart of the job that made the run, or was the last to
+resume it, does the same without the flag.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
         settings: all settings of this run by name.
         backend: communicates with the other ranks.
         by: the beginning of the line that is printed.
-        from_file: whether the run began from a checkpoint that its flags name, instead of at step 0.
+        from_file: whether ``--resume FILE`` is given; the run then did not begin at step 0.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
@@ -162,7 +162,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
             files.append((step, path.name, *checkpoint.generation_in(path), identity))
     written, summary = (or_nothing(partial(read_json, folder / name)) for name in ("config.json", "summary.json"))
     if written and written.get("lr_batch") is None:
-        # Versions before 0.3.0 did not write a default ``lr_batch``. ``compare_with_checkpoint`` compares it later.
+        # Versions before 0.3.0 did not write a default ``lr_batch``: ``compare_with_checkpoint`` computes and compares it.
         written = {**written, "lr_batch": settings["lr_batch"]}
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}

@@ -189,8 +189,8 @@ def rates(folder: Path) -> dict[int, float]:
 def test_the_first_step_after_a_resume_with_other_epochs_has_the_rate_of_the_new_schedule(tmp_path):
     flags = ("--schedule", "cosine", "--global-batch-size", "480", "--log-every", "1")  # an epoch has 3 steps
     train_alone(*flags, "--epochs", "4", "--run-dir", str(tmp_path / "whole"))
-    # The second resume below must restore the deleted file of the best weights. To do so, it loads the best checkpoint
-    # (step 3), then again the checkpoint from which it continues (step 6). Both contain learning rates.
+    # To restore the deleted file of the best weights, the second resume below loads the best checkpoint (step 3), then
+    # again the checkpoint of step 6. It must not keep the learning rates that these checkpoints contain.
     train_alone(*flags, "--lr", "1e-30", "--epochs", "2", "--run-dir", str(tmp_path / "best"))
     (tmp_path / "best" / BEST_WEIGHTS).unlink()
     train_alone(*flags, "--epochs", "2", "--run-dir", str(tmp_path / "part"))
