@@ -245,22 +245,28 @@ class TorchBackend(Backend):
         """
         self._store = store
         self._buffers: CallBuffers | None = None
+        self._channel: Any = Closed()
         try:
-            self._sums, self._calls = (
-                _gloo_group(dist.PrefixStore(name, store), self.world, self._interface, self.timeout)
-                for name in ("sums", "calls")
-            )
+            self._connect_processes(store)
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def _connect_processes(self, store: dist.Store) -> None:
+        try:
+            for name in ("sums", "calls"):
+                self._hold(_gloo_group(dist.PrefixStore(name, store), self.world, self._interface, self.timeout))
         except RuntimeError as error:
             reason = first_line(error)
             if os.strerror(errno.EAGAIN) in reason:  # Gloo could not start a thread
                 reason = f"{reason}; {LIMIT_CURE}"
             raise UserError(f"the {self.size} processes could not connect to each other: {reason}") from error
-        self._hold(self._sums, self._calls)
+        self._sums, self._calls = self._groups
         try:
             connections = open_control_channel(_RanksOfStore(self, store), self._address, "comparing calls")
         except dist.DistStoreError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {first_line(error)}") from error
-        self._channel: Any = CallChannel(self.rank, self.size, connections, self._await_exchange)
+        self._channel = CallChannel(self.rank, self.size, connections, self._await_exchange)
 
     def _cores(self) -> int:
         """Return how many cores the ranks may use together, if all of them are on one host. Collective; blocks."""
@@ -427,7 +433,8 @@ class TorchBackend(Backend):
     def disconnect(self) -> None:
         if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
             return  # a forked child must not end its parent's groups
-        self._channel.close()
+        if not isinstance(self._channel, Closed):  # it is ``Closed`` if the ranks could not connect
+            self._channel.close()
         self._channel = Closed()
         # The program may have destroyed this backend's default group, and made another one.
         if self._default_group is not None and self._default_group is dist.group.WORLD:

@@ -705,9 +705,11 @@ def test_a_rank_0_that_ends_while_the_ranks_connect_is_reported(monkeypatch):
     def ended(*arguments):
         raise torch.distributed.DistStoreError("no process has set 'x' within 1 s")
 
+    before = list(torch_backend._IN_USE)
     monkeypatch.setattr("dualtrain.backends.torch.open_control_channel", ended)
     with pytest.raises(UserError, match="the 1 processes could not connect to each other: no process has set 'x'"):
         connect("torch", world=ALONE)
+    assert before == torch_backend._IN_USE
 
 
 def test_a_failure_after_the_ranks_have_connected_ends_the_groups(monkeypatch):
