@@ -135,10 +135,11 @@ class Backend(Reductions, ObjectCalls):
         """Make a copy of ``buffer``, and call ``use`` with the copy. Not collective.
 
         If ``buffer`` is a result of :meth:`new_buffer`, pass the copy instead of ``buffer`` to :meth:`start_sum` from then
-        on. Other ranks no longer read or write the memory of ``buffer``.
+        on. Other ranks no longer read or write the memory of ``buffer``. If an interrupt such as Ctrl-C has stopped this
+        call, repeat it with the same ``buffer``.
 
         Raises:
-            OSError: there is not enough memory. ``use`` was not called.
+            OSError: there is not enough memory.
         """
         try:
             copy = buffer.clone()

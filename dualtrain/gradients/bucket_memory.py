@@ -58,6 +58,8 @@ class BucketMemory:
         self._copies_early = copies_early and wire_format.is_cpu
         self.keeps_views = False
         self._may_write = True  # whether ``leave_views`` has returned in this round
+        #: The buffer that ``_leave`` replaces; not ``None`` if an interrupt such as Ctrl-C has stopped ``_leave``.
+        self._left: torch.Tensor | None = None
         self._range = 0, 0
         self.group, self.ranges = [self], [self._range]
         self.on_replaced: Callable[[], None] = lambda: None
@@ -67,7 +69,6 @@ class BucketMemory:
 
     def _use(self, wire: torch.Tensor, values: torch.Tensor) -> None:
         """Make ``wire`` the buffer that is sent, and ``values`` the place of the gradients."""
-        self._placed = False
         self.wire, self.values, self.extra = wire, values, wire[self._numel :]
         self.views = self.split(values)
         found = values.data_ptr(), values.data_ptr() + values.nbytes
@@ -75,7 +76,6 @@ class BucketMemory:
         self.ranges.sort()
         self._place_slots()
         self.on_replaced()
-        self._placed = True
 
     def _place_slots(self) -> None:
         self.exposed = ExposedTensors(_as_gradients(self.values, self._layout))
@@ -105,29 +105,35 @@ class BucketMemory:
         """
         if self._may_write:
             return
-        if not self._placed:  # an interrupt such as Ctrl-C has stopped ``_use``
-            self._use(self.wire, self.values)
         # If a gradient lies in another gradient's memory, do not replace the memory: ``Bucket.pack`` finds such a gradient
         # by its address, and refuses it.
-        elif self.exposed.have_views() and not self._holds_others():
-            self.leave()
+        if self._left is not None or (self.exposed.have_views() and not self._holds_others()):
+            self._leave()
         self._may_write = True
 
-    def leave(self) -> None:
+    def leave_layout(self) -> None:
+        """If the program keeps views of gradients, leave the memory to them. For a bucket that sends zeros from now on."""
+        if self._left is not None or self.exposed.have_views():
+            self._leave()
+
+    def _leave(self) -> None:
         """Leave the memory to the program, and use a copy of it."""
         self.keeps_views = True
+        if self._left is None:
+            self._left = self.values if self._converts else self.wire
         with torch.inference_mode(False), torch.no_grad():
             try:
                 if self._converts:
-                    self._backend.replace_buffer(self.values, lambda values: self._use(self.wire, values))
+                    self._backend.replace_buffer(self._left, lambda values: self._use(self.wire, values))
                 else:
-                    self._backend.replace_buffer(self.wire, lambda wire: self._use(wire, wire[: self._numel]))
+                    self._backend.replace_buffer(self._left, lambda wire: self._use(wire, wire[: self._numel]))
             except OSError as error:
                 log.warning(
                     "this step overwrites views of earlier gradients, since there is no memory for a new buffer: %s", error
                 )
                 self.keeps_views = False
                 self._place_slots()
+        self._left = None
 
     def follow(self) -> None:
         """If ``share_memory_()`` has moved the gradients to other memory, leave that memory to the program."""

@@ -105,12 +105,10 @@ class Bucket:
 
     def clear(self) -> None:
         """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
-        has_views = self.memory.exposed.have_views()
+        self.memory.leave_layout()
         for slot in self.memory.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()
-        if has_views:
-            self.memory.leave()
         for slot in self.slots:
             slot.move_kept()
         self.memory.wire.zero_()

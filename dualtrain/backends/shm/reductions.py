@@ -95,6 +95,8 @@ class SharedMemory:
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # operations for which "ready" was posted, and received from all ranks
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
+        #: By the address of a buffer that :meth:`replace_buffer` replaces: the second mapping, and the new buffer in it.
+        self._replacing: dict[int, tuple[SecondMapping, torch.Tensor]] = {}
         self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
@@ -125,11 +127,11 @@ class SharedMemory:
             return torch.zeros(0, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         region = self._new_region(nbytes) if self._reserved is None else self._take_reserved(self._reserved, nbytes)
-        return self._buffer_in(region, numel, dtype)
+        return self._buffer_in(region, region.slots[self.rank], numel, dtype)
 
-    def _buffer_in(self, region: Region, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _buffer_in(self, region: Region, memory: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):
-            buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
+            buffer: torch.Tensor = memory[: numel * dtype.itemsize].view(dtype)
         self._regions[buffer.data_ptr()] = region
         weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
         return buffer
@@ -137,22 +139,28 @@ class SharedMemory:
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
         """Call ``use`` with a new tensor on the shared memory of ``buffer``, and move ``buffer`` to private memory.
 
-        The other ranks are not affected. Return ``False``, and do nothing, if ``buffer`` is not shared.
+        The other ranks are not affected. Return ``False``, and do nothing, if ``buffer`` is not shared. If an interrupt
+        such as Ctrl-C has stopped this call, repeat it with the same ``buffer``. It then calls ``use`` again.
 
         Raises:
-            OSError: the memory cannot be mapped again. ``use`` was not called.
+            OSError: the memory cannot be mapped again.
         """
         with self._lock:
-            region = self._regions.get(buffer.data_ptr())
+            address = buffer.data_ptr()
+            region = self._regions.get(address)
             if region is None:
                 return False
-            with torch.inference_mode(False):
-                second = SecondMapping(region.slots[self.rank])
+            if address not in self._replacing:
+                with torch.inference_mode(False):
+                    second = SecondMapping(region.slots[self.rank])
+                new = self._buffer_in(region, second.memory, buffer.numel(), buffer.dtype)
+                self._replacing[address] = second, new
+            second, new = self._replacing[address]
             region.replace(self.rank, second.memory)
-            use(self._buffer_in(region, buffer.numel(), buffer.dtype))
-            # Until here, both mappings have the same pages, so an interrupt before this line is harmless.
-            del self._regions[buffer.data_ptr()]
+            use(new)
+            # Until here, both mappings have the same pages.
             second.separate()
+            del self._replacing[address], self._regions[address]
             return True
 
     def reserve(self, sizes: Sequence[int]) -> None:

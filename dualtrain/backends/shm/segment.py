@@ -100,12 +100,12 @@ class SecondMapping:
         self._copy = _checked(
             _C.mmap(None, ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
         )
-        ctypes.memmove(self._copy, first.data_ptr(), nbytes)
 
     def separate(self) -> None:
         """Replace the pages of the first mapping by a private copy."""
-        nbytes = self._first.numel()
-        _mremap(self._copy, nbytes, nbytes, _MAYMOVE | _FIXED, self._first.data_ptr())
+        address, nbytes = self._first.data_ptr(), self._first.numel()
+        ctypes.memmove(self._copy, address, nbytes)
+        _mremap(self._copy, nbytes, nbytes, _MAYMOVE | _FIXED, address)
 
 
 def _as_tensor(address: int, nbytes: int) -> torch.Tensor:
