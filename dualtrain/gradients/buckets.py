@@ -104,8 +104,8 @@ class Bucket:
         self.on_new_extra(self.memory.extra)
 
     def clear(self) -> None:
-        """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
-        self.memory.leave_layout()
+        """Leave this bucket's memory, or copy gradients that lie in a bucket; then fill the buffer with zeros."""
+        self.memory.leave_layout()  # before the copies: views of a gradient must show its next values
         for slot in self.memory.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()

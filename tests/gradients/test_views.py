@@ -148,6 +148,28 @@ def test_views_show_new_values_of_gradients_that_are_zeroed_in_place(world):
     world.each(views_follow_gradients, [(False,), (True,)])
 
 
+def views_follow_into_new_layout(backend):
+    """With ``set_to_none=False``, a view shows each new gradient, also after a parameter was added."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000, 500)]
+    wrapped = DistributedOptimizer(torch.optim.SGD(params[:2], 0.0), backend=backend)
+    views = []
+    for step in range(5):
+        wrapped.zero_grad(set_to_none=False)
+        if step == 2:
+            wrapped.add_param_group({"params": params[2:]})
+        backward(backend, params[: 2 + (step >= 2)], step)
+        if step == 1:
+            views = [p.grad.view(-1) for p in params[:2]]
+        for found in (*views, *(p.grad for p in params if p.grad is not None)):
+            torch.testing.assert_close(found, torch.full_like(found, mean_of(backend, step)))
+        wrapped.step()
+    wrapped.close()
+
+
+def test_views_show_new_values_after_a_parameter_was_added(world):
+    world(views_follow_into_new_layout)
+
+
 def without_views(backend):
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
