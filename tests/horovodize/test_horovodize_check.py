@@ -513,7 +513,8 @@ CASES = [
     (
         "sampler_by_local_rank",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.local_rank())  # HERE",
-        "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())",
+        "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())\n"
+        "t = torch.utils.data.DistributedSampler(own, args.ranks_per_host, rank=hvd.local_rank())",
     ),
     (
         "sampler_by_local_rank",  # a finding if the rank is a constant; none for a sampler of test data

@@ -88,7 +88,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
             if value is None:
                 continue
             name = source.hvd(value.func) if isinstance(value, ast.Call) else guards.rank(value)
-            if name == f"local_{right}":
+            if name == f"local_{right}" and not _counts_ranks_of_host(source, call):
                 wrong = f"local_{right}(), so all hosts"
             elif (
                 isinstance(value, ast.Constant) and (right == "rank" or value.value == 1) and _is_of_one_rank(source, call)
@@ -100,6 +100,15 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
             spelled = source.spell(right, value)
             edits = (source.layout.replace(value, f"{spelled}()"),) if spelled else ()
             yield Finding(value.lineno, "trap", message, edits)
+
+
+def _counts_ranks_of_host(source: Source, call: ast.Call) -> bool:
+    """Return whether ``num_replicas`` may be a number of ranks per host that the script does not get from Horovod."""
+    count = keyword(call, "num_replicas") or (call.args[1] if len(call.args) > 1 else None)
+    if count is None or isinstance(count, ast.Constant) or "world" in ast.unparse(count):
+        return False
+    values = (count, *source.values.get(ast.unparse(count), ()))
+    return not any(isinstance(value, ast.Call) and source.hvd(value.func) in ("size", "local_size") for value in values)
 
 
 def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
