@@ -219,10 +219,11 @@ class Guards:
 
     def is_without_horovod(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs only without Horovod or with one rank."""
+        return self._excludes_init(node) or any(self._is_off(test, truth) for test, truth in self._conditions(node))
+
+    def _excludes_init(self, node: ast.AST) -> bool:
         inits = list(self.source.hvd_calls("init"))
-        if inits and all(self.source.exclusive(node, init) for init in inits):
-            return True
-        return any(self._is_off(test, truth) for test, truth in self._conditions(node))
+        return bool(inits) and all(self.source.exclusive(node, init) for init in inits)
 
     def is_with_horovod(self, test: ast.expr) -> bool:
         """Return whether ``test`` certainly has one and the same value in all runs with Horovod on several ranks."""
@@ -239,7 +240,7 @@ class Guards:
                 yield from _lines(statement)
             elif isinstance(statement, ast.If):
                 for arm, truth in ((statement.body, True), (statement.orelse, False)):
-                    is_off = self._is_off(statement.test, truth)
+                    is_off = self._is_off(statement.test, truth) or (bool(arm) and self._excludes_init(arm[0]))
                     yield from (line for inner in arm for line in _lines(inner)) if is_off else self._lines_off(arm)
                 off = self.leaves(statement.body) and self._is_off(statement.test, False)
             else:

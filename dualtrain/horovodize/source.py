@@ -373,18 +373,23 @@ class Source:
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Return whether the nodes are in different branches of one ``if``, or of two ``if`` with the same condition."""
+        """Return whether the nodes are in branches that exclude each other.
+
+        Such branches are those of one ``if``, or of two ``if`` with the same condition, or of two ``if`` that compare one
+        variable with different constants, as in ``mode == 0`` and ``mode == 1``.
+        """
         arms = dict(arm for above, below in self._branches(one) for arm in self._arms(above, below))
         others = (arm for above, below in self._branches(other) for arm in self._arms(above, below))
-        return any(arms.get(key, arm) is not arm for key, arm in others)
+        return any(arms.get(key, arm) != arm for key, arm in others)
 
-    def _arms(self, branch: ast.AST, below: ast.AST) -> Iterator[tuple[object, bool]]:
+    def _arms(self, branch: ast.AST, below: ast.AST) -> Iterator[tuple[object, object]]:
         """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
         The first key is the node ``branch``. The second key is the condition's text without ``not``. If the condition
         contains a parameter (other than ``self`` and ``args``) of the function around it, the second key also contains this
         function. There is no second key if the condition contains a call or ``:=``, because the condition's value may then
-        change between two evaluations.
+        change between two evaluations. The third key is a variable that must be equal to a constant where ``below`` runs,
+        and its value is this constant.
         """
         arm = _arm(branch, below)
         yield branch, arm
@@ -397,7 +402,19 @@ class Source:
                 "self",
                 "args",
             }
-            yield (self.scope(branch) if local else None, ast.unparse(test)), arm
+            home = self.scope(branch) if local else None
+            yield (home, ast.unparse(test)), arm
+            if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq if arm else ast.NotEq]:
+                variable, constant = test.left, test.comparators[0]
+                if isinstance(constant, ast.Constant) and self._is_assigned_once(variable):
+                    yield (home, "value", ast.unparse(variable)), constant.value
+
+    def _is_assigned_once(self, variable: ast.expr) -> bool:
+        """Return whether the script assigns ``variable`` at most once. Attributes of other objects count, too."""
+        stores = [
+            one for one in self.mentions.get(last_name(variable), ()) if isinstance(getattr(one, "ctx", None), ast.Store)
+        ]
+        return isinstance(variable, ast.Name | ast.Attribute) and len(stores) <= 1
 
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield (``if``, its child that contains ``node``) for each ``if`` that has ``node`` in a branch."""

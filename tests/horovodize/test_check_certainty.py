@@ -400,6 +400,11 @@ CASES = [
         WRAP + INIT,
         f"from lib import sync_parameters\n{WRAP}{INIT}sync_parameters(model)",
     ),
+    (
+        "clip_before_synchronize",  # no finding if init() and the line need different values of one variable
+        f"if args.mode == 0:\n    hvd.init()\n{WRAP}{CLIP}optimizer.step()",
+        f"if args.mode == 0:\n    hvd.init()\n{WRAP}loss.backward()\nif args.mode == 1:\n    clip_grad_norm_(q, 1)\noptimizer.step()",
+    ),
 ]
 
 
@@ -489,6 +494,14 @@ def test_a_clip_before_a_step_that_may_be_skipped_has_no_repair(step, repaired):
 @pytest.mark.parametrize(("made", "count"), [("args.device", 1), ("torch.device('cuda')", 0)])
 def test_code_under_a_comparison_that_is_never_true_has_no_findings(made, count):
     script = source(f"import torch\ndevice = {made}\nif device == 'cuda':\n    if hvd.nccl_built():\n        rate = 1")
+    assert len(findings(script)) == count
+
+
+@pytest.mark.parametrize(("more", "count"), [("", 0), ("args.mode = 1\nargs.mode = 2\n", 1)])
+def test_code_that_needs_another_value_than_init_has_no_findings(more, count):
+    script = source(
+        f"{more}if args.mode == 1:\n    hvd.init()\nif args.mode == 2:\n    if hvd.nccl_built():\n        rate = 1"
+    )
     assert len(findings(script)) == count
 
 
