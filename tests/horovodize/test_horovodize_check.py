@@ -1352,6 +1352,11 @@ CASES = [
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nf = make_schedule(hvd.size(), args.warmup_epochs)",
     ),
     (
+        "shard_by_local_rank",  # a block of samples; no finding if its length is the part of one host's rank
+        "n = len(d) // hvd.size()\nd = d[hvd.local_rank() * n : (hvd.local_rank() + 1) * n]  # HERE",
+        "n = len(d) // hvd.local_size()\nd = d[hvd.local_rank() * n : (hvd.local_rank() + 1) * n]",
+    ),
+    (
         "shard_by_local_rank",  # no finding for init_process_group(), which reads no samples
         "reader(rank=hvd.local_rank(), world_size=hvd.size())  # HERE",
         "torch.distributed.init_process_group('gloo', rank=hvd.local_rank(), world_size=hvd.size())",

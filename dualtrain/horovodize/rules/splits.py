@@ -91,10 +91,26 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
         pair = _shard(source, node)
         if pair is None or guards.rank(pair[0]) != "local_rank" or not guards.is_size(pair[1]):
             continue
-        spelled = source.spell("rank", pair[0]) if isinstance(pair[0], ast.Call) else ""
+        once = not isinstance(node, ast.Slice) or node.step is not None  # the end of a block contains the rank, too
+        spelled = source.spell("rank", pair[0]) if isinstance(pair[0], ast.Call) and once else ""
         edits = (source.layout.replace(pair[0], f"{spelled}()"),) if spelled else ()
         message = "the shard is chosen by local_rank(), so all hosts train on the same samples; use hvd.rank()"
         yield Finding(pair[0].lineno, "trap", message, edits)
+
+
+def _block(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
+    """Return the rank and the number of ranks if ``start`` is ``rank * n``, and ``n`` is divided by this number."""
+    guards = Guards.of(source)
+    for index, length in ((start.left, start.right), (start.right, start.left)):
+        for value in (length, *source.values.get(ast.unparse(length), ())) if guards.rank(index) else ():
+            for part in ast.walk(value):
+                if (
+                    isinstance(part, ast.BinOp)
+                    and isinstance(part.op, ast.Div | ast.FloorDiv)
+                    and guards.is_size(part.right)
+                ):
+                    return index, part.right
+    return None
 
 
 _SHARD_INDEX = ("rank", "shard", "cur_shard", "shard_id", "shard_index", "index", "global_rank", "worker_id")
@@ -103,6 +119,8 @@ _SHARD_COUNT = ("num_replicas", "world_size", "size", "shard_count", "num_shards
 
 def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     """Return the shard's number and the number of shards in ``data[number::shards]`` and similar expressions."""
+    if isinstance(node, ast.Slice) and isinstance(node.lower, ast.BinOp) and isinstance(node.lower.op, ast.Mult):
+        return _block(source, node.lower)
     if isinstance(node, ast.Slice):
         return (node.lower, node.step) if node.lower is not None and node.step is not None else None
     if not isinstance(node, ast.Call) or is_distributed_sampler(source, node):
