@@ -207,6 +207,7 @@ IMPORTS = [
         "hvd = importlib.import_module('horovod.torch')\nself.hvd = import_module(\"horovod.torch\")",
         "hvd = importlib.import_module('dualtrain.hvd')\nself.hvd = import_module(\"dualtrain.hvd\")",
     ),
+    ('import importlib\nhvd = importlib.import_module("horovod" ".torch")', None),
     ("from .horovod import torch", ""),
 ]
 
