@@ -297,8 +297,22 @@ class Source:
         return method or self._definitions_of_names[name] > 1 or name in self.values
 
     def is_only(self, name: str) -> bool:
-        """Return whether the script defines one function or method ``name``, and assigns nothing to this name."""
-        return self._definitions_of_names[name] == 1 and name not in self.values
+        """Return whether the script defines one function or method ``name``, and assigns nothing to this name.
+
+        For a method, assignments to a variable of this name outside of classes do not count.
+        """
+        if self._definitions_of_names[name] != 1:
+            return False
+        method = isinstance(self.parents[self.functions[name]], ast.ClassDef)
+        return name not in (self._assigned_attributes if method else self.values)
+
+    @cached_property
+    def _assigned_attributes(self) -> set[str]:
+        """Names of the attributes and class variables that the script assigns."""
+        found = (
+            target for target, _, at in self.assignments if "." in target or isinstance(self.parents[at], ast.ClassDef)
+        )
+        return {target.rpartition(".")[2] for target in found}
 
     def is_instance(self, owner: ast.expr, cls: ast.AST) -> bool:
         """Return whether ``owner`` is an object of the script's class ``cls``, or a variable to which one is assigned."""

@@ -405,6 +405,13 @@ CASES = [
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}{CLIP}optimizer.step()",
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}loss.backward()\nif args.mode == 1:\n    clip_grad_norm_(q, 1)\noptimizer.step()",
     ),
+    (
+        "collective_on_some_ranks",  # a method with the name of a variable; no finding if another function replaces it
+        "log = logger()\nclass T:\n    def log(self):\n        hvd.barrier()\n    def fit(self):\n"
+        "        if hvd.rank() == 0:\n            self.log()",
+        "class T:\n    def log(self):\n        hvd.barrier()\n    def fit(self):\n        self.log = print\n"
+        "        if hvd.rank() == 0:\n            self.log()",
+    ),
 ]
 
 
