@@ -86,13 +86,12 @@ def _sweep(results: Results) -> Iterator[str]:
 
 def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[str]:
     """Yield the remarks below the table: method, missing contenders, failures and verdicts."""
-    levels = {row.found.pairs: f"{100 * row.found.level:.1f} % ({rounds_of(row.found.pairs)})" for row in rows}
-    if levels:
+    several = [row.found for row in rows if row.found.pairs > 1]  # one value has no interval
+    levels = {found.pairs: f"{100 * found.level:.1f} % ({rounds_of(found.pairs)})" for found in several}
+    if rows:
         likely = ", ".join(levels[pairs] for pairs in sorted(levels, reverse=True))
-        yield (
-            "ratios are the first contender's throughput divided by the second's: the median over the rounds, "
-            f"and an interval that contains the true median with a probability of {likely}"
-        )
+        method = f", and an interval that contains the true median with a probability of {likely}" if levels else ""
+        yield f"ratios are the first contender's throughput divided by the second's: the median over the rounds{method}"
     yield (
         "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes the settings of glibc's heap. "
         "The script on dualtrain.hvd also requests huge pages, as horovodize does. Contenders in the same process as "
@@ -149,19 +148,18 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
 
 
 def _yes_or_no(rows: Sequence[Row]) -> str:
-    if all(row.found.low > 1 for row in rows):
-        return "Yes"
-    if all(row.found.high < 1 for row in rows):
-        return "No"
+    jobs = list(dict.fromkeys(row.job for row in rows))
+    others = [job for job in jobs if any(row.found.low <= 1 for row in rows if row.job == job)]
     gains, losses = [row for row in rows if row.found.low > 1], [row for row in rows if row.found.high < 1]
+    if not others:
+        return "Yes"
+    if len(losses) == len(rows):
+        return "No"
     if not gains and not losses:
         return "No measurable difference in speed"
-    jobs = ", ".join(dict.fromkeys(row.job for row in rows if row.found.low <= 1))
-    return (
-        f"Yes, except for {jobs}"
-        if gains
-        else f"Not for speed (torch is slower or not measurably different in these jobs: {jobs})"
-    )
+    if len(gains) > len(losses) and len(others) < len(jobs):
+        return f"Yes, except for {', '.join(others)}"
+    return f"Not for speed (torch is slower or not measurably different in these jobs: {', '.join(others)})"
 
 
 def _range(rows: Sequence[Row]) -> str:

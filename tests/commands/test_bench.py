@@ -337,7 +337,7 @@ def test_a_cost_must_stay_below_its_target():
     ("seconds", "word"),
     [
         ({"shm": 0.1, "hvd_gloo": 0.2, "ddp_tuned": 0.15}, "Yes: with 2 ranks here"),
-        ({"shm": 0.1, "hvd_gloo": 0.2, "hvd_mpi": 0.05}, "Yes, except for "),
+        ({"shm": 0.1, "hvd_gloo": 0.2, "hvd_mpi": 0.05}, "Not for speed (torch is slower or not measurably different"),
         ({"native": 0.2, "hvd_gloo": 0.1}, "No: "),
         ({"shm": 0.1, "hvd_gloo": 0.1}, "No measurable difference in speed: "),
         ({"shm": 0.1}, "Not answered: Horovod or dualtrain was not among"),
@@ -349,6 +349,22 @@ def test_the_answer_depends_on_the_measured_speeds(seconds, word):
     assert word in said
     assert "\n" not in said
     assert text_of(found).splitlines()[-1] == said
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(0.01, "Yes, except for small: "), (0.005, "Not for speed (torch is")])
+def test_the_answer_is_yes_only_if_torch_is_faster_in_more_jobs_than_horovod(seconds, word):
+    found = results(shm=0.1, hvd_gloo=0.2)
+    for number, sample in enumerate(found.samples["hvd-gloo"]):
+        sample.seconds["small"] = seconds * (1 + 0.1 * number)
+    assert word in answer(found, rows_of(found))
+
+
+def test_a_single_round_has_no_interval():
+    found = results(shm=0.1, hvd_gloo=0.2)
+    for name in found.samples:
+        found.samples[name] = found.samples[name][:1]
+    assert "probability" not in text_of(found)
+    assert "the median over the rounds\n" in text_of(found)
 
 
 def test_the_answer_names_the_ratios_and_the_weights():
