@@ -30,6 +30,15 @@ FIRST = "class T:\n    @property\n    def first(self):\n        return hvd.rank(
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
 
+PLATEAU = (
+    f"{WRAP}s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+    "d = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())\n"
+)
+EPOCH = (
+    "def fit():\n    total = 0\n    for x in data:\n        loss = model(x)\n        loss.backward()\n        optimizer.step()\n"
+    "        total += loss.item() / 2\n    total /= len(data)\n"
+)
+
 #: (rule, script with a finding, script without a finding). A comment names the subject of the scripts, or gives the
 #: reason for a finding or for none.
 CASES = [
@@ -404,6 +413,30 @@ CASES = [
         "clip_before_synchronize",  # no finding if init() and the line need different values of one variable
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}{CLIP}optimizer.step()",
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}loss.backward()\nif args.mode == 1:\n    clip_grad_norm_(q, 1)\noptimizer.step()",
+    ),
+    (
+        "schedule_by_own_loss",  # no finding if the script averages the loss
+        f"{PLATEAU}{EPOCH}    s.step(total)",
+        f"{PLATEAU}{EPOCH}    total = hvd.allreduce(torch.tensor(total))\n    s.step(total)",
+    ),
+    (
+        "schedule_by_own_loss",  # no finding if a function averages the loss that another function returns
+        f"{PLATEAU}{EPOCH}    return total, 1\nmean, other = fit()\ns.step(mean)",
+        f"{PLATEAU}{EPOCH}    return total, 1\ndef average(x):\n    return hvd.allreduce(x)\nmean, other = fit()\n"
+        "mean = average(mean)\ns.step(mean)\ns.step(other)",
+    ),
+    (
+        "schedule_by_own_loss",  # no finding for the loss of a loop without backward: it may be equal on all ranks
+        f"{PLATEAU}{EPOCH}    return total\ns.step(fit())",
+        f"{PLATEAU}{EPOCH}    total = 0\n    for x in test_data:\n        loss = model(x)\n        total = total + loss.item()\n"
+        "    s.step(total)\n    s.step(loss)",
+    ),
+    (
+        "schedule_by_own_loss",  # no finding if the loop also evaluates
+        f"{PLATEAU}{EPOCH}    s.step(loss)",
+        PLATEAU
+        + EPOCH.replace("        loss.backward()", "        if training:\n            loss.backward()")
+        + "    s.step(total)",
     ),
     (
         "collective_on_some_ranks",  # a method with the name of a variable; no finding if another function replaces it

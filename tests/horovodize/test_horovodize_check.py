@@ -1335,6 +1335,15 @@ CASES = [
         "    for x in data:\n        if phase == 'train':\n            hvd.barrier()",
     ),
     (
+        "schedule_by_own_loss",
+        f"{WRAP}d = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())\n"
+        "s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+        "for x in data:\n    loss = model(x)\n    loss.backward()\ns.step(loss)  # HERE",
+        f"{WRAP}d = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())\n"
+        "s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+        "for x in data:\n    loss = model(x)\n    loss.backward()\ns.step(hvd.allreduce(loss))",
+    ),
+    (
         "step_skipped_by_own_loss",  # the loss may be NaN on one rank only
         f"{WRAP}for x in data:\n    loss = model(x)\n    if torch.isnan(loss):  # HERE\n        continue\n"
         "    loss.backward()\n    optimizer.step()",

@@ -45,7 +45,7 @@ def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]
             tested = [node.left, *node.comparators]
         elif isinstance(node, ast.Call) and last_name(node.func) in _FINITE:
             tested = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
-        if any(ast.unparse(_converted(value)) in losses for value in tested):
+        if any(ast.unparse(converted(value)) in losses for value in tested):
             around = (above for above in look.source.above(node) if isinstance(above, ast.Call))
             # Functions that are not in _LOCAL may combine the values of all ranks.
             local = all(last_name(call.func) in _LOCAL for call in around)
@@ -56,8 +56,8 @@ def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]
 def _losses(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
     """Return the variables that hold the loss of a backward pass of this rank, in the loop around ``branch``."""
     source = look.source
-    calls = [call for call in backwards if _loop(source, call) is _loop(source, branch)]
-    owners = [(_scaled(call.func.value), call) for call in calls if isinstance(call.func, ast.Attribute)]
+    calls = [call for call in backwards if loop_around(source, call) is loop_around(source, branch)]
+    owners = [(scaled(call.func.value), call) for call in calls if isinstance(call.func, ast.Attribute)]
     passes = [(ast.unparse(one), call) for one, call in owners if isinstance(one, ast.Name | ast.Attribute | ast.Subscript)]
     names = {text for text, _ in passes}
     if not names:
@@ -66,20 +66,20 @@ def _losses(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set
     own = [
         (name, value) for target, value, at in source.assignments if source.scope(at) is scope for name in _names(target)
     ]
-    found = names | {target for target, value in own if ast.unparse(_converted(value)) in names}
-    if _may_be_common(look, branch, found, own):
+    found = names | {target for target, value in own if ast.unparse(converted(value)) in names}
+    if may_be_common(look, branch, found, own):
         return set()
     last = {target: value for target, value in own if value.lineno < branch.lineno}
     replaced = {
         name
         for name in found & set(last)
-        if ast.unparse(_converted(last[name])) not in names
+        if ast.unparse(converted(last[name])) not in names
         and all(text != name or call.lineno < last[name].lineno for text, call in passes)
     }
     return found - replaced  # a variable whose last value has no backward pass holds some other loss
 
 
-def _may_be_common(look: Collectives, branch: ast.If, losses: set[str], own: list[tuple[str, ast.expr]]) -> bool:
+def may_be_common(look: Collectives, at: ast.AST, losses: set[str], own: list[tuple[str, ast.expr]]) -> bool:
     """Return whether one of the ``losses`` may be equal on all ranks. ``own`` are the assignments of the function."""
     source, names = look.source, set(losses)
     for target, value in own:
@@ -95,7 +95,7 @@ def _may_be_common(look: Collectives, branch: ast.If, losses: set[str], own: lis
     for call in source.calls:
         name = last_name(call.func)
         in_place = name.endswith("_") or isinstance(source.parents[call], ast.Expr)
-        if in_place and _COMMON.search(name) and source.scope(call) is source.scope(branch):
+        if in_place and _COMMON.search(name) and source.scope(call) is source.scope(at):
             given = (node for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr))
             if any(ast.unparse(node) in losses for node in given):
                 return True
@@ -107,17 +107,17 @@ def _names(target: str) -> list[str]:
     return re.split(r",\s*", target.strip("()")) if target.startswith("(") else [target]
 
 
-def _scaled(owner: ast.expr) -> ast.expr:
+def scaled(owner: ast.expr) -> ast.expr:
     """Return ``loss`` for ``scaler.scale(loss)``."""
     return owner.args[0] if isinstance(owner, ast.Call) and owner.args else owner
 
 
-def _loop(source: Source, node: ast.AST) -> ast.AST:
+def loop_around(source: Source, node: ast.AST) -> ast.AST:
     """Return the innermost loop or function around ``node``, or the module."""
     return next(above for above in source.above(node) if isinstance(above, ast.For | ast.While | Scope))
 
 
-def _converted(value: ast.expr) -> ast.expr:
+def converted(value: ast.expr) -> ast.expr:
     """Return ``loss`` for ``loss.item()``, ``float(loss)`` and similar calls."""
     while isinstance(value, ast.Call) and last_name(value.func) in _CONVERSIONS:
         value = value.func.value if isinstance(value.func, ast.Attribute) else value.args[0] if value.args else value.func

@@ -64,7 +64,7 @@ def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
     steps = [call for call in source.calls if _steps_schedule(source, call)]
     for call in steps:
         others = [other for other in steps if ast.unparse(other.func) == ast.unparse(call.func) and other is not call]
-        if guards.is_on_some_ranks(call) and not others and not _sends_rate(source):
+        if guards.is_on_some_ranks(call) and not others and not sends_rate(source):
             message = (
                 "only some ranks step the learning-rate schedule, so that learning rates, and then weights, differ between "
                 "ranks; step it on all ranks, with the same metric if it takes one"
@@ -105,7 +105,7 @@ def _values_of(source: Source, function: Function, end: ast.expr | None) -> list
     return given or ([end] if end is not None else [ast.Constant(None)])
 
 
-def _sends_rate(source: Source) -> bool:
+def sends_rate(source: Source) -> bool:
     """Return whether the script may send rank 0's learning rate to the other ranks, repeatedly."""
     sends = [call for call in source.calls if last_name(call.func).startswith("broadcast")]
     rates = any(re.search(r"\blr\b|learning_rate|param_groups|sched", ast.unparse(call)) for call in sends)

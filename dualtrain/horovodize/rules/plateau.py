@@ -1,0 +1,139 @@
+"""The rule on learning rates that follow the loss of one rank."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.order import called
+from dualtrain.horovodize.rules.own_loss import converted, loop_around, may_be_common, scaled
+from dualtrain.horovodize.rules.ranks import Collectives, sends_rate
+from dualtrain.horovodize.rules.sampling import distributed_samplers
+from dualtrain.horovodize.source import Finding, Scope, Source
+
+_PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+#: Functions and methods whose result is a loss of the same rank if their argument is one.
+_ARITHMETIC = ("abs", "mean", "round", "sum")
+#: Words in a condition that may separate training from evaluation in one loop.
+_PHASE = re.compile(r"train|phase|split|mode|valid|eval|test|optim", re.IGNORECASE)
+
+
+_Operands = Callable[[Iterable[object]], bool]
+
+
+class _Assigned(NamedTuple):
+    """One variable of an assignment, its value, and its position if the variable is an element of a tuple."""
+
+    name: str
+    value: ast.expr
+    at: ast.AST
+    position: int | None
+
+
+def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
+    """A ReduceLROnPlateau that gets the training loss of this rank, although each rank has its own samples."""
+    if not any(True for file in source.files for _ in distributed_samplers(file)) or sends_rate(source):
+        return
+    for call in source.calls:
+        if call.args and _steps_plateau(source, call) and _is_own(Collectives(source), call.args[0], call):
+            message = (
+                "the schedule gets the loss of this rank only, so that learning rates, and then weights, differ between "
+                "ranks; average the loss over all ranks first, for example by hvd.allreduce(torch.tensor(loss))"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+def _steps_plateau(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` steps a ReduceLROnPlateau. A parameter counts if it has the name of such a variable."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    made = [(file, value) for file in source.files for value in file.values.get(ast.unparse(call.func.value), ())]
+    return bool(made) and all(isinstance(value, ast.Call) and file.name(value.func) == _PLATEAU for file, value in made)
+
+
+def _is_own(look: Collectives, value: ast.expr, at: ast.AST, position: int | None = None, depth: int = 0) -> bool:
+    """Return whether ``value`` is a training loss of this rank, or the result of a function that returns one.
+
+    If ``position`` is given, only this element of the function's result counts.
+    """
+    source, value = look.source, converted(value)
+    function = called(source, value) if isinstance(value, ast.Call) else None
+    if function is None:
+        return position is None and _is_made_of(value, _own_losses(look, source.scope(at), depth))
+    ends = [end for end in ast.walk(function) if isinstance(end, ast.Return) and source.scope(end) is function]
+    found = [(_element(end.value, position), end) for end in ends]
+    return (
+        bool(found)
+        and depth < 3
+        and all(one is not None and _is_own(look, one, end, None, depth + 1) for one, end in found)
+    )
+
+
+def _element(value: ast.expr | None, position: int | None) -> ast.expr | None:
+    if position is None:
+        return value
+    return value.elts[position] if isinstance(value, ast.Tuple) and position < len(value.elts) else None
+
+
+def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
+    """Return the variables of a function that hold nothing but training losses of this rank, and constants before these."""
+    source = look.source
+    own = [one for one in _assigned(source) if source.scope(one.at) is scope]
+    passes = [call for call in source.calls if source.scope(call) is scope and _is_training(source, call)]
+    loops = {loop_around(source, call) for call in passes}
+    losses = {ast.unparse(scaled(call.func.value)) for call in passes if isinstance(call.func, ast.Attribute)}
+    results = [one for one in own if isinstance(one.value, ast.Call) and called(source, one.value)]
+    values = [one for one in own if one not in results and one.position is None]
+    certain = {name for name in losses if all(loop_around(source, one.at) in loops for one in own if one.name == name)}
+    mine = [one for one in results if _is_own(look, one.value, one.at, one.position, depth + 1)]
+    found = certain | {one.name for one in mine}
+
+    def is_made(one: _Assigned, operands: _Operands) -> bool:
+        known = found | losses if loop_around(source, one.at) in loops else found
+        return one in mine or (one in values and _is_made_of(one.value, known, operands))
+
+    for _ in range(4):  # values that are computed from other values
+        found |= {one.name for one in own if is_made(one, any)}
+    kept = [one for one in own if not isinstance(one.value, ast.Constant) and not _scales(one.at)]
+    while wrong := {one.name for one in kept if one.name in found - certain and not is_made(one, all)}:
+        found -= wrong
+    return set() if found and may_be_common(look, own[0].at, found, [(one.name, one.value) for one in values]) else found
+
+
+def _assigned(source: Source) -> Iterator[_Assigned]:
+    for target, value, at in source.assignments:
+        parts = re.split(r",\s*", target.strip("()")) if target.startswith("(") else []
+        yield from (_Assigned(part, value, at, position) for position, part in enumerate(parts))
+        if not parts:
+            yield _Assigned(target, value, at, None)
+
+
+def _is_training(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` is a backward pass in a loop whose iterations are all for training."""
+    tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
+    return last_name(call.func) == "backward" and not any(_PHASE.search(ast.unparse(test)) for test in tests)
+
+
+def _scales(assignment: ast.AST) -> bool:
+    """Return whether ``assignment`` multiplies or divides a variable, as in ``total /= len(loader)``."""
+    return isinstance(assignment, ast.AugAssign) and isinstance(assignment.op, ast.Mult | ast.Div)
+
+
+def _is_made_of(value: ast.expr, losses: set[str], operands: _Operands = all) -> bool:
+    """Return whether ``value`` is computed from ``losses`` by arithmetic and conversions.
+
+    ``operands`` says whether any or all operands of a sum must be losses.
+    """
+    value = converted(value)
+    if isinstance(value, ast.BinOp):
+        made = [_is_made_of(one, losses, operands) for one in (value.left, value.right)]
+        return operands(made) if isinstance(value.op, ast.Add | ast.Sub) else any(made)
+    if isinstance(value, ast.Attribute) and value.attr == "data":
+        return _is_made_of(value.value, losses, operands)
+    if isinstance(value, ast.Call) and last_name(value.func) in _ARITHMETIC:
+        given = [*value.args, *([value.func.value] if isinstance(value.func, ast.Attribute) else [])]
+        return any(_is_made_of(one, losses, operands) for one in given)
+    return ast.unparse(value) in losses
