@@ -36,9 +36,10 @@ def check(files: Sequence[str]) -> int:
 
 def _print_findings(sources: Mapping[str, Source], without: int, unreadable: Sequence[str]) -> int:
     """Print the findings, a line about the skipped files, and the summary. Return the exit status."""
-    found = {name: findings(source) for name, source in sources.items()}
-    for name, of_file in found.items():
-        for finding, others in merged(of_file):
+    found: dict[str, list[Finding]] = {}
+    for name, source in sources.items():
+        found[name] = findings(source)
+        for finding, others in merged(found[name]):
             show(f"{name}:{finding.line}: [{finding.level}] {finding.message}{_also(others)}")
     everything = [finding for of_file in found.values() for finding, _ in merged(of_file)]
     repairs = sum(len({finding[1:3] for finding in of_file if finding.edits}) for of_file in found.values())
