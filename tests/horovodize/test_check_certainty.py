@@ -35,8 +35,14 @@ PLATEAU = (
     "d = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())\n"
 )
 EPOCH = (
-    "def fit():\n    total = 0\n    for x in data:\n        loss = model(x)\n        loss.backward()\n        optimizer.step()\n"
+    "def fit():\n    total = 0\n    for x in data:\n        loss = model(x)\n        loss.backward()\n"
+    "        optimizer.step()\n"
     "        total += loss.item() / 2\n    total /= len(data)\n"
+)
+DDP = "class T:\n    def __init__(self):\n        self.m = torch.nn.parallel.DistributedDataParallel(model)\n"
+WRAP_METHOD = (
+    "    def wrap(self):\n        o = torch.optim.SGD(self.m.parameters(), lr=1)\n"
+    "        self.o = hvd.DistributedOptimizer(o)\n"
 )
 
 #: (rule, script with a finding, script without a finding). A comment names the subject of the scripts, or gives the
@@ -412,7 +418,8 @@ CASES = [
     (
         "clip_before_synchronize",  # no finding if init() and the line need different values of one variable
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}{CLIP}optimizer.step()",
-        f"if args.mode == 0:\n    hvd.init()\n{WRAP}loss.backward()\nif args.mode == 1:\n    clip_grad_norm_(q, 1)\noptimizer.step()",
+        f"if args.mode == 0:\n    hvd.init()\n{WRAP}loss.backward()\nif args.mode == 1:\n"
+        "    clip_grad_norm_(q, 1)\noptimizer.step()",
     ),
     (
         "schedule_by_own_loss",  # no finding if the script averages the loss
@@ -428,8 +435,8 @@ CASES = [
     (
         "schedule_by_own_loss",  # no finding for the loss of a loop without backward: it may be equal on all ranks
         f"{PLATEAU}{EPOCH}    return total\ns.step(fit())",
-        f"{PLATEAU}{EPOCH}    total = 0\n    for x in test_data:\n        loss = model(x)\n        total = total + loss.item()\n"
-        "    s.step(total)\n    s.step(loss)",
+        f"{PLATEAU}{EPOCH}    total = 0\n    for x in test_data:\n        loss = model(x)\n"
+        "        total = total + loss.item()\n    s.step(total)\n    s.step(loss)",
     ),
     (
         "schedule_by_own_loss",  # no finding if the loop also evaluates
@@ -444,6 +451,11 @@ CASES = [
         "        if hvd.rank() == 0:\n            self.log()",
         "class T:\n    def log(self):\n        hvd.barrier()\n    def fit(self):\n        self.log = print\n"
         "        if hvd.rank() == 0:\n            self.log()",
+    ),
+    (
+        "averaged_twice",  # two methods; no finding if the second one may not be called
+        f"{DDP}        self.wrap()\n{WRAP_METHOD}",
+        f"{DDP}        if args.wrap:\n            self.wrap()\n{WRAP_METHOD}",
     ),
 ]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related
 from dualtrain.horovodize.source import Finding, Source
@@ -60,7 +61,7 @@ def averaged_twice(source: Source) -> Iterator[Finding]:
     for call in source.calls if wraps else ():
         if source.name(call.func) not in _DDP or guards.is_conditional(call):
             continue
-        if not any(source.scope(wrap) is source.scope(call) and _may_share_model(source, call, wrap) for wrap in wraps):
+        if not any(_share_model(source, call, wrap) for wrap in wraps):
             continue
         message = (
             "DistributedDataParallel and hvd.DistributedOptimizer both average the gradients, and the first needs a "
@@ -69,10 +70,19 @@ def averaged_twice(source: Source) -> Iterator[Finding]:
         yield Finding(call.lineno, "trap", message)
 
 
-def _may_share_model(source: Source, ddp: ast.Call, wrap: ast.Call) -> bool:
-    """Return whether the optimizer of ``wrap`` may have parameters of the model that ``ddp`` gets."""
+def _share_model(source: Source, ddp: ast.Call, wrap: ast.Call) -> bool:
+    """Return whether the optimizer of ``wrap`` probably has parameters of the model that ``ddp`` gets.
+
+    If the two calls are in different functions, one function must call the other in all runs, and the model must be an
+    attribute of ``self``.
+    """
     own, module = models_of_optimizer(source, wrap), first_argument(ddp, "module")
     names = [target for target, value, _ in source.assignments if value is ddp]
+    one, other = source.scope(ddp), source.scope(wrap)
+    if one is not other:
+        calls = [call for a, b in ((one, other), (other, one)) for call in calls_of(source, b) if source.scope(call) is a]
+        certain = any(not Guards.of(source).is_conditional(call) for call in calls)
+        return certain and any(name.startswith("self.") and name in own for name in names)
     names += [ast.unparse(module)] if isinstance(module, ast.Name | ast.Attribute) else []
     return not (own and names) or any(are_related(source, one, other) for one in names for other in own)
 
