@@ -67,6 +67,7 @@ REPAIRS = [
     ),
     ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
     ("r = hvd.rank()\nd = 'cuda:%d' % r\n", "r = hvd.rank()\nd = 'cuda:%d' % hvd.local_rank()\n"),
+    ("device = hvd.rank()\nm = Net(device=device)\nm.to(device)\n", None),
     (
         "s = torch.utils.data.DistributedSampler(\n    data,  # all\n    shuffle=False,\n)\n",
         "s = torch.utils.data.DistributedSampler(\n    data,  # all\n    shuffle=False,\n    num_replicas=hvd.size(),\n"

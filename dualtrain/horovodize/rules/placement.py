@@ -20,8 +20,8 @@ _NEEDS_INIT = (COLLECTIVES | RANK_NAMES) - {"shutdown"}
 
 def gpu_by_rank(source: Source) -> Iterator[Finding]:
     """A GPU chosen by rank() in place of local_rank()."""
-    guards = Guards.of(source)
-    for used in _gpu_numbers(source):
+    guards, numbers = Guards.of(source), list(_gpu_numbers(source))
+    for used in numbers:
         if guards.rank(used) != "rank" or _is_logged(source, used):
             continue
         call = used if isinstance(used, ast.Call) else None
@@ -29,8 +29,17 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
         if call and isinstance(call.func, ast.Name):
             spelled = source.spell("local_rank", used)
         message = "the GPU is chosen by rank(), which exceeds the GPU numbers on a second host; use local_rank()"
-        edits = (source.layout.replace(used, f"{spelled}()"),) if spelled else ()
+        partial = call is None and _is_used_elsewhere(source, used, numbers)
+        edits = (source.layout.replace(used, f"{spelled}()"),) if spelled and not partial else ()
         yield Finding(used.lineno, "trap", message, edits)
+
+
+def _is_used_elsewhere(source: Source, used: ast.expr, numbers: list[ast.expr]) -> bool:
+    """Return whether ``used`` is a variable such as ``device``, and code other than ``numbers`` and messages reads it."""
+    if not re.search("device|gpu|cuda", last_name(used), re.IGNORECASE):
+        return False
+    loads = (node for node in source.mentions[last_name(used)] if isinstance(getattr(node, "ctx", None), ast.Load))
+    return any(node not in numbers and not _is_logged(source, node) for node in loads)
 
 
 def _is_logged(source: Source, node: ast.AST) -> bool:
