@@ -457,6 +457,20 @@ CASES = [
         f"{DDP}        self.wrap()\n{WRAP_METHOD}",
         f"{DDP}        if args.wrap:\n            self.wrap()\n{WRAP_METHOD}",
     ),
+    (
+        "loop_by_value_of_some_ranks",  # the result of a function; no finding if all ranks read the checkpoint
+        f"{WRAP}def load():\n    first = 0\n    if hvd.rank() == 0:\n        first = torch.load('x')['epoch']\n"
+        f"    return first\nbegin = load()\nfor epoch in range(begin, 9):\n{STEP}",
+        f"{WRAP}def load():\n    if args.fresh:\n        return 0\n    return torch.load('x')['epoch']\n"
+        f"begin = load()\nfor epoch in range(begin, 9):\n{STEP}",
+    ),
+    (
+        "loop_by_value_of_some_ranks",  # a method that returns early; no finding if the script sends the value
+        f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"
+        f"begin = load()\nfor epoch in range(begin, 9):\n{STEP}",
+        f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"
+        f"begin = load()\nbegin = hvd.broadcast_object(begin)\nfor epoch in range(begin, 9):\n{STEP}",
+    ),
 ]
 
 

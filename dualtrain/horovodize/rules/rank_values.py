@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import last_name
-from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.order import called, calls_of, nodes_after
 from dualtrain.horovodize.rules.ranks import Collectives, may_leave
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -36,7 +36,9 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
     for loop in (node for node in source.nodes if isinstance(node, ast.For | ast.While)):
         for name in _names_of_condition(loop):
             collective, text = look.first_in(loop.body), ast.unparse(name)
-            if not collective or guards.looks_like_one_rank(loop) or not _is_set_on_some_ranks(source, name):
+            if not collective or guards.looks_like_one_rank(loop):
+                continue
+            if not _is_set_on_some_ranks(source, name) and not _is_result_of_some_ranks(source, name):
                 continue
             message = (
                 f"only some ranks set {text}, which decides how often this loop runs, so that {collective}() of other "
@@ -90,6 +92,24 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
     given = [source.parents[node] for node in mentions if node not in stores]
     calls = [node for node in given if isinstance(node, ast.Call | ast.keyword)]
     return all(isinstance(node, ast.Call) and last_name(node.func) in _READERS for node in calls)
+
+
+def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
+    """Return whether ``name`` holds the result of a function that returns a constant on all ranks except some.
+
+    The program must not send any values.
+    """
+    guards = Guards.of(source)
+    values = [value for value in source.values.get(ast.unparse(name), ()) if not isinstance(value, ast.Constant)]
+    function = called(source, values[0]) if len(values) == 1 and isinstance(values[0], ast.Call) else None
+    if function is None or may_send(source) or last_name(name) in source.parameters(name):
+        return False
+    ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and source.scope(node) is function]
+    given = [end for end in ends if end.value is not None and not isinstance(end.value, ast.Constant)]
+    return len(given) == 1 and (
+        (len(ends) > 1 and guards.is_on_some_ranks(given[0]) and not guards.is_without_horovod(given[0]))
+        or (isinstance(given[0].value, ast.Name) and _is_set_on_some_ranks(source, given[0].value))
+    )
 
 
 def _home(source: Source, name: ast.Name | ast.Attribute, node: ast.AST) -> ast.AST:
