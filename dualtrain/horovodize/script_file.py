@@ -62,7 +62,8 @@ def _parse(file: ScriptFile) -> Source:
     try:
         return Source(file.text)
     except SyntaxError as error:
-        raise UserError(f"{file.name}:{error.lineno} is not valid Python ({error.msg}): fix it first") from None
+        line = "" if error.lineno is None else f":{error.lineno}"  # a null byte has no line
+        raise UserError(f"{file.name}{line} is not valid Python ({error.msg}): fix it first") from None
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error) or "it is nested too deeply"
         raise UserError(f"{file.name} is not valid Python ({reason}): fix it first") from None

@@ -1918,7 +1918,14 @@ def refuse_to_scan(closed, scandir):
     return scan
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a b\n", ":1 is not valid Python"),
+        (b"a\0b\n", ".py is not valid Python"),
+        (b"\xff\xfe", "not text in UTF-8"),
+    ],
+)
 def test_a_file_that_is_not_python_is_refused(tmp_path, content, words, capsys):
     script = tmp_path / "script.py"
     script.write_bytes(content)
