@@ -471,6 +471,11 @@ CASES = [
         f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"
         f"begin = load()\nbegin = hvd.broadcast_object(begin)\nfor epoch in range(begin, 9):\n{STEP}",
     ),
+    (
+        "every_rank_reads_all",  # the rank that downloads the data does not select samples
+        f"{WRAP}d = Data(download=hvd.rank() == 0)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+        f"{WRAP}d = Data(part=hvd.rank())\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+    ),
 ]
 
 

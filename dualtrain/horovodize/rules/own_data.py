@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from copy import deepcopy
 
 from dualtrain.horovodize.nodes import names_in
 from dualtrain.horovodize.rules.seeds import seeds_torch
@@ -42,9 +43,20 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     That is so if its name, or an expression that defines it, contains a word such as rank. Parameters of functions count
     too, because their values are unknown.
     """
-    if SHARDED.search(ast.unparse(data)):
+    selecting = _without_download(data)
+    if SHARDED.search(ast.unparse(selecting)):
         return True
     scope: Scope = source.scope(data)
-    if isinstance(scope, Function) and {word.arg for word in scope.args.args} & names_in(data):
+    if isinstance(scope, Function) and {word.arg for word in scope.args.args} & names_in(selecting):
         return True
-    return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, data))
+    return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, selecting))
+
+
+def _without_download(data: ast.expr) -> ast.expr:
+    """Return ``data`` without arguments such as ``download=hvd.rank() == 0``, which do not select samples."""
+    if not any(isinstance(node, ast.keyword) and node.arg == "download" for node in ast.walk(data)):
+        return data
+    copied = deepcopy(data)
+    for call in (node for node in ast.walk(copied) if isinstance(node, ast.Call)):
+        call.keywords = [word for word in call.keywords if word.arg != "download"]
+    return copied
