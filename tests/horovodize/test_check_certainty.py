@@ -476,6 +476,14 @@ CASES = [
         f"{WRAP}d = Data(download=hvd.rank() == 0)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
         f"{WRAP}d = Data(part=hvd.rank())\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
     ),
+    (
+        "every_rank_reads_all",  # an attribute of a trainer; no finding if its value is unknown
+        f"{WRAP}class T:\n    def fit(self):\n        self.d = Data('x')\n"
+        "        for x in torch.utils.data.DataLoader(self.d, shuffle=True):\n            pass\nT().fit()",
+        f"{WRAP}class T:\n    def fit(self, d):\n        self.d = d\n"
+        "        for x in torch.utils.data.DataLoader(self.d, shuffle=True):\n            pass\n"
+        "        for x in torch.utils.data.DataLoader(self.e, shuffle=True):\n            pass\nT().fit(part())",
+    ),
 ]
 
 

@@ -46,10 +46,18 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):
         return True
-    scope: Scope = source.scope(data)
-    if isinstance(scope, Function) and {word.arg for word in scope.args.args} & names_in(selecting):
+    if any(_is_unknown(source, data, name) for name in names_in(selecting)):
         return True
     return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, selecting))
+
+
+def _is_unknown(source: Source, data: ast.expr, name: str) -> bool:
+    """Return whether ``name`` in ``data`` is a parameter, or an attribute of ``self`` that the script does not assign."""
+    first, *rest = name.split(".")
+    if first in ("self", "cls"):
+        return bool(rest) and f"{first}.{rest[0]}" not in source.values
+    scope: Scope = source.scope(data)
+    return not rest and isinstance(scope, Function) and name in {word.arg for word in scope.args.args}
 
 
 def _without_download(data: ast.expr) -> ast.expr:
