@@ -38,7 +38,7 @@ from dualtrain.console import (
 )
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, World, detect_world, torchrun_is_parent
-from dualtrain.processes import signal_at_parents_end
+from dualtrain.processes import remove_own_folder, signal_at_parents_end
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
@@ -238,6 +238,7 @@ def _leave_on_sigterm(reported: threading.Event) -> None:
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
     """
     if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and is about to end
+        remove_own_folder()  # data workers do this, too, but this rank may have none at the moment
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)
 

@@ -169,6 +169,11 @@ def _remove_own_folder(pid: int | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_own_folder() -> None:
+    """Remove multiprocessing's temporary folder, if this process has made it. For a process that is about to exit."""
+    _remove_own_folder(os.getpid())
+
+
 def release() -> None:
     """Remove multiprocessing's files and kill the fork server. For a process that will not run its exit handlers."""
     # A server that still imports modules would fork the requested workers after this process has exited, and they would
@@ -178,7 +183,7 @@ def release() -> None:
     # Run the finalizers in a thread: some wait for other threads or processes, which may never end.
     with suppress(UserError):  # no thread can be started: leave out the finalizers
         start_thread(_run_finalizers, "dualtrain-release").join(RELEASE_SECONDS)
-    _remove_own_folder(os.getpid())
+    remove_own_folder()
 
 
 def _run_finalizers() -> None:

@@ -251,6 +251,29 @@ def test_a_second_signal_does_not_suppress_the_message_of_the_first(tmp_path, nu
     assert (end.returncode, end.stderr) == (128 + number, "dualtrain: error: saved in step 3\n")
 
 
+# Program that starts the fork server of data workers, but no worker, and gets SIGTERM.
+ENDED = """
+import os, signal, tempfile
+import dualtrain.main, dualtrain.training.loop
+from dualtrain.processes import start_forkserver
+def train(config, backend):
+    tempfile.tempdir = os.getcwd()
+    start_forkserver([])
+    print(len(os.listdir()), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+dualtrain.training.loop.train = train
+dualtrain.main.main()
+"""
+
+
+def test_a_rank_that_sigterm_ends_leaves_no_temporary_folder(tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    end = run(("-c", ENDED), tmp_path, env=ENV, cwd=folder)
+    assert (end.returncode, end.stdout, end.stderr) == (128 + signal.SIGTERM, "1\n", "")
+    assert not list(folder.iterdir())
+
+
 # Program that sends itself SIGUSR1 while main imports its modules, and prints whether SIGUSR1 is ignored at exit.
 SAVED_EARLY = """
 import os, runpy, signal, sys
