@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
 
 from dualtrain import DistributedOptimizer
+from dualtrain.backends.shm.backend import SharedMemoryBackend
+from dualtrain.backends.shm.reductions import SharedMemory
+from dualtrain.backends.shm.segment import SecondMapping
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer, Transfer
@@ -304,6 +309,43 @@ def test_an_interrupted_move_to_new_memory_is_completed(world):
     if world.name == "threads":
         pytest.skip("replaces a method that all threads share")
     world.each(is_interrupted, [(0,), (1,)])
+
+
+def interrupted_after(method):
+    """Return a wrapper of ``method`` that raises KeyboardInterrupt at its end."""
+
+    def replacement(*args):
+        method(*args)
+        raise KeyboardInterrupt
+
+    return replacement
+
+
+def is_interrupted_late(backend, owner, name):
+    """Interrupt the move to new memory on one rank, after a method has done its work, and repeat the step."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
+    reducer = GradientReducer([("p", p), ("q", q)], backend)
+    kept = []
+    for step in range(4):
+        p.grad = q.grad = None
+        reducer.renew()
+        if step == 2 and backend.rank == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, name, interrupted_after(getattr(owner, name)))
+                with suppress(KeyboardInterrupt):
+                    reducer.buckets[0].memory.leave_views()
+        backward(backend, (p, q), step)
+        kept.append(q.grad.view(-1))
+    for step, view in enumerate(kept):
+        torch.testing.assert_close(view, torch.full_like(view, mean_of(backend, step)))
+    reducer.close()
+
+
+def test_a_move_to_new_memory_may_be_interrupted_at_its_end(world):
+    if world.name == "threads":
+        pytest.skip("replaces methods that all threads share")
+    places = [(SecondMapping, "separate"), (SharedMemory, "replace_buffer"), (SharedMemoryBackend, "replace_buffer")]
+    world.each(is_interrupted_late, places)
 
 
 def two_reducers(backend):

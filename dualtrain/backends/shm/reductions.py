@@ -95,8 +95,9 @@ class SharedMemory:
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # operations for which "ready" was posted, and received from all ranks
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
-        #: By the address of a buffer that :meth:`replace_buffer` replaces: the second mapping, and the new buffer in it.
-        self._replacing: dict[int, tuple[SecondMapping, torch.Tensor]] = {}
+        #: By the address of a buffer that :meth:`replace_buffer` replaces: the second mapping, and the new buffer in it;
+        #: ``None`` if the buffer was replaced.
+        self._replacing: dict[int, tuple[SecondMapping, torch.Tensor] | None] = {}
         self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
@@ -134,13 +135,15 @@ class SharedMemory:
             buffer: torch.Tensor = memory[: numel * dtype.itemsize].view(dtype)
         self._regions[buffer.data_ptr()] = region
         weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
+        weakref.finalize(buffer, self._replacing.pop, buffer.data_ptr(), None)
         return buffer
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
         """Call ``use`` with a new tensor on the shared memory of ``buffer``, and move ``buffer`` to private memory.
 
         The other ranks are not affected. Return ``False``, and do nothing, if ``buffer`` is not shared. If an interrupt
-        such as Ctrl-C has stopped this call, repeat it with the same ``buffer``. It then calls ``use`` again.
+        such as Ctrl-C has stopped this call, or code right after it, repeat it with the same ``buffer``. It then calls
+        ``use`` again, unless ``buffer`` was replaced already.
 
         Raises:
             OSError: the memory cannot be mapped again.
@@ -149,18 +152,20 @@ class SharedMemory:
             address = buffer.data_ptr()
             region = self._regions.get(address)
             if region is None:
-                return False
-            if address not in self._replacing:
+                return address in self._replacing
+            replacing = self._replacing.get(address)
+            if replacing is None:
                 with torch.inference_mode(False):
                     second = SecondMapping(region.slots[self.rank])
                 new = self._buffer_in(region, second.memory, buffer.numel(), buffer.dtype)
-                self._replacing[address] = second, new
-            second, new = self._replacing[address]
+                self._replacing[address] = replacing = second, new
+            second, new = replacing
             region.replace(self.rank, second.memory)
             use(new)
             # Until here, both mappings have the same pages.
             second.separate()
-            del self._replacing[address], self._regions[address]
+            self._replacing[address] = None
+            del self._regions[address]
             return True
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -335,6 +340,7 @@ class SharedMemory:
                 self._failure = BackendError(CLOSED)
             self._pending.clear()
             self._regions.clear()
+            self._replacing.clear()
             if self._reserved is not None:
                 self._reserved.close()
             self._vectors.clear()

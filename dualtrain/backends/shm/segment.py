@@ -96,16 +96,21 @@ class SecondMapping:
         self._first, nbytes = first, first.numel()
         # With an old size of 0, mremap keeps the old mapping of shared pages.
         self.memory = _as_tensor(_mremap(first.data_ptr(), 0, nbytes, _MAYMOVE, 0), nbytes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._copy = _checked(
-            _C.mmap(None, ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
-        )
+        self._copy: int | None = _map_private(nbytes)
 
     def separate(self) -> None:
-        """Replace the pages of the first mapping by a private copy."""
+        """Replace the pages of the first mapping by a private copy. Repeat this call if an interrupt has stopped it."""
         address, nbytes = self._first.data_ptr(), self._first.numel()
+        if self._copy is None:
+            self._copy = _map_private(nbytes)
         ctypes.memmove(self._copy, address, nbytes)
-        _mremap(self._copy, nbytes, nbytes, _MAYMOVE | _FIXED, address)
+        copy, self._copy = self._copy, None  # ``mremap`` unmaps the copy's address: a repeated call must not write there
+        _mremap(copy, nbytes, nbytes, _MAYMOVE | _FIXED, address)
+
+
+def _map_private(nbytes: int) -> int:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return _checked(_C.mmap(None, ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0)))
 
 
 def _as_tensor(address: int, nbytes: int) -> torch.Tensor:
