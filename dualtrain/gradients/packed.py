@@ -48,7 +48,7 @@ class PackedGradients:
         """Return the recorded gradients that do not lie in the bucket and have a counter of in-place changes."""
         dense = [
             (slot, grad)
-            for slot, grad in zip(self._slots, self._grads, strict=True)
+            for slot, grad in zip(self._slots, self._grads, strict=False)  # no gradients after ``forget``
             if grad is not None and grad.layout is torch.strided and not grad.is_inference()
         ]
         return [grad for slot, grad in dense if grad.data_ptr() != slot.address]

@@ -196,6 +196,25 @@ def test_a_step_whose_exchange_is_interrupted_may_be_repeated(method):
     run_threads(2, exchange_of_a_step_is_interrupted, method)
 
 
+def gradients_change_after_interrupt(backend):
+    params, optimizer = _optimizer(backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            sum(p.sum() for p in params).backward()
+        optimizer.synchronize()
+        optimizer.reducer.renew()
+    with after(optimizer.reducer.buckets[0], "unpack"), pytest.raises(KeyboardInterrupt):
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    with pytest.raises(BackendError, match=r"the gradient of 'group 0 parameter 1' changed after it was sent"):
+        optimizer.step()
+
+
+def test_a_change_of_gradients_in_an_interrupted_exchange_is_refused():
+    run_threads(2, gradients_change_after_interrupt)
+
+
 def wrapped_step_is_interrupted(backend):
     params, optimizer = _optimizer(backend)
     state = optimizer.state_dict()
