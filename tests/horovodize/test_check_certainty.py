@@ -445,6 +445,40 @@ CASES = [
         + EPOCH.replace("        loss.backward()", "        if training:\n            loss.backward()")
         + "    s.step(total)",
     ),
+    *(
+        ("schedule_by_own_loss", f"{PLATEAU}{EPOCH}    s.step(total)", PLATEAU + other)
+        for other in (
+            f"{EPOCH}    world_mean(total)\n    s.step(total)",  # averaged in place
+            f"{EPOCH}    s.step(total)\n    share(s, optimizer)",  # other code may send the rate
+            f"{EPOCH}    if many:\n        s.step(world_mean(total))\n    else:\n        s.step(total)",
+            f"{EPOCH}    if alone:\n        s.step(total)",
+            f"@averaged\n{EPOCH}    return total\ns.step(fit())",
+            f"{EPOCH}    return total\nclass T:\n    def fit(self):\n        return 0\ns.step(fit())",  # two functions
+            # averaged after the backward pass
+            EPOCH.replace("        total +=", "        loss = world_mean(loss)\n        total +=") + "    s.step(total)",
+            # loops for training and evaluation
+            EPOCH.replace("        loss.backward()", "        if grad:\n            loss.backward()") + "    s.step(total)",
+            EPOCH.replace("        loss.backward()", "        if not grad:\n            continue\n        loss.backward()")
+            + "    s.step(total)",
+            EPOCH.replace("        optimizer.step()\n", "") + "    s.step(total)",  # gradients of the inputs
+            EPOCH.replace("total", "self.total") + "    combine(self)\n    s.step(self.total)",
+            EPOCH.replace("    total = 0", "    global total\n    total = 0") + "    combine()\n    s.step(total)",
+            EPOCH.replace("        loss = model(x)\n        loss.backward()", "        model(x).backward()")
+            .replace("    total = 0\n", "")
+            .replace("        total += loss.item() / 2\n    total /= len(data)\n", "")
+            + "    s.step(evaluate())",
+        )
+    ),
+    (
+        "schedule_by_own_loss",  # no finding if each rank trains a model of its own
+        f"{PLATEAU}{EPOCH}    s.step(total)",
+        f"{PLATEAU}s = torch.optim.lr_scheduler.ReduceLROnPlateau(own)\n{EPOCH}    s.step(total)",
+    ),
+    (
+        "schedule_by_own_loss",  # no finding if the model combines the losses of all ranks
+        f"{PLATEAU}{EPOCH}    s.step(total)",
+        f"{PLATEAU}class L:\n    def forward(self, x):\n        return hvd.allgather(x).sum()\n{EPOCH}    s.step(total)",
+    ),
     (
         "collective_on_some_ranks",  # a method with the name of a variable; no finding if another function replaces it
         "log = logger()\nclass T:\n    def log(self):\n        hvd.barrier()\n    def fit(self):\n"

@@ -1338,10 +1338,10 @@ CASES = [
         "schedule_by_own_loss",
         f"{WRAP}d = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())\n"
         "s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
-        "for x in data:\n    loss = model(x)\n    loss.backward()\ns.step(loss)  # HERE",
+        "for x in data:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\ns.step(loss)  # HERE",
         f"{WRAP}d = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank())\n"
         "s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
-        "for x in data:\n    loss = model(x)\n    loss.backward()\ns.step(hvd.allreduce(loss))",
+        "for x in data:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\ns.step(hvd.allreduce(loss))",
     ),
     (
         "step_skipped_by_own_loss",  # the loss may be NaN on one rank only

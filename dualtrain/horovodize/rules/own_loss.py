@@ -11,7 +11,7 @@ from dualtrain.horovodize.rules.ranks import Collectives
 from dualtrain.horovodize.source import Finding, Scope, Source
 
 #: Words in expressions whose value may be equal on all ranks.
-_COMMON = re.compile(r"reduce|average|avg|gather|bcast|broadcast|sync|hvd|horovod", re.IGNORECASE)
+COMMON = re.compile(r"reduce|average|avg|gather|bcast|broadcast|sync|hvd|horovod", re.IGNORECASE)
 #: Functions that return the values of all ranks, unlike the method ``gather`` of tensors.
 _GATHER = re.compile(r"all_?gather|gather_|_gather", re.IGNORECASE)
 _FINITE = ("isnan", "isinf", "isfinite")
@@ -49,7 +49,7 @@ def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]
             around = (above for above in look.source.above(node) if isinstance(above, ast.Call))
             # Functions that are not in _LOCAL may combine the values of all ranks.
             local = all(last_name(call.func) in _LOCAL for call in around)
-            return local and not _COMMON.search(ast.unparse(branch.test))
+            return local and not COMMON.search(ast.unparse(branch.test))
     return False
 
 
@@ -84,7 +84,7 @@ def may_be_common(look: Collectives, at: ast.AST, losses: set[str], own: list[tu
     source, names = look.source, set(losses)
     for target, value in own:
         if (target in losses or target.rpartition(".")[0] in losses) and (
-            _COMMON.search(ast.unparse(value)) or look.first_in([value])
+            COMMON.search(ast.unparse(value)) or look.first_in([value])
         ):
             return True
     for _ in range(4):  # values from which the losses are computed
@@ -95,7 +95,7 @@ def may_be_common(look: Collectives, at: ast.AST, losses: set[str], own: list[tu
     for call in source.calls:
         name = last_name(call.func)
         in_place = name.endswith("_") or isinstance(source.parents[call], ast.Expr)
-        if in_place and _COMMON.search(name) and source.scope(call) is source.scope(at):
+        if in_place and COMMON.search(name) and source.scope(call) is source.scope(at):
             given = (node for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr))
             if any(ast.unparse(node) in losses for node in given):
                 return True

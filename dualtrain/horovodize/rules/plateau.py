@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.order import called
-from dualtrain.horovodize.rules.own_loss import converted, loop_around, may_be_common, scaled
+from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
 from dualtrain.horovodize.rules.ranks import Collectives, sends_rate
 from dualtrain.horovodize.rules.sampling import distributed_samplers
 from dualtrain.horovodize.source import Finding, Scope, Source
@@ -17,9 +19,11 @@ from dualtrain.horovodize.source import Finding, Scope, Source
 _PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 #: Functions and methods whose result is a loss of the same rank if their argument is one.
 _ARITHMETIC = ("abs", "mean", "round", "sum")
-#: Words in a condition that may separate training from evaluation in one loop.
-_PHASE = re.compile(r"train|phase|split|mode|valid|eval|test|optim", re.IGNORECASE)
-
+#: Functions and methods that do not change their arguments in place.
+_READS = re.compile(r"print|log|write|add_scalar|append|save|info|debug|^step$|^backward$|^len$", re.IGNORECASE)
+#: Words in a condition that has the same value on all ranks.
+_PROGRESS = re.compile(r"epoch|step|iter|warm|sched", re.IGNORECASE)
+_RATE = re.compile(r"\blr\b|learning_rate|param_groups|sched", re.IGNORECASE)
 
 _Operands = Callable[[Iterable[object]], bool]
 
@@ -35,10 +39,13 @@ class _Assigned(NamedTuple):
 
 def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
     """A ReduceLROnPlateau that gets the training loss of this rank, although each rank has its own samples."""
-    if not any(True for file in source.files for _ in distributed_samplers(file)) or sends_rate(source):
+    steps = [call for call in source.calls if call.args and _steps_plateau(source, call)]
+    sampled = any(True for file in source.files for _ in distributed_samplers(file))
+    if not steps or not sampled or sends_rate(source) or any(map(_may_send, source.files)):
         return
-    for call in source.calls:
-        if call.args and _steps_plateau(source, call) and _is_own(Collectives(source), call.args[0], call):
+    for call in steps:
+        alone = not any(ast.unparse(other.func) == ast.unparse(call.func) for other in steps if other is not call)
+        if alone and _is_unconditional(source, call) and _is_own(Collectives(source), call.args[0], call):
             message = (
                 "the schedule gets the loss of this rank only, so that learning rates, and then weights, differ between "
                 "ranks; average the loss over all ranks first, for example by hvd.allreduce(torch.tensor(loss))"
@@ -47,11 +54,44 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
 
 
 def _steps_plateau(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` steps a ReduceLROnPlateau. A parameter counts if it has the name of such a variable."""
+    """Return whether ``call`` steps a ReduceLROnPlateau of a wrapped optimizer, and nothing else may change its rate.
+
+    A parameter counts if it has the name of such a variable.
+    """
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
     made = [(file, value) for file in source.files for value in file.values.get(ast.unparse(call.func.value), ())]
-    return bool(made) and all(isinstance(value, ast.Call) and file.name(value.func) == _PLATEAU for file, value in made)
+    wraps = [wrap for file in source.files for _, wrap in file.wraps]
+    wrapped = source.wrapped.union(*(file.wrapped for file in source.files), *(_arguments(wrap) for wrap in wraps))
+    schedule = last_name(call.func.value)
+    functions = {name for file in source.files for name in file.functions}
+    given = [other for file in source.files for other in file.calls if schedule in _arguments(other)]
+    known = all(_READS.search(last_name(other.func)) or last_name(other.func) in functions for other in given)
+    return bool(made) and known and all(_is_plateau_of(file, value, wrapped) for file, value in made)
+
+
+def _is_plateau_of(source: Source, value: ast.expr, optimizers: set[str]) -> bool:
+    return isinstance(value, ast.Call) and source.name(value.func) == _PLATEAU and bool(_arguments(value) & optimizers)
+
+
+def _arguments(call: ast.Call) -> set[str]:
+    """Return the names of the variables that ``call`` passes directly."""
+    return {last_name(value) for value in (*call.args, *(word.value for word in call.keywords))} - {""}
+
+
+def _may_send(source: Source) -> bool:
+    """Return whether the script may combine learning rates of all ranks, or a model's ``forward`` may combine losses."""
+    for call in source.calls:
+        name = source.hvd(call.func) or last_name(call.func)
+        combines = name in COLLECTIVES or (COMMON.search(name) and source.name(call.func) != _PLATEAU)
+        if combines and (getattr(source.scope(call), "name", "") == "forward" or _RATE.search(ast.unparse(call))):
+            return True
+    return False
+
+
+def _is_unconditional(source: Source, call: ast.Call) -> bool:
+    tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
+    return all("__name__" in (text := ast.unparse(test)) or _PROGRESS.search(text) for test in tests)
 
 
 def _is_own(look: Collectives, value: ast.expr, at: ast.AST, position: int | None = None, depth: int = 0) -> bool:
@@ -61,6 +101,8 @@ def _is_own(look: Collectives, value: ast.expr, at: ast.AST, position: int | Non
     """
     source, value = look.source, converted(value)
     function = called(source, value) if isinstance(value, ast.Call) else None
+    if function is not None and (function.decorator_list or not source.is_only(function.name)):
+        return False  # perhaps some other function, or a result that a decorator combines
     if function is None:
         return position is None and _is_made_of(value, _own_losses(look, source.scope(at), depth))
     ends = [end for end in ast.walk(function) if isinstance(end, ast.Return) and source.scope(end) is function]
@@ -79,7 +121,11 @@ def _element(value: ast.expr | None, position: int | None) -> ast.expr | None:
 
 
 def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
-    """Return the variables of a function that hold nothing but training losses of this rank, and constants before these."""
+    """Return the variables of a function that hold nothing but training losses of this rank, and constants before these.
+
+    Attributes and global variables, which other functions may change, do not count. Nor do variables that a call may change
+    in place.
+    """
     source = look.source
     own = [one for one in _assigned(source) if source.scope(one.at) is scope]
     passes = [call for call in source.calls if source.scope(call) is scope and _is_training(source, call)]
@@ -87,6 +133,13 @@ def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
     losses = {ast.unparse(scaled(call.func.value)) for call in passes if isinstance(call.func, ast.Attribute)}
     results = [one for one in own if isinstance(one.value, ast.Call) and called(source, one.value)]
     values = [one for one in own if one not in results and one.position is None]
+    last = {name: max((call.lineno for call in passes if name in ast.unparse(call.func)), default=0) for name in losses}
+
+    def is_replaced(name: str) -> bool:
+        later = [one for one in own if one.name == name and one.at.lineno > last[name]]  # type: ignore[attr-defined]
+        return any(loop_around(source, one.at) in loops and ast.unparse(converted(one.value)) != name for one in later)
+
+    losses = {name for name in losses if not is_replaced(name)}
     certain = {name for name in losses if all(loop_around(source, one.at) in loops for one in own if one.name == name)}
     mine = [one for one in results if _is_own(look, one.value, one.at, one.position, depth + 1)]
     found = certain | {one.name for one in mine}
@@ -100,7 +153,26 @@ def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
     kept = [one for one in own if not isinstance(one.value, ast.Constant) and not _scales(one.at)]
     while wrong := {one.name for one in kept if one.name in found - certain and not is_made(one, all)}:
         found -= wrong
+    found = {name for name in found if _is_known(source, scope, name, sum(one.name == name for one in own))}
     return set() if found and may_be_common(look, own[0].at, found, [(one.name, one.value) for one in values]) else found
+
+
+def _is_known(source: Source, scope: Scope, name: str, assignments: int) -> bool:
+    """Return whether a local variable changes only by its ``assignments``, of which there is at least one."""
+    stores = [
+        node
+        for node in source.mentions.get(name, ())
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and source.scope(node) is scope
+    ]
+    shared = any(isinstance(node, ast.Global | ast.Nonlocal) and name in node.names for node in source.nodes)
+    changed = any(
+        source.scope(call) is scope
+        and isinstance(source.parents[call], ast.Expr)
+        and (name in _arguments(call) or ast.unparse(getattr(call.func, "value", call)) == name)
+        and not _READS.search(last_name(call.func))
+        for call in source.calls
+    )
+    return 0 < len(stores) == assignments and not shared and not changed
 
 
 def _assigned(source: Source) -> Iterator[_Assigned]:
@@ -112,9 +184,27 @@ def _assigned(source: Source) -> Iterator[_Assigned]:
 
 
 def _is_training(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` is a backward pass in a loop whose iterations are all for training."""
-    tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
-    return last_name(call.func) == "backward" and not any(_PHASE.search(ast.unparse(test)) for test in tests)
+    """Return whether ``call`` is a backward pass in a loop whose iterations are all for training.
+
+    Every iteration must have a backward pass, and the loop must contain an optimizer's step.
+    """
+    if last_name(call.func) != "backward":
+        return False
+    loop = loop_around(source, call)
+    inside = set(ast.walk(loop))
+    branches = [above for above in source.above(call) if above in inside and isinstance(above, ast.If)]
+    tests = [branch.test for branch in branches if not _has_backward_in_both_arms(branch)]
+    exits = [test for test in Guards.of(source).tests(call) if test in inside and not _is_test_of(branches, test)]
+    return not tests and not exits and any(isinstance(one, ast.Call) and last_name(one.func) == "step" for one in inside)
+
+
+def _has_backward_in_both_arms(branch: ast.If) -> bool:
+    arms = ([node for part in arm for node in ast.walk(part)] for arm in (branch.body, branch.orelse))
+    return all(any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in arm) for arm in arms)
+
+
+def _is_test_of(branches: list[ast.If], test: ast.expr) -> bool:
+    return any(branch.test is test for branch in branches)
 
 
 def _scales(assignment: ast.AST) -> bool:
