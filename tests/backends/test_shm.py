@@ -529,3 +529,23 @@ def fails_to_share(memory, nbytes):
 def test_a_buffer_that_cannot_be_shared_is_copied(caplog):
     run_threads(2, memory_runs_out)
     assert "no more memory can be shared (rank 1: no more)" in caplog.text
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_interrupted_move_to_private_pages_can_be_repeated(tmp_path, ends):
+    """Raise KeyboardInterrupt before or after the private pages were moved."""
+    first = torch.from_file(str(tmp_path / "shared"), shared=True, size=8192, dtype=torch.uint8)
+    second = segment.SecondMapping(first)
+    real = segment._mremap
+
+    def interrupted(*args):
+        if ends:
+            real(*args)
+        raise KeyboardInterrupt
+
+    first.fill_(1)
+    with mock.patch.object(segment, "_mremap", interrupted), pytest.raises(KeyboardInterrupt):
+        second.separate()
+    second.separate()
+    second.memory.fill_(2)
+    assert first.tolist() == [1] * 8192
