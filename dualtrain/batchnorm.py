@@ -212,15 +212,23 @@ class RankNorm(SyncBatchNorm):
             return self.backend.allreduce(values, "sum", name=name)
         return self.order.total(self.backend.allgather(values[None], name=name))
 
+    def __copy__(self) -> RankNorm:
+        """Copy the layer, but not its parameters and buffers; copies share the backend."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RankNorm:
         """Copy the layer; copies share the backend."""
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle torch's layer, because a backend cannot be pickled."""
-        state = {name: value for name, value in vars(self).items() if name not in ("title", "plain", "order")}
+        # For a parametrized layer, which torch does not pickle, this raises torch's error.
+        _, _, state, *_ = super().__reduce_ex__(protocol)
+        state = {name: value for name, value in state.items() if name not in ("title", "plain", "order")}
         return self.plain, (self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats), state
 
 

@@ -91,7 +91,7 @@ def test_a_batchnorm_layer_alone_cannot_be_synchronized():
     assert list(norm.children()) == []
 
 
-def test_synchronized_layers_are_pickled_as_layers_of_torch():
+def test_synchronized_layers_are_copied_as_they_are_and_pickled_as_layers_of_torch():
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(norm, nn.Linear(4, 4), norm)
     with connect("local") as backend:
@@ -99,9 +99,14 @@ def test_synchronized_layers_are_pickled_as_layers_of_torch():
         model(batch()[0])
         copied = copy.deepcopy(model)
         assert isinstance(copied[0], RankNorm)
+        assert isinstance(copy.copy(model[0]), RankNorm)
+        assert copy.copy(model[0]).weight is model[0].weight
         loaded = pickle.loads(pickle.dumps(model))
         assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
         torch.testing.assert_close(loaded(batch()[0]), copied(batch()[0]))
+        nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+        with pytest.raises(RuntimeError, match="parametrized modules"):
+            pickle.dumps(model)
     assert type(loaded[0]) is nn.BatchNorm1d
     assert loaded[0] is loaded[2]
 
