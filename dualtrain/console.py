@@ -49,7 +49,8 @@ def open_closed_streams() -> None:
         except OSError:
             # os.open returns the lowest free descriptor, which is ``number``.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+            if getattr(sys, name) is None:  # otherwise the program has its own stream
+                setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def refuse_removed_folder() -> None:

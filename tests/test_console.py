@@ -143,6 +143,20 @@ def test_no_other_file_gets_the_descriptor_of_a_closed_standard_stream(tmp_path)
     assert (tmp_path / "file").read_text() == "True"
 
 
+def test_a_stream_of_the_program_is_kept():
+    source = (
+        "import io, os, sys\n"
+        "from dualtrain.console import open_closed_streams\n"
+        "os.close(0)\n"
+        "sys.stdin = io.StringIO('kept')\n"
+        "open_closed_streams()\n"
+        "os.fstat(0)\n"
+        "print(sys.stdin.read())\n"
+    )
+    command = [sys.executable, "-c", source]
+    assert subprocess.run(command, cwd=ROOT, timeout=60, check=True, capture_output=True).stdout == b"kept\n"
+
+
 @pytest.mark.parametrize("module", ["dualtrain", "dualtrain.main"])
 def test_a_run_without_standard_streams_trains(tmp_path, module):
     train = [*(["train"] if module == "dualtrain" else []), "--max-steps", "1", "--run-dir", str(tmp_path / "run")]
