@@ -52,7 +52,9 @@ _CURES = {
 _SAMPLES = 16  # number of samples of each split that are compared
 _UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
 _SECONDS = 5.0  # after this time, no further sample is read for the comparison
-_AGAIN_SECONDS = 1.0  # likewise, for a second reading that only leads to a warning
+#: Number of samples that are read again only for a warning. The number must not depend on time: each reading advances the
+#: random generator of a dataset that has one, so two equal runs would get different samples.
+_AGAIN = 8
 
 
 def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
@@ -229,7 +231,7 @@ def _warn_if_random(title: str, source: Source, first: Mapping[str, str]) -> Non
 
     The usual cause is a generator in the dataset that has the same seed on every rank.
     """
-    if not _repeats(title, source, first, _AGAIN_SECONDS):
+    if not _repeats(title, source, first, _AGAIN):
         warn_once(
             f"the {title} dataset gives a different value each time that a sample is read: results depend on the numbers "
             "of ranks and workers, and on restarts; draw random numbers from the global generators of torch, numpy or "
@@ -249,20 +251,20 @@ def _why_not_comparable(
     return "the ranks compute the samples on different processors" if processors_differ and not stored else None
 
 
-def _repeats(title: str, source: Source, first: Mapping[str, str], seconds: float | None = None) -> bool:
+def _repeats(title: str, source: Source, first: Mapping[str, str], most: int = _SAMPLES) -> bool:
     """Return whether samples whose checksums are ``first`` have the same checksums when they are read again."""
     try:
-        again = _checksums(title, source, seconds)
+        again = _checksums(title, source, most)
     except Exception:  # a dataset that cannot be read twice
         return False
     return all(again[name] == first[name] for name in again.keys() & first.keys())
 
 
-def _checksums(title: str, source: Source, seconds: float | None = None) -> dict[str, str]:
-    """Hash some samples, evenly spread from the first to the last, for about ``seconds`` (``_SECONDS``) at most."""
+def _checksums(title: str, source: Source, most: int = _SAMPLES) -> dict[str, str]:
+    """Hash the first ``most`` of some samples, which are evenly spread from the first to the last."""
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
-    numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})
+    numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})[:most]
     with seeded(0, 0):
         read = _lazily(source, numbers)
         for number in numbers:
@@ -274,7 +276,7 @@ def _checksums(title: str, source: Source, seconds: float | None = None) -> dict
                 # reaches that sample.
                 found[name] = f"{_UNREADABLE} ({one_line(error) or type(error).__name__})"
                 break
-            if time.monotonic() - began > (_SECONDS if seconds is None else seconds):
+            if time.monotonic() - began > _SECONDS:
                 break
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -343,6 +345,19 @@ def test_data_that_differ_at_each_reading_cause_a_warning(size, equal, words, ca
     assert "dataset gives a different value each time that a sample is read" in line
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_the_number_of_samples_that_are_read_again_does_not_depend_on_time(monkeypatch, caplog, seconds):
+    draws = itertools.count(0.0)
+    source = wrap(Pairs(lambda: next(draws)), Pairs()).train
+    first = same_run._checksums("training", source)
+    before = next(draws)
+    now = itertools.count(0.0, seconds)
+    monkeypatch.setattr(same_run, "time", mock.Mock(monotonic=lambda: next(now)))
+    same_run._warn_if_random("training", source, first)
+    assert next(draws) == before + 1 + 8
+    assert len(caplog.messages) == 1
+
+
 def computed_and_stored(backend) -> list[str]:
     tasks = task_of(Streamed(backend.rank)), task_of(numbered(9, n0=backend.rank + 1))
     return [message(same_run.compare_task, task, backend) for task in tasks]
@@ -374,7 +389,7 @@ def test_a_slow_rank_compares_fewer_samples(monkeypatch):
     monkeypatch.setattr(same_run, "_SECONDS", -1.0)
     assert list(same_run._checksums("training", numbered(100))) == ["checksum of training sample 0"]
     names = iter([["a", "b"], ["a"]])
-    monkeypatch.setattr(same_run, "_checksums", lambda title, source: dict.fromkeys(next(names, ["a"]), "1"))
+    monkeypatch.setattr(same_run, "_checksums", lambda title, source, most=16: dict.fromkeys(next(names, ["a"]), "1"))
     assert alike(run_threads(2, slow_rank)) == ""
 
 
