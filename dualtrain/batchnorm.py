@@ -227,8 +227,8 @@ class RankNorm(SyncBatchNorm):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle torch's layer, because a backend cannot be pickled."""
         # For a parametrized layer, which torch does not pickle, this raises torch's error.
-        _, _, state, *_ = super().__reduce_ex__(protocol)
-        state = {name: value for name, value in state.items() if name not in ("title", "plain", "order")}
+        parts: Any = super().__reduce_ex__(protocol)
+        state = {name: value for name, value in parts[2].items() if name not in ("title", "plain", "order")}
         return self.plain, (self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats), state
 
 
