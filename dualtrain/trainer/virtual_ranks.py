@@ -160,8 +160,12 @@ class VirtualRanks:
             return []
         others = [each._buffers for each in _trainers[self._backend] if each is not self]
         own = set(map(id, self._buffers.tensors().values()))
+        # An earlier model may have been moved to the meta device, to free its memory.
         return [
-            (buffers, {name: one.clone() for name, one in buffers.tensors().items() if id(one) not in own})
+            (
+                buffers,
+                {name: one.clone() for name, one in buffers.tensors().items() if id(one) not in own and not one.is_meta},
+            )
             for buffers in others
         ]
 

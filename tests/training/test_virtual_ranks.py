@@ -472,3 +472,13 @@ def test_a_step_that_changes_buffers_of_another_trainer_causes_a_warning(caplog)
     run_threads(2, partial(adversaries, together=False))
     (line,) = caplog.messages
     assert "step changes buffer '0.running_mean' of another trainer's model, so the result depends on the number of" in line
+
+
+def test_a_step_works_after_another_trainers_model_was_moved_to_the_meta_device():
+    models = [nn.Sequential(nn.BatchNorm1d(4), seeded(nn.Linear(4, 3))) for _ in range(2)]
+    with connect("local") as backend:
+        _, later = (
+            Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, virtual_ranks=3) for model in models
+        )
+        models[0].to("meta")
+        assert math.isfinite(later.step(later.split(vector_batch()), 12.0).loss)
