@@ -49,7 +49,7 @@ def _resolve_op(op: int | None, average: bool | None) -> int:
     if op is None:
         return Average if average is None or average else Sum
     check_op(op)
-    return op
+    return int(op)  # it may be an integer of numpy
 
 
 def _scales(options: Options) -> Options:

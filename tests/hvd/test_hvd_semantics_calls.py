@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+import numpy
 import pytest
 import torch
 
@@ -266,6 +267,16 @@ def test_calls_in_place_work_in_inference_mode(real):
 @EVERY
 def test_handles_are_integers_that_can_be_synchronized_once(real):
     real(handles)
+
+
+def integers_of_numpy(backend):
+    with library(backend) as hvd:
+        summed = hvd.allreduce(torch.ones(1), op=numpy.int64(hvd.Sum))
+        return hvd.broadcast(summed, numpy.int64(0)).tolist()
+
+
+def test_op_and_root_may_be_integers_of_numpy(real):
+    assert real(integers_of_numpy) == [[float(real.size)]] * real.size
 
 
 def wrong_arguments(backend):
