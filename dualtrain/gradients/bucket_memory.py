@@ -139,7 +139,8 @@ class BucketMemory:
         """If ``share_memory_()`` has moved the gradients to other memory, leave that memory to the program."""
         if self.exposed.have_moved():
             self.keeps_views = True
-            self._place_slots()
+            with torch.inference_mode(False):
+                self._place_slots()
 
     def replace_exposed(self, slot: Slot) -> None:
         """Record that ``slot`` has a new tensor ``exposed``."""
