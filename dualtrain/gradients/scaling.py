@@ -29,7 +29,10 @@ class Scaling:
 
     @classmethod
     def of(cls, wire: WireFormat, transfer: Transfer, backend: Backend, shards: int, *, may_scale_copies: bool) -> Scaling:
-        """Return the factors for a sum of ``shards`` summands. Every rank has the same factors, except for ``before``."""
+        """Return the factors for a sum of ``shards`` summands.
+
+        They are equal on all ranks, except for ``Transfer.before``, which is a part of ``in_copy`` or ``before``.
+        """
         before, after = transfer.before, transfer.factor_after(shards)
         if wire.dtype.itemsize < wire.real.itemsize:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
