@@ -511,6 +511,22 @@ CASES = [
         f"{WRAP}d = Data(part=hvd.rank())\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
     ),
     (
+        "loop_by_value_of_some_ranks",  # no finding if a decorator may send the value
+        f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"
+        f"begin = load()\nfor epoch in range(begin, 9):\n{STEP}",
+        f"{WRAP}@from_rank_zero\ndef load():\n    if hvd.rank() != 0:\n        return 0\n"
+        f"    return torch.load('x')['epoch']\nbegin = load()\nfor epoch in range(begin, 9):\n{STEP}",
+    ),
+    (
+        "loop_by_value_of_some_ranks",  # no finding if another class has a method of this name
+        f"{WRAP}class T:\n    def load(self):\n        if hvd.rank() != 0:\n            return 0\n"
+        f"        return torch.load('x')['epoch']\nbegin = T().load()\nfor epoch in range(begin, 9):\n{STEP}",
+        f"{WRAP}class B:\n    def load(self):\n        return 3\nclass T:\n    def load(self):\n"
+        "        if hvd.rank() != 0:\n            return 0\n        return torch.load('x')['epoch']\n"
+        f"class C(B):\n    def fit(self):\n        begin = self.load()\n        for epoch in range(begin, 9):\n"
+        "            optimizer.step()\nC().fit()",
+    ),
+    (
         "every_rank_reads_all",  # an attribute of a trainer; no finding if its value is unknown
         f"{WRAP}class T:\n    def fit(self):\n        self.d = Data('x')\n"
         "        for x in torch.utils.data.DataLoader(self.d, shuffle=True):\n            pass\nT().fit()",
