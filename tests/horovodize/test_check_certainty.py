@@ -526,6 +526,20 @@ CASES = [
         f"class C(B):\n    def fit(self):\n        begin = self.load()\n        for epoch in range(begin, 9):\n"
         "            optimizer.step()\nC().fit()",
     ),
+    *(
+        (
+            "every_rank_reads_all",  # no finding for data that is split in place, or by a class of the script
+            f"{WRAP}d = Data(torch.ones(9))\nif hvd.rank() == 0:\n    torch.save(d, 'x')\n    d.show()\n"
+            "for x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+            f"{WRAP}{split}\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+        )
+        for split in (
+            "d = Data('x')\nd.data = d.data[hvd.rank() :: 2]",
+            "d = Data('x')\nd.select(hvd.rank())",
+            "d = []\nfor i in range(9):\n    if i % hvd.size() == hvd.rank():\n        d.append(i)",
+            "class Data:\n    def __init__(self, x):\n        self.x = x[hvd.rank() :: 2]\nd = Data('x')",
+        )
+    ),
     (
         "every_rank_reads_all",  # an attribute of a trainer; no finding if its value is unknown
         f"{WRAP}class T:\n    def fit(self):\n        self.d = Data('x')\n"

@@ -6,7 +6,8 @@ import ast
 import re
 from copy import deepcopy
 
-from dualtrain.horovodize.nodes import names_in
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import last_name, names_in
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Function, Scope, Source
 
@@ -40,13 +41,16 @@ def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
-    That is so if its name, or an expression that defines it, contains a word such as rank. Parameters of functions count
-    too, because their values are unknown.
+    That is so if its name, or an expression that defines or changes it, contains a word such as rank. So is it if its
+    class is in the script and contains a slice by rank. Parameters of functions count too, because their values are
+    unknown.
     """
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):
         return True
-    if any(_is_unknown(source, data, name) for name in names_in(selecting)):
+    if any(_is_unknown(source, data, name) or _is_changed_by_rank(source, name) for name in names_in(selecting)):
+        return True
+    if any(isinstance(node, ast.Call) and _is_split_inside(source, node) for node in ast.walk(selecting)):
         return True
     return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, selecting))
 
@@ -58,6 +62,23 @@ def _is_unknown(source: Source, data: ast.expr, name: str) -> bool:
         return bool(rest) and f"{first}.{rest[0]}" not in source.values
     scope: Scope = source.scope(data)
     return not rest and isinstance(scope, Function) and name in {word.arg for word in scope.args.args}
+
+
+def _is_changed_by_rank(source: Source, name: str) -> bool:
+    """Return whether the script splits the variable ``name`` in place: ``data.files = data.files[rank::size]``."""
+    changes = [value for target, value, _ in source.assignments if target.startswith((f"{name}.", f"{name}["))]
+    calls = [call for call in source.calls if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == name]
+    calls = calls if name in source.values else []  # not a module, as in torch.save()
+    given = [*changes, *(value for call in calls for value in call.args)]
+    added = [call for call in calls if last_name(call.func) in ("add", "append", "extend", "insert")]
+    return any(map(Guards.of(source).looks_like_one_rank, added)) or any("rank" in ast.unparse(value) for value in given)
+
+
+def _is_split_inside(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` makes an object of a class of the script that contains a slice such as [rank::size]."""
+    made = [one for one in source.classes if one.name == last_name(call.func)]
+    slices = [node for one in made for node in ast.walk(one) if isinstance(node, ast.Slice)]
+    return any("rank" in ast.unparse(node) for node in slices)
 
 
 def _without_download(data: ast.expr) -> ast.expr:
