@@ -424,11 +424,21 @@ class Source:
                     yield (home, "value", ast.unparse(variable)), constant.value
 
     def _is_assigned_once(self, variable: ast.expr) -> bool:
-        """Return whether the script assigns ``variable`` at most once. Attributes of other objects count, too."""
+        """Return whether ``variable`` certainly keeps its value. Assignments to attributes of other objects count, too.
+
+        Variables of loops, parameters of functions and attributes of ``self`` may have several values.
+        """
         stores = [
             one for one in self.mentions.get(last_name(variable), ()) if isinstance(getattr(one, "ctx", None), ast.Store)
         ]
-        return isinstance(variable, ast.Name | ast.Attribute) and len(stores) <= 1
+        loops = any(isinstance(above, ast.For | ast.While) for store in stores for above in self.above(store))
+        varies = loops or ast.unparse(variable).startswith(("self.", "cls.")) or last_name(variable) in self._parameters
+        return isinstance(variable, ast.Name | ast.Attribute) and len(stores) <= 1 and not varies
+
+    @cached_property
+    def _parameters(self) -> set[str]:
+        """Names of the parameters of all functions of the script."""
+        return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield (``if``, its child that contains ``node``) for each ``if`` that has ``node`` in a branch."""

@@ -648,6 +648,14 @@ def test_code_that_needs_another_value_than_init_has_no_findings(more, count):
     assert len(findings(script)) == count
 
 
+@pytest.mark.parametrize("start", ["for mode in (1, 2):", "def start(mode):", "class T:\n  def start(self):"])
+def test_code_that_may_run_after_init_with_another_value_has_findings(start):
+    mode = "self.mode" if "self" in start else "mode"
+    body = f"    if {mode} == 1:\n        hvd.init()\n    if {mode} == 2:\n        use(hvd.nccl_built())"
+    script = source(f"{start}\n{body}")
+    assert not script.exclusive(next(script.hvd_calls("init")), next(script.hvd_calls("nccl_built")))
+
+
 def count_profile_events(text):
     """Return the number of calls and returns of functions during a check."""
     script, calls = source(text), 0
