@@ -18,7 +18,7 @@ from typing import Protocol
 
 from dualtrain.backends import Backend
 from dualtrain.horovod_variables import Settings, log
-from dualtrain.hvd.coordinator import Coordinator
+from dualtrain.hvd.coordinator import ENDED, Coordinator
 from dualtrain.hvd.disagreement import Message
 from dualtrain.processes import start_thread
 from dualtrain.rendezvous.connection import Connection, frame, open_control_channel
@@ -79,7 +79,7 @@ class _WorkerEnd:
                 yield from messages
                 messages = connection.receive()
         except (OSError, ValueError):
-            yield {"do": "down", "why": "rank 0 has shut Horovod down, or its program has ended"}
+            yield {"do": "down", "why": f"rank 0 {ENDED}"}
 
     def close(self) -> None:
         with suppress(OSError):

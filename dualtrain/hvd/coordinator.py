@@ -30,6 +30,8 @@ from dualtrain.hvd.disagreement import (
     title_of,
 )
 
+#: The end of the reason if a rank ends the world without one: it may have failed, and report its error later.
+ENDED = "has shut Horovod down, or its program has ended"
 _FRESH_SECONDS = 5.0  # a waiting rank repeats its report every second, so an older report is out of date
 #: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
@@ -106,7 +108,7 @@ class Coordinator:
         if self._down:
             return
         if kind == "shutdown":
-            self.shut_down(message.get("why") or f"rank {rank} has shut Horovod down, or its program has ended")
+            self.shut_down(message.get("why") or f"rank {rank} {ENDED}")
         elif kind == "waiting":
             self._note_wait(rank, message)
         elif kind == "blocked":

@@ -22,6 +22,7 @@ from dualtrain.errors import BackendError, PeerFailure
 from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.channels import Channels, Exchanger, Exchangers
 from dualtrain.hvd.control import control
+from dualtrain.hvd.coordinator import ENDED
 from dualtrain.hvd.disagreement import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.execution import Executor
@@ -53,6 +54,7 @@ class Engine:
         self.settings = settings
         self.timeline = Timeline()
         self.down: str | None = None  # why the world has ended
+        self._unexplained = False  # whether ``down`` is the end of a rank that may have failed, without its error
         self.channels = Channels(backend)
         self._executor = Executor(backend, self.channels, self.timeline)
         self.absent: list[int] = []  # ranks that have called join()
@@ -112,6 +114,7 @@ class Engine:
         if gpu is not None:
             self._executor.gpu = gpu
             pending.events = [torch.cuda.current_stream(gpu).record_event()]
+        self._explain()
         with self._lock:
             if self.down is not None:
                 raise HorovodInternalError(self.down)
@@ -259,6 +262,7 @@ class Engine:
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Raise if the world has ended, and report long waits to rank 0. Called repeatedly while ``backend`` waits."""
         if self.down is not None:
+            self._explain()
             raise HorovodInternalError(f"{what}: {self.down}")
         now = time.monotonic()
         requested = now - self._requested_reports.get(what, -9) < 9
@@ -291,13 +295,25 @@ class Engine:
         except Exception as error:
             log.exception("rank %d cannot carry out calls any more", self.backend.rank)
             message = {"why": f"rank {self.backend.rank}: {type(error).__name__}: {error}"}
-        watch = self.backend.watch
-        if watch is not None and self._pending:
-            watch.wait_for_report(0.5)  # a failed rank's reason arrives through the watch, maybe later than this message
-        failure = watch.failure if watch is not None else None
-        self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
+        # A call that is made later waits for the failed rank's report, which may arrive after this message.
+        self._unexplained = message["why"].endswith(ENDED) and not self._pending
+        self.fail(self._reported(0.5 if self._pending else 0.0) or message["why"])
         if self.backend.rank != 0:
             self._control.close()  # rank 0 waits until all ranks have closed their ends
+
+    def _explain(self) -> None:
+        """If a rank has ended the world without a reason, wait up to 0.5 s for the report on its error."""
+        if self._unexplained:
+            self._unexplained = False
+            self.down = self._reported(0.5) or self.down
+
+    def _reported(self, seconds: float) -> str | None:
+        """Wait up to ``seconds`` for the watch's report on a failed rank, and return its text."""
+        watch = self.backend.watch
+        if watch is None:
+            return None
+        watch.wait_for_report(seconds)
+        return None if watch.failure is None or watch.failure.quiet else watch.failure.describe()
 
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None

@@ -350,18 +350,31 @@ def test_an_error_when_a_timeline_is_closed_is_logged(tmp_path):
     assert ["cannot be written (No space left on device)" in text for text in lines.texts] == [True]
 
 
+# Program in which rank 1 fails. Argument: whether rank 0 makes its call late, and gets rank 1's error after the call.
 RAISING = """
+import sys, time
 import torch
 import dualtrain.hvd as hvd
+from dualtrain.backends.watch import Watch
+from dualtrain.hvd.basics import engine
+note = Watch.note
+def note_late(self, message):
+    time.sleep(0.1)
+    note(self, message)
 hvd.init()
+if sys.argv[1] == "late":
+    Watch.note = note_late
 hvd.barrier()
 if hvd.rank() == 1:
     raise ValueError("a bug on one rank")
+while sys.argv[1] == "late" and engine().down is None:
+    time.sleep(0.001)
 hvd.allreduce(torch.ones(2), name="loss")
 """
 
 
-def test_an_uncaught_exception_of_a_rank_is_the_reason_that_the_others_get(tmp_path):
-    ends = run_ranks(2, ("-c", RAISING), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_an_uncaught_exception_of_a_rank_is_the_reason_that_the_others_get(tmp_path, when):
+    ends = run_ranks(2, ("-c", RAISING, when), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert [end.returncode for end in ends] == [1, 1]
     assert "HorovodInternalError: rank 1 stopped: ValueError: a bug on one rank" in ends[0].stderr
