@@ -12,7 +12,7 @@ from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.order import called
 from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
-from dualtrain.horovodize.rules.ranks import Collectives, sends_rate
+from dualtrain.horovodize.rules.ranks import RATE, Collectives, sends_rate
 from dualtrain.horovodize.rules.sampling import distributed_samplers
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -23,7 +23,6 @@ _ARITHMETIC = ("abs", "mean", "round", "sum")
 _READS = re.compile(r"print|log|write|add_scalar|append|save|info|debug|^step$|^backward$|^len$", re.IGNORECASE)
 #: Words in a condition that has the same value on all ranks.
 _PROGRESS = re.compile(r"epoch|step|iter|warm|sched", re.IGNORECASE)
-_RATE = re.compile(r"\blr\b|learning_rate|param_groups|sched", re.IGNORECASE)
 
 _Operands = Callable[[Iterable[object]], bool]
 
@@ -84,7 +83,9 @@ def _may_send(source: Source) -> bool:
     for call in source.calls:
         name = source.hvd(call.func) or last_name(call.func)
         combines = name in COLLECTIVES or (COMMON.search(name) and source.name(call.func) != _PLATEAU)
-        if combines and (getattr(source.scope(call), "name", "") == "forward" or _RATE.search(ast.unparse(call))):
+        if combines and (
+            getattr(source.scope(call), "name", "") == "forward" or re.search(RATE, ast.unparse(call), re.IGNORECASE)
+        ):
             return True
     return False
 

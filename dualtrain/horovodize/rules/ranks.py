@@ -15,6 +15,8 @@ from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Methods of an elastic state that broadcast.
 _OF_STATE = ("check_host_updates", "commit", "sync")
+#: Pattern of words in code that uses learning rates.
+RATE = r"\blr\b|learning_rate|param_groups|sched"
 
 
 class _Unmatched(NamedTuple):
@@ -108,7 +110,7 @@ def _values_of(source: Source, function: Function, end: ast.expr | None) -> list
 def sends_rate(source: Source) -> bool:
     """Return whether the script may send rank 0's learning rate to the other ranks, repeatedly."""
     sends = [call for call in source.calls if last_name(call.func).startswith("broadcast")]
-    rates = any(re.search(r"\blr\b|learning_rate|param_groups|sched", ast.unparse(call)) for call in sends)
+    rates = any(re.search(RATE, ast.unparse(call)) for call in sends)
     return rates or sum(last_name(call.func) == "broadcast_optimizer_state" for call in sends) > 1
 
 
