@@ -33,6 +33,7 @@ class BucketMemory:
     Attributes:
         wire: the buffer that is sent, one-dimensional.
         values: the gradients as real numbers: the first part of ``wire``, or a separate buffer.
+        converts: whether ``values`` is a separate buffer, because the gradients are converted before they are sent.
         extra: the scalars, the last part of ``wire``.
         views: the gradients' places in ``values``, in the order of the slots.
         exposed: the tensors by which the program sees the gradients.
@@ -54,7 +55,7 @@ class BucketMemory:
         copies_early: bool,
     ) -> None:
         self.slots, self._layout, self._backend, self._numel = slots, layout, backend, wire_format.numel
-        self._converts = wire_format.converts
+        self.converts = wire_format.converts
         self._copies_early = copies_early and wire_format.is_cpu
         self.keeps_views = False
         self._may_write = True  # whether ``leave_views`` has returned in this round
@@ -64,7 +65,7 @@ class BucketMemory:
         self.group, self.ranges = [self], [self._range]
         self.on_replaced: Callable[[], None] = lambda: None
         wire = backend.new_buffer(self._numel + extra, wire_format.dtype, layout.device)
-        values = wire.new_zeros(self._numel, dtype=wire_format.real) if self._converts else wire[: self._numel]
+        values = wire.new_zeros(self._numel, dtype=wire_format.real) if self.converts else wire[: self._numel]
         self._use(wire, values)
 
     def _use(self, wire: torch.Tensor, values: torch.Tensor) -> None:
@@ -120,10 +121,10 @@ class BucketMemory:
         """Leave the memory to the program, and use a copy of it."""
         self.keeps_views = True
         if self._left is None:
-            self._left = self.values if self._converts else self.wire
+            self._left = self.values if self.converts else self.wire
         with torch.inference_mode(False), torch.no_grad():
             try:
-                if self._converts:
+                if self.converts:
                     self._backend.replace_buffer(self._left, lambda values: self._use(self.wire, values))
                 else:
                     self._backend.replace_buffer(self._left, lambda wire: self._use(wire, wire[: self._numel]))

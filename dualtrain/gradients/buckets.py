@@ -62,10 +62,9 @@ class Bucket:
         self.on_new_extra: Callable[[torch.Tensor], None] = lambda extra: None
         wire = self.memory.wire
         self.sum: BucketSum = RankSum(backend, wire) if order is None else ShardSums(backend, wire, order, self._split)
-        self._converts = wire_format.converts
         #: Whether gradients are converted or scaled. If so, ``add_shard`` adds a copy of the buffer, which has the results.
         #: If not, it adds the gradients themselves, without a copy.
-        self._adds_wire = self._converts or self._scaling.before != 1
+        self._adds_wire = self.memory.converts or self._scaling.before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._parts_of: dict[int, list[torch.Tensor]] = {}  # the results of ``_split``, by the buffer's address
@@ -136,7 +135,7 @@ class Bucket:
                 memory.values.mul_(scaling.in_copy)
         if scaling.before != 1:
             memory.values.mul_(scaling.before)
-        if self._converts:
+        if memory.converts:
             memory.wire[: memory.values.numel()].copy_(memory.values)
         self._packed.record(grads if slots is self.slots else None)
 
@@ -298,7 +297,7 @@ class Bucket:
         self.work.wait()
         self.work = None
         self.pending = len(self.slots)
-        if self._converts:
+        if self.memory.converts:
             values = self.memory.values
             values.copy_(self.memory.wire[: values.numel()])
             if self._scaling.after != 1:
