@@ -27,7 +27,12 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 def first_argument(call: ast.Call, name: str) -> ast.expr | None:
     """Return the first positional argument of ``call``, or else its keyword argument ``name``, or None."""
-    return call.args[0] if call.args else keyword(call, name)
+    return argument_at(call, 0, name)
+
+
+def argument_at(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """Return the positional argument of ``call`` at ``position``, or else its keyword argument ``name``, or None."""
+    return call.args[position] if position < len(call.args) else keyword(call, name)
 
 
 def loaded_module(value: ast.AST) -> str:

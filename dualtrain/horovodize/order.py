@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, last_name
 from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Libraries by which one process, the driver, runs a function on all ranks.
@@ -87,7 +87,7 @@ def argument(source: Source, function: Function, call: ast.Call, parameter: str)
     position = names.index(parameter) if parameter in names else len(call.args)
     if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
         return None
-    return call.args[position] if position < len(call.args) else keyword(call, parameter)
+    return argument_at(call, position, parameter)
 
 
 def arguments(source: Source, function: Function, call: ast.Call, parameter: str) -> list[ast.expr]:

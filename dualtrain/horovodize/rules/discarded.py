@@ -122,7 +122,7 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and is read after the
     call.
     """
-    value = call.args[0] if call.args else keyword(call, "obj") or keyword(call, "tensor")
+    value = first_argument(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
     if _is_copy_read_later(source, call, value):
         return False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -56,7 +56,7 @@ def _written(source: Source, call: ast.Call) -> ast.expr | None:
     """Return the argument of ``call`` that is the file to write; None if ``call`` writes no file, or appends."""
     name = source.name(call.func)
     if isinstance(call.func, ast.Name) and call.func.id == "open" and not name:
-        mode = call.args[1] if len(call.args) > 1 else keyword(call, "mode")
+        mode = argument_at(call, 1, "mode")
         writes = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value
         return call.args[0] if writes and call.args else None
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to_csv" and not name:
@@ -65,8 +65,7 @@ def _written(source: Source, call: ast.Call) -> ast.expr | None:
         return call.args[0] if call.args and _has_text(call.args[0]) and not appends else None
     if name not in _WRITERS:
         return None
-    position, argument = _WRITERS[name]
-    file = call.args[position] if len(call.args) > position else keyword(call, argument)
+    file = argument_at(call, *_WRITERS[name])
     return file if name == "torch.save" or (file is not None and _is_path(source, file)) else None
 
 
@@ -106,7 +105,7 @@ def _block_of_file(source: Source, call: ast.Call) -> ast.With | None:
     if not isinstance(block, ast.With) or len(block.items) != 1:
         return None
     opened, variable = block.items[0].context_expr, block.items[0].optional_vars
-    file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
+    file = argument_at(call, 1, "f")
     mine = opened is call or (variable is not None and file is not None and ast.unparse(file) == ast.unparse(variable))
     return block if mine and isinstance(opened, ast.Call) and _written(source, opened) is not None else None
 

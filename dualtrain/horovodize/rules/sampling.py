@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
 from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
@@ -84,7 +84,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
         return  # the script may give each host its own samples
     for call in distributed_samplers(source):
         for position, (argument, right) in enumerate((("num_replicas", "size"), ("rank", "rank")), start=1):
-            value = keyword(call, argument) or (call.args[position] if len(call.args) > position else None)
+            value = argument_at(call, position, argument)
             if value is None:
                 continue
             name = source.hvd(value.func) if isinstance(value, ast.Call) else guards.rank(value)
@@ -104,7 +104,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
 
 def _counts_ranks_of_host(source: Source, call: ast.Call) -> bool:
     """Return whether ``num_replicas`` may be a number of ranks per host that the script does not get from Horovod."""
-    count = keyword(call, "num_replicas") or (call.args[1] if len(call.args) > 1 else None)
+    count = argument_at(call, 1, "num_replicas")
     if count is None or isinstance(count, ast.Constant) or "world" in ast.unparse(count):
         return False
     values = (count, *source.values.get(ast.unparse(count), ()))
@@ -113,7 +113,7 @@ def _counts_ranks_of_host(source: Source, call: ast.Call) -> bool:
 
 def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
     """Return whether the sampler that ``call`` makes has a constant rank, and all ranks of a run train on its samples."""
-    rank, data = keyword(call, "rank") or (call.args[2] if len(call.args) > 2 else None), first_argument(call, "dataset")
+    rank, data = argument_at(call, 2, "rank"), first_argument(call, "dataset")
     if not isinstance(rank, ast.Constant) or data is None or not source.wraps or runs_on_driver(source, call):
         return False
     if is_for_evaluation(source, call) or is_for_other_launcher(source, call) or not is_read(source, call):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import OBJECTS
-from dualtrain.horovodize.nodes import keyword
+from dualtrain.horovodize.nodes import first_argument
 from dualtrain.horovodize.source import Finding, Source
 
 _SCHEDULE = "a learning-rate schedule"
@@ -16,7 +16,7 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
     """Functions, schedules and instances of the script's classes, given to broadcast_object or allgather_object."""
     classes = {node.name for node in source.classes}
     for call in source.hvd_calls(*OBJECTS):
-        value = keyword(call, "obj") or (call.args[0] if call.args else None)
+        value = first_argument(call, "obj")
         what = _code_in(source, value, classes) if value is not None else None
         if what is not None:
             cure = (

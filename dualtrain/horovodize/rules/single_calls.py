@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
-from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name
 from dualtrain.horovodize.source import Finding, Source
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
@@ -235,7 +235,7 @@ def _may_average(source: Source, op: ast.expr | None) -> bool:
 def mpi_communicator(source: Source) -> Iterator[Finding]:
     """hvd.init with a communicator of mpi4py."""
     for call in source.hvd_calls("init"):
-        comm = keyword(call, "comm") or (call.args[0] if call.args else None)
+        comm = first_argument(call, "comm")
         if comm is None:
             continue
         assigned = [value for target, value, _ in source.assignments if target == ast.unparse(comm)]

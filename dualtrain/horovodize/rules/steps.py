@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
-from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, keyword, last_name
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -87,7 +87,7 @@ def _unscales(call: ast.Call) -> bool:
 
 def _optimizers(call: ast.Call) -> list[ast.expr]:
     """Return the optimizers that ``amp.scale_loss`` gets: one, or a list of them."""
-    given = call.args[1] if len(call.args) > 1 else keyword(call, "optimizers")
+    given = argument_at(call, 1, "optimizers")
     return given.elts if isinstance(given, ast.List | ast.Tuple) else [given] if given is not None else []
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import argument_at, keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
@@ -152,5 +152,5 @@ def _finding(source: Source, wrap: ast.Call, model: str, *, certain: bool) -> Fi
 
 def _model_of(wrap: ast.Call) -> ast.Name | ast.Attribute | None:
     """Return the model of ``DistributedOptimizer(optimizer, named_parameters=model.named_parameters())``, or None."""
-    named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
+    named = argument_at(wrap, 1, "named_parameters")
     return owner_of(named, "named_parameters") if named is not None else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.own_data import SHARDED, is_made_by_rank, is_sharded
@@ -43,7 +43,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
 
 
 def _shuffles_training(source: Source, call: ast.Call) -> bool:
-    shuffle = keyword(call, "shuffle") or (call.args[2] if len(call.args) > 2 else None)
+    shuffle = argument_at(call, 2, "shuffle")
     shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
     return (
         shuffles

@@ -249,7 +249,7 @@ def _unfreezes_too(source: Source, node: ast.AST) -> bool:
         if isinstance(other, ast.Assign) and any(last_name(target) == "requires_grad" for target in other.targets):
             value: ast.expr | None = other.value
         elif isinstance(other, ast.Call) and last_name(other.func) == "requires_grad_":
-            value = other.args[0] if other.args else keyword(other, "requires_grad") or ast.Constant(True)
+            value = first_argument(other, "requires_grad") or ast.Constant(True)
         else:
             continue
         if _is(value, True):
