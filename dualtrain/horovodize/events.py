@@ -82,8 +82,7 @@ def _event(source: Source, call: ast.Call, backward_functions: set[str]) -> Even
 
 def _is_scaler(source: Source, owner: ast.expr) -> bool:
     """Return whether ``owner`` is a GradScaler, by its name or by a value that is assigned to it."""
-    values = [owner, *source.values.get(ast.unparse(owner), ())]
-    return any(re.search(r"scal|amp\b", ast.unparse(value), re.IGNORECASE) for value in values)
+    return any(re.search(r"scal|amp\b", ast.unparse(value), re.IGNORECASE) for value in source.possible_values(owner))
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:

@@ -373,8 +373,8 @@ class Guards:
 
     def is_size(self, value: ast.expr) -> bool:
         """Return whether ``value`` is the number of ranks, or a variable that may hold it."""
-        values = self.source.values.get(ast.unparse(value), [])
-        return any(isinstance(given, ast.Call) and self.source.hvd(given.func) == "size" for given in (value, *values))
+        calls = (given for given in self.source.possible_values(value) if isinstance(given, ast.Call))
+        return any(self.source.hvd(call.func) == "size" for call in calls)
 
     @cached_property
     def _around_wraps(self) -> set[str]:

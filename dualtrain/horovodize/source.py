@@ -218,6 +218,10 @@ class Source:
             found.setdefault(target, []).append(value)
         return found
 
+    def possible_values(self, value: ast.expr | None) -> list[ast.expr]:
+        """Return ``value``, and all values that are assigned to it if it is a variable; an empty list for None."""
+        return [] if value is None else [value, *self.values.get(ast.unparse(value), ())]
+
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 
@@ -316,8 +320,7 @@ class Source:
 
     def is_instance(self, owner: ast.expr, cls: ast.AST) -> bool:
         """Return whether ``owner`` is an object of the script's class ``cls``, or a variable to which one is assigned."""
-        values = (owner, *self.values.get(ast.unparse(owner), ()))
-        return any(isinstance(value, ast.Call) and self.constructs(value, cls) for value in values)
+        return any(isinstance(value, ast.Call) and self.constructs(value, cls) for value in self.possible_values(owner))
 
     def constructs(self, call: ast.Call, cls: ast.AST) -> bool:
         """Return whether ``call`` makes an object of the script's class ``cls``: by its name, or as ``cls()``."""

@@ -81,8 +81,7 @@ def _counts(loop: ast.For | ast.While, value: ast.expr) -> bool:
 
 def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
     """Return ``i % N`` in ``test``, or in the value of ``test`` if it is a variable."""
-    tests = [test, *source.values.get(ast.unparse(test), ())]
-    for node in (node for one in tests for node in ast.walk(one)):
+    for node in (node for value in source.possible_values(test) for node in ast.walk(value)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return node
     return None

@@ -227,8 +227,7 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or guards.is_without_horovod(call) or call.func.attr in _OF_PROCESS:
             continue
-        owners = [call.func.value, *source.values.get(ast.unparse(call.func.value), ())]
-        if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in owners):
+        if any(source.name(owner) == "mpi4py.MPI.COMM_WORLD" for owner in source.possible_values(call.func.value)):
             message = (
                 "under torchrun, but not under horovodrun with MPI, each rank has its own MPI.COMM_WORLD of size 1, so "
                 f"that {call.func.attr}() reaches no other rank; use calls of hvd instead"

@@ -26,8 +26,7 @@ def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
 
 def models_of_optimizer(source: Source, wrap: ast.Call) -> set[str]:
     """Return the models whose parameters the wrapped optimizer has; an empty set if the source does not show them."""
-    inner = first_argument(wrap, "optimizer")
-    values = [inner, *source.values.get(ast.unparse(inner), ())] if inner is not None else []
+    values = source.possible_values(first_argument(wrap, "optimizer"))
     texts = [*(value for value in values if value is not wrap), *wrap.args[1:], *(word.value for word in wrap.keywords)]
     calls = (node for value in texts for node in ast.walk(value) if isinstance(node, ast.Call))
     return {

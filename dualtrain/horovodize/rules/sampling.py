@@ -107,8 +107,8 @@ def _counts_ranks_of_host(source: Source, call: ast.Call) -> bool:
     count = argument_at(call, 1, "num_replicas")
     if count is None or isinstance(count, ast.Constant) or "world" in ast.unparse(count):
         return False
-    values = (count, *source.values.get(ast.unparse(count), ()))
-    return not any(isinstance(value, ast.Call) and source.hvd(value.func) in ("size", "local_size") for value in values)
+    calls = (value for value in source.possible_values(count) if isinstance(value, ast.Call))
+    return not any(source.hvd(call.func) in ("size", "local_size") for call in calls)
 
 
 def _is_of_one_rank(source: Source, call: ast.Call) -> bool:

@@ -140,8 +140,7 @@ def _calls(source: Source, name: str) -> bool:
 
 def _is_generator(source: Source, node: ast.expr) -> bool:
     """Return whether ``node`` is a torch.Generator, whose seed does not affect other random numbers."""
-    values = [node, *source.values.get(ast.unparse(node), ())]
-    inner = (part for value in values for part in ast.walk(value) if isinstance(part, ast.Call))
+    inner = (part for value in source.possible_values(node) for part in ast.walk(value) if isinstance(part, ast.Call))
     return any(source.name(part.func) == "torch.Generator" for part in inner)
 
 

@@ -164,8 +164,7 @@ def adasum_skipping(source: Source) -> Iterator[Finding]:
 
 def _names_adasum(source: Source, op: ast.expr) -> bool:
     """Return whether ``op``, or a value that is assigned to it, may be hvd.Adasum."""
-    values = [op, *source.values.get(ast.unparse(op), ())]
-    return any(source.hvd(node) == "Adasum" for value in values for node in ast.walk(value))
+    return any(source.hvd(node) == "Adasum" for value in source.possible_values(op) for node in ast.walk(value))
 
 
 def _depends_on_adasum(source: Source, node: ast.AST) -> bool:
@@ -227,18 +226,14 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
 
 def _may_average(source: Source, op: ast.expr | None) -> bool:
     """Return whether ``op`` may be Average: false if ``op`` and its assigned values name Adasum or Sum, but not Average."""
-    values = [] if op is None else [op, *source.values.get(ast.unparse(op), ())]
-    names = {source.hvd(node) for value in values for node in ast.walk(value)}
+    names = {source.hvd(node) for value in source.possible_values(op) for node in ast.walk(value)}
     return "Average" in names or not names & {"Adasum", "Sum"}
 
 
 def mpi_communicator(source: Source) -> Iterator[Finding]:
     """hvd.init with a communicator of mpi4py."""
     for call in source.hvd_calls("init"):
-        comm = first_argument(call, "comm")
-        if comm is None:
-            continue
-        assigned = [value for target, value, _ in source.assignments if target == ast.unparse(comm)]
-        if any(source.name(node).startswith("mpi4py") for value in (comm, *assigned) for node in ast.walk(value)):
+        values = source.possible_values(first_argument(call, "comm"))
+        if any(source.name(node).startswith("mpi4py") for value in values for node in ast.walk(value)):
             message = "an MPI communicator works under mpirun only; start the script with mpirun, or give a list of ranks"
             yield Finding(call.lineno, "differs", message)

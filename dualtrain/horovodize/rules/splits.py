@@ -102,7 +102,7 @@ def _block(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None
     """Return the rank and the number of ranks if ``start`` is ``rank * n``, and ``n`` is divided by this number."""
     guards = Guards.of(source)
     for index, length in ((start.left, start.right), (start.right, start.left)):
-        for value in (length, *source.values.get(ast.unparse(length), ())) if guards.rank(index) else ():
+        for value in source.possible_values(length) if guards.rank(index) else ():
             for part in ast.walk(value):
                 if (
                     isinstance(part, ast.BinOp)

@@ -104,9 +104,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
     """Return whether the loader has a name for training, and a map-style dataset that is not split by rank."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
-    data = first_argument(call, "dataset")
-    made = [data, *source.values.get(ast.unparse(data), ())] if data is not None else []
-    calls = [value for value in made if isinstance(value, ast.Call)]
+    calls = [value for value in source.possible_values(first_argument(call, "dataset")) if isinstance(value, ast.Call)]
     if not is_for_training(target) or len(calls) != 1:
         return False
     name = source.name(calls[0].func)

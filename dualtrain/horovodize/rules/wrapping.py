@@ -264,9 +264,7 @@ def _is(value: ast.expr | None, constant: bool) -> bool:
 def several_evaluations(source: Source) -> Iterator[Finding]:
     """LBFGS, which evaluates its closure several times per step."""
     for _, wrap in source.wraps:
-        inner = first_argument(wrap, "optimizer")
-        made = [inner, *source.values.get(ast.unparse(inner), ())] if inner else []
-        for value in made:
+        for value in source.possible_values(first_argument(wrap, "optimizer")):
             if isinstance(value, ast.Call) and source.name(value.func) in _CLOSURES:
                 message = (
                     "LBFGS evaluates its closure several times per step, so Horovod raises AssertionError; with dualtrain "
