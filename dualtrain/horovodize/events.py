@@ -120,7 +120,4 @@ def has(events: list[Event] | None, kind: Kind, optimizer: str = "") -> bool:
 
 def skips(source: Source, event: Event) -> bool:
     """Return whether the event is inside ``with optimizer.skip_synchronize()``."""
-    for above in source.above(event.node):
-        if isinstance(above, ast.With) and any("skip_synchronize" in ast.unparse(item) for item in above.items):
-            return True
-    return False
+    return any("skip_synchronize" in ast.unparse(item) for item in source.with_items(event.node))

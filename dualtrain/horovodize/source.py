@@ -379,6 +379,10 @@ class Source:
             yield parent
             node = parent
 
+    def with_items(self, node: ast.AST) -> Iterator[ast.withitem]:
+        """Yield the items of the ``with`` statements that contain ``node``, from the innermost to the outermost."""
+        return (item for above in self.above(node) if isinstance(above, ast.With) for item in above.items)
+
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return ``node`` if it is a statement, else the innermost statement that contains it."""
         return next(above for above in (node, *self.above(node)) if isinstance(above, ast.stmt))

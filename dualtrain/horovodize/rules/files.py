@@ -71,8 +71,8 @@ def _written(source: Source, call: ast.Call) -> ast.expr | None:
 
 def _is_path(source: Source, file: ast.expr) -> bool:
     """Return whether ``file`` is a path, and not a file that is already open."""
-    opened = (item for above in source.above(file) if isinstance(above, ast.With) for item in above.items)
-    if ast.unparse(file) in [ast.unparse(item.optional_vars) for item in opened if item.optional_vars is not None]:
+    opened = (item.optional_vars for item in source.with_items(file))
+    if ast.unparse(file) in [ast.unparse(variable) for variable in opened if variable is not None]:
         return False
     return any(_has_text(value) for value in (file, *_origins(source, file)))
 
@@ -191,10 +191,8 @@ def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
         return
     text = ast.unparse(node)
     yield from source.values.get(text, ())
-    for above in source.above(node):
-        if isinstance(above, ast.With):
-            opened = (item for item in above.items if item.optional_vars is not None)
-            yield from (item.context_expr for item in opened if ast.unparse(item.optional_vars or node) == text)
+    opened = ((item.optional_vars, item.context_expr) for item in source.with_items(node))
+    yield from (value for variable, value in opened if variable is not None and ast.unparse(variable) == text)
     scope = source.scope(node)
     if isinstance(node, ast.Name) and isinstance(scope, Function) and text in source.parameters(node):
         yield from (value for call in calls_of(source, scope) for value in arguments(source, scope, call, text))
@@ -252,8 +250,7 @@ def _is_overridden(source: Source, function: Function) -> bool:
 
 def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is in a ``with`` statement by which Ray Tune gives each rank its own folder."""
-    items = [item for above in source.above(node) if isinstance(above, ast.With) for item in above.items]
-    return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in items)
+    return any("distributed_checkpoint_dir" in ast.unparse(item.context_expr) for item in source.with_items(node))
 
 
 def _is_under_unknown_flag(source: Source, node: ast.AST) -> bool:
@@ -349,5 +346,5 @@ def _downloads(source: Source, call: ast.Call) -> bool:
 
 
 def _is_locked(source: Source, call: ast.Call) -> bool:
-    items = [item for above in source.above(call) if isinstance(above, ast.With) for item in above.items]
-    return any(re.search(r"lock|first|rank|main|once", ast.unparse(item), re.IGNORECASE) for item in items)
+    items = map(ast.unparse, source.with_items(call))
+    return any(re.search(r"lock|first|rank|main|once", item, re.IGNORECASE) for item in items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.nodes import first_argument
@@ -74,5 +75,4 @@ def _variables(value: ast.expr) -> Iterator[str]:
 
 
 def _without_gradients(source: Source, statement: ast.AST) -> bool:
-    items = [item for above in source.above(statement) if isinstance(above, ast.With) for item in above.items]
-    return any("no_grad" in ast.unparse(item) or "inference_mode" in ast.unparse(item) for item in items)
+    return any(re.search("no_grad|inference_mode", ast.unparse(item)) for item in source.with_items(statement))

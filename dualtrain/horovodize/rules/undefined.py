@@ -98,6 +98,5 @@ def _is_annotation(source: Source, name: ast.Name) -> bool:
 
 def _is_tried(source: Source, name: ast.Name) -> bool:
     """Return whether ``name`` is in a ``try`` statement or in ``with suppress``, which may catch the NameError."""
-    items = [item for above in source.above(name) if isinstance(above, ast.With) for item in above.items]
-    suppressed = any("suppress" in ast.unparse(item) for item in items)
+    suppressed = any("suppress" in ast.unparse(item) for item in source.with_items(name))
     return suppressed or any(hasattr(above, "handlers") for above in source.above(name))
