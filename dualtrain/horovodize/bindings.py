@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dualtrain.horovodize.names import HOMES
-from dualtrain.horovodize.nodes import last_name, loaded_module
+from dualtrain.horovodize.nodes import is_stored, last_name, loaded_module
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
@@ -75,7 +75,7 @@ class Bindings:
         """Yield the names that ``node`` binds, except imports, fallbacks, and parameters that are most likely modules."""
         if isinstance(node, _FUNCTION):
             yield from (name for name in _parameters(node) if not self._is_module(name))
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not self._is_fallback(node):
+        elif isinstance(node, ast.Name) and is_stored(node) and not self._is_fallback(node):
             yield node.id
 
     def _find_passed_modules(self, nodes: list[ast.AST]) -> None:
@@ -98,7 +98,7 @@ class Bindings:
 
     def _assigns(self, function: ast.AST, name: str) -> bool:
         """Return whether ``function`` assigns ``name``, or a function in it does."""
-        stores = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        stores = (node for node in ast.walk(function) if isinstance(node, ast.Name) and is_stored(node))
         return any(node.id == name and not self._is_fallback(node) for node in stores)
 
     def _is_module(self, parameter: str) -> bool:

@@ -20,6 +20,11 @@ def names_in(node: ast.AST) -> set[str]:
     return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
 
 
+def is_stored(node: ast.AST) -> bool:
+    """Return whether ``node`` is a variable, attribute or element to which a statement assigns a value."""
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Return the keyword argument ``name`` of ``call``, or None."""
     return next((word.value for word in call.keywords if word.arg == name), None)

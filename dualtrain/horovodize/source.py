@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
-from dualtrain.horovodize.nodes import last_name, loaded_module
+from dualtrain.horovodize.nodes import is_stored, last_name, loaded_module
 
 T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
@@ -234,8 +234,7 @@ class Source:
         found = [(given, at) for target, given, at in self.assignments if target == text]
         if not isinstance(value, ast.Name) or len(found) != 1 or value.id in self.parameters(value):
             return None
-        stores = (node for node in self.mentions[value.id] if isinstance(getattr(node, "ctx", None), ast.Store))
-        if sum(isinstance(node, ast.Name) for node in stores) > 1:
+        if sum(isinstance(node, ast.Name) for node in filter(is_stored, self.mentions[value.id])) > 1:
             return None
         given, at = found[0]
         around = self.parents[at]
@@ -435,9 +434,7 @@ class Source:
 
         Variables of loops, parameters of functions and attributes of ``self`` may have several values.
         """
-        stores = [
-            one for one in self.mentions.get(last_name(variable), ()) if isinstance(getattr(one, "ctx", None), ast.Store)
-        ]
+        stores = list(filter(is_stored, self.mentions.get(last_name(variable), ())))
         loops = any(isinstance(above, ast.For | ast.While) for store in stores for above in self.above(store))
         varies = loops or ast.unparse(variable).startswith(("self.", "cls.")) or last_name(variable) in self._parameters
         return isinstance(variable, ast.Name | ast.Attribute) and len(stores) <= 1 and not varies

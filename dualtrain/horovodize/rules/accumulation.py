@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, steps
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import last_name, names_in, variables_in
+from dualtrain.horovodize.nodes import is_stored, last_name, names_in, variables_in
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -75,8 +75,7 @@ def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -
 def _counts(loop: ast.For | ast.While, value: ast.expr) -> bool:
     """Return whether a variable in ``value`` changes in ``loop``, as a counter of batches does."""
     names = names_in(value)
-    changed = [node for node in ast.walk(loop) if isinstance(getattr(node, "ctx", None), ast.Store)]
-    return any(ast.unparse(node) in names for node in changed)
+    return any(ast.unparse(node) in names for node in filter(is_stored, ast.walk(loop)))
 
 
 def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:

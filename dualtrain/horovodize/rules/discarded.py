@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
@@ -64,7 +64,7 @@ def _is_unused(source: Source, call: ast.Call) -> bool:
     names = {target.id for target in parent.targets if isinstance(target, ast.Name)}
     if any(_UNUSED.match(name) for name in names):
         return False  # discarded on purpose, as after a call that serves as a barrier
-    read = (node.id for node in source.nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store))
+    read = (node.id for node in source.nodes if isinstance(node, ast.Name) and not is_stored(node))
     other = any(isinstance(node, ast.Global | ast.Nonlocal) and names & set(node.names) for node in source.nodes)
     return len(names) == len(parent.targets) and not other and names.isdisjoint(read)
 
@@ -146,7 +146,7 @@ def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) 
     same = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == value.id and node.lineno > later]
     same = [node for node in same if source.scope(node) is scope]
     # ``value /= size`` reads the value, too.
-    stored = any(isinstance(node.ctx, ast.Store) and not isinstance(source.parents[node], ast.AugAssign) for node in same)
+    stored = any(is_stored(node) and not isinstance(source.parents[node], ast.AugAssign) for node in same)
     return not stored and any(getattr(source.parents[node], "attr", "") not in _OF_SHAPE for node in same)
 
 

@@ -10,6 +10,7 @@ from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
 from dualtrain.horovodize.names import BUILD, MODULE_NAMES, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
+from dualtrain.horovodize.nodes import is_stored
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.own_modules import defined_in, file_of
 from dualtrain.horovodize.rules.sampling import is_for_other_launcher
@@ -154,7 +155,7 @@ _OF_LAUNCHER = re.compile(r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS
 
 def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
     """Yield the names of the environment variables that ``node`` sets."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and source.name(node.value) == "os.environ":
+    if isinstance(node, ast.Subscript) and is_stored(node) and source.name(node.value) == "os.environ":
         yield node.slice
     elif isinstance(node, ast.Call) and source.name(node.func) in ("os.environ.setdefault", "os.putenv"):
         yield from node.args[:1]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -177,7 +177,7 @@ def _is_unknown(source: Source, node: ast.AST) -> bool:
     if not isinstance(node, ast.Name) or node.id in source.parameters(node):
         return True
     named = (one for one in source.mentions[node.id] if isinstance(one, ast.Name))
-    return not any(isinstance(one.ctx, ast.Store) for one in named)  # a variable of a loop is known
+    return not any(map(is_stored, named))  # a variable of a loop is known
 
 
 def _is_called(source: Source, node: ast.AST) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.nodes import is_stored, last_name
 from dualtrain.horovodize.order import called
 from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
 from dualtrain.horovodize.rules.ranks import RATE, Collectives, sends_rate
@@ -163,7 +163,7 @@ def _is_known(source: Source, scope: Scope, name: str, assignments: int) -> bool
     stores = [
         node
         for node in source.mentions.get(name, ())
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and source.scope(node) is scope
+        if isinstance(node, ast.Name) and is_stored(node) and source.scope(node) is scope
     ]
     shared = any(isinstance(node, ast.Global | ast.Nonlocal) and name in node.names for node in source.nodes)
     changed = any(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.nodes import is_stored, last_name
 from dualtrain.horovodize.order import called, calls_of, nodes_after
 from dualtrain.horovodize.rules.ranks import Collectives, may_leave
 from dualtrain.horovodize.source import Finding, Scope, Source
@@ -75,7 +75,7 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
     same = [
         node for file in source.files if is_attribute or file is source for node in file.mentions.get(last_name(name), ())
     ]
-    stores = [node for node in same if isinstance(getattr(node, "ctx", None), ast.Store)]
+    stores = list(filter(is_stored, same))
     made = [(value, at) for target, value, at in source.assignments if target == ast.unparse(name)]
     if (
         len(stores) != len(made)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
 from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
@@ -163,7 +163,7 @@ def _sets_epoch(node: ast.AST) -> bool:
     """Return whether ``node`` is ``sampler.set_epoch``, or assigns ``sampler.epoch``."""
     if not isinstance(node, ast.Attribute):
         return False
-    stored = node.attr == "epoch" and isinstance(node.ctx, ast.Store) and last_name(node.value) not in _NO_SAMPLERS
+    stored = node.attr == "epoch" and is_stored(node) and last_name(node.value) not in _NO_SAMPLERS
     return node.attr == "set_epoch" or stored
 
 

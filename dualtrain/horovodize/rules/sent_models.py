@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import first_argument, last_name, names_in
+from dualtrain.horovodize.nodes import first_argument, is_stored, last_name, names_in
 from dualtrain.horovodize.source import Source
 
 #: Functions that may copy weights from one of their arguments to another.
@@ -63,7 +63,7 @@ def is_new_model(source: Source, model: ast.expr) -> bool:
     text = ast.unparse(model)
     values = source.values.get(text, [])
     mentions = source.mentions.get(last_name(model), ())
-    stores = [node for node in mentions if _is_store(node) and ast.unparse(node) == text]
+    stores = [node for node in mentions if is_stored(node) and ast.unparse(node) == text]
     if not values or len(values) != len(stores) or not all(isinstance(value, ast.Call) for value in values):
         return False
     return not any(
@@ -73,10 +73,6 @@ def is_new_model(source: Source, model: ast.expr) -> bool:
         for value in source.values.get(name, ())
         for node in ast.walk(value)
     )
-
-
-def _is_store(node: ast.AST) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 def are_related(source: Source, one: str, other: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, last_name
+from dualtrain.horovodize.nodes import first_argument, is_stored, last_name
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -266,8 +266,7 @@ def _is_passed(source: Source, optimizer: str) -> bool:
         for node in file.mentions.get(optimizer, ()):
             parent = file.parents[node]
             parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
-            stored = isinstance(getattr(node, "ctx", None), ast.Store)
-            if not stored and not file.makes_schedule(parent) and not isinstance(parent, ast.Attribute):
+            if not is_stored(node) and not file.makes_schedule(parent) and not isinstance(parent, ast.Attribute):
                 return True
     return False
 
@@ -279,7 +278,7 @@ def _is_used(source: Source, wrapper: str) -> bool:
     """
     for file in source.files:
         for node in file.nodes:
-            if last_name(node) != wrapper or isinstance(getattr(node, "ctx", None), ast.Store):
+            if last_name(node) != wrapper or is_stored(node):
                 continue
             parent = file.parents[node]
             if isinstance(parent, ast.Attribute) and parent.attr in ("zero_grad", "param_groups", "state_dict"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.nodes import is_stored, last_name
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.source import Function, Source
 
@@ -95,7 +95,7 @@ def _name_of(source: Source, call: ast.Call) -> str:
 def _loads(source: Source, name: str) -> Iterator[tuple[Source, ast.AST]]:
     for file in source.files:
         for node in file.nodes:
-            if last_name(node) == name and not isinstance(getattr(node, "ctx", None), ast.Store):
+            if last_name(node) == name and not is_stored(node):
                 yield file, node
 
 
@@ -145,7 +145,7 @@ def _has_computed_index(source: Source) -> bool:
 def _is_written(source: Source, key: ast.AST) -> bool:
     """Return whether ``key`` writes an entry, in ``{"key": …}`` or ``d["key"] = …``, or is not a constant."""
     parent = source.parents[key]
-    stored = isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store)
+    stored = isinstance(parent, ast.Subscript) and is_stored(parent)
     return not isinstance(key, ast.Constant) or stored or (isinstance(parent, ast.Dict) and key in parent.keys)
 
 
@@ -211,7 +211,7 @@ def _sees(source: Source, node: ast.AST, target: ast.AST) -> bool:
         return True
     if isinstance(home, Function) and home not in source.above(user):
         return False
-    stores = (one for one in ast.walk(user) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    stores = (one for one in ast.walk(user) if isinstance(one, ast.Name) and is_stored(one))
     return node.id not in source.parameters(node) and all(one.id != node.id for one in stores)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.own_data import SHARDED, is_made_by_rank, is_sharded
@@ -92,7 +92,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
     """Return whether nothing reads the loader that ``call`` makes, and a loader with a sampler has the same data."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
     nodes = [node for file in source.files for node in file.nodes]
-    loads = [node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store)]
+    loads = [node for node in nodes if not is_stored(node)]
     used = any(target in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")) for node in loads)
     if used or not target.isidentifier():
         return False

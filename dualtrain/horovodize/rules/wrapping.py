@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import first_argument, is_stored, keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -36,17 +36,13 @@ def _is_tried(source: Source, call: ast.Call) -> bool:
 def group_after_wrapping(source: Source) -> Iterator[Finding]:
     """Parameter groups that are added to a wrapped optimizer."""
     for call in _on_wrapped(source, "add_param_group"):
-        made = [node for node in ast.walk(source.scope(call)) if isinstance(node, ast.Attribute) and _stored(node)]
+        made = [node for node in ast.walk(source.scope(call)) if isinstance(node, ast.Attribute) and is_stored(node)]
         if any(node.attr == "param_groups" for node in made):
             continue  # param_groups is replaced; the new groups may have the same parameters
         wraps = [wrap for _, wrap in source.wraps if source.scope(wrap) is source.scope(call)]
         if not wraps or call.lineno > wraps[0].lineno:
             message = "dualtrain averages the gradients of an added group, but Horovod does not; nothing to do"
             yield Finding(call.lineno, "differs", message)
-
-
-def _stored(node: ast.Attribute) -> bool:
-    return isinstance(node.ctx, ast.Store)
 
 
 def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
