@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dualtrain.horovodize.names import HOMES
-from dualtrain.horovodize.nodes import is_stored, last_name, loaded_module
+from dualtrain.horovodize.nodes import given_values, is_stored, last_name, loaded_module
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
@@ -143,8 +143,7 @@ class Bindings:
 
 
 def _passed_names(call: ast.Call) -> Iterator[ast.Name]:
-    given = (*call.args, *(word.value for word in call.keywords))
-    return (value for value in given if isinstance(value, ast.Name))
+    return (value for value in given_values(call) if isinstance(value, ast.Name))
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:

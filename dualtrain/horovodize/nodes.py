@@ -40,6 +40,11 @@ def argument_at(call: ast.Call, position: int, name: str) -> ast.expr | None:
     return call.args[position] if position < len(call.args) else keyword(call, name)
 
 
+def given_values(call: ast.Call) -> list[ast.expr]:
+    """Return the values of all arguments of ``call``, positional ones first."""
+    return [*call.args, *(word.value for word in call.keywords)]
+
+
 def loaded_module(value: ast.AST) -> str:
     """Return the full name of the module that a call such as ``import_module("horovod.torch")`` loads, or ""."""
     if isinstance(value, ast.Call) and last_name(value.func) == "import_module" and len(value.args) == 1:

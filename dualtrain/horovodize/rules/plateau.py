@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import is_stored, last_name
+from dualtrain.horovodize.nodes import given_values, is_stored, last_name
 from dualtrain.horovodize.order import called
 from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
 from dualtrain.horovodize.rules.ranks import RATE, Collectives, sends_rate
@@ -75,7 +75,7 @@ def _is_plateau_of(source: Source, value: ast.expr, optimizers: set[str]) -> boo
 
 def _arguments(call: ast.Call) -> set[str]:
     """Return the names of the variables that ``call`` passes directly."""
-    return {last_name(value) for value in (*call.args, *(word.value for word in call.keywords))} - {""}
+    return {*map(last_name, given_values(call))} - {""}
 
 
 def _may_send(source: Source) -> bool:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.nodes import given_values, keyword, last_name
 from dualtrain.horovodize.source import Finding, Function, Scope, Source
 
 _SIZES = ("size", "local_size", "cross_size")
@@ -81,7 +81,7 @@ def _is_adjusted_elsewhere(source: Source) -> bool:
     """Return whether a function of another file sets the optimizer's rate: ``adjust_learning_rate(optimizer, epoch)``."""
     for call in source.calls:
         name = last_name(call.func)
-        given = (last_name(value) for value in (*call.args, *(word.value for word in call.keywords)))
+        given = map(last_name, given_values(call))
         if _ADJUSTS.search(name) and name not in source.functions and any("optim" in one.lower() for one in given):
             return True
     return False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import last_name, names_in
+from dualtrain.horovodize.nodes import given_values, last_name, names_in
 from dualtrain.horovodize.order import arguments, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -125,8 +125,7 @@ def _gets_seed(source: Source, call: ast.Call) -> bool:
         return False
     if call.func.id[:1].isupper() or name.startswith(("dualtrain.", "horovod.")):
         return False  # an object with a generator of its own, or a function of a library
-    given = (*call.args, *(word.value for word in call.keywords))
-    return bool(name) and any("seed" in last_name(value).lower() for value in given)
+    return bool(name) and any("seed" in last_name(value).lower() for value in given_values(call))
 
 
 def _may_seed_all(call: ast.Call) -> bool:

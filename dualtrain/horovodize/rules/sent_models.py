@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import first_argument, is_stored, last_name, names_in
+from dualtrain.horovodize.nodes import first_argument, given_values, is_stored, last_name, names_in
 from dualtrain.horovodize.source import Source
 
 #: Functions that may copy weights from one of their arguments to another.
@@ -111,7 +111,7 @@ def _reachable(source: Source, model: str) -> set[str]:
         name = left.pop()
         values = [value for target, value, _ in source.assignments if target == name or _is_part(target, name)]
         methods = (call for call in source.calls if _is_part(ast.unparse(call.func), name))
-        values += [given for call in methods for given in (*call.args, *(word.value for word in call.keywords))]
+        values += [given for call in methods for given in given_values(call)]
         names = {one for value in values for one in names_in(value)} - found
         found |= names
         left += [one for one in names if one in source.values]

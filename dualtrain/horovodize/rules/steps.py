@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
-from dualtrain.horovodize.nodes import argument_at, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, given_values, keyword, last_name
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -132,8 +132,8 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
         name, full = last_name(call.func), source.name(call.func)
         method = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
         inherited = method and name not in source.functions and ast.unparse(call.func) not in source.values
-        values = [*call.args, *(word.value for word in call.keywords)]
-        given = " ".join(ast.unparse(one) for one in values if isinstance(one, ast.Attribute | ast.Call | ast.Name))
+        values = (one for one in given_values(call) if isinstance(one, ast.Attribute | ast.Call | ast.Name))
+        given = " ".join(map(ast.unparse, values))
         unknown = full and not full.startswith(_LIBRARIES) and re.search(r"param|model|net|grad", given, re.IGNORECASE)
         if is_collective(name) or name in averaging or inherited or unknown:
             return True

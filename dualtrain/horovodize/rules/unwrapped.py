@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, is_stored, last_name
+from dualtrain.horovodize.nodes import first_argument, given_values, is_stored, last_name
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -148,7 +148,7 @@ def inner_given(source: Source) -> Iterator[Finding]:
     """The original optimizer as an argument, as in ``scaler.step(base)``, if nothing uses its wrapper."""
     for name, text, wrap in _unused_wrappers(source):
         for call in source.calls:
-            given = [ast.unparse(value) for value in (*call.args, *(word.value for word in call.keywords))]
+            given = [ast.unparse(value) for value in given_values(call)]
             same = source.scope(call) is source.scope(wrap) and call.lineno > wrap.lineno
             if text in given and same and not source.hvd(call.func) and not _reads_only(source, call):
                 message = (
