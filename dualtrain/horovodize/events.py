@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from dualtrain.horovodize.gradient_changes import changing_functions, is_change
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.nodes import calls_in, last_name
 from dualtrain.horovodize.source import Source
 
 Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "zero_grad"]
@@ -52,7 +52,7 @@ def _backward_functions(source: Source) -> set[str]:
     """
     found = set()
     for name, function in source.functions.items():
-        calls = {last_name(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+        calls = {last_name(call.func) for call in calls_in(function)}
         method = isinstance(source.parents[function], ast.ClassDef)
         if not method and "backward" in calls and not {"step", "synchronize", "zero_grad"} & calls:
             found.add(name)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
 
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
-from dualtrain.horovodize.nodes import last_name, variables_in
+from dualtrain.horovodize.nodes import calls_in, last_name, variables_in
 from dualtrain.horovodize.source import Source
 
 #: Methods that change a tensor. Zeroing does not count: scripts zero gradients before backward, and those of frozen
@@ -29,7 +28,7 @@ def is_change(source: Source, node: ast.AST) -> bool:
     if not isinstance(node, ast.Assign) or not any(_is_gradient(source, target) for target in node.targets):
         return False
     uses = any(_is_gradient(source, part) for part in ast.walk(node.value))
-    return uses and not _may_average(ast.walk(node.value))
+    return uses and not _may_average(node.value)
 
 
 def changing_functions(source: Source) -> set[str]:
@@ -40,15 +39,15 @@ def changing_functions(source: Source) -> set[str]:
 def _changing_functions_of(file: Source) -> set[str]:
     found = set[str]()
     for name, function in file.functions.items() if ".grad" in file.code else ():
-        inside = list(ast.walk(function))
-        if not file.is_ambiguous(name) and not _may_average(inside) and any(is_change(file, node) for node in inside):
+        certain = not file.is_ambiguous(name) and not _may_average(function)
+        if certain and any(is_change(file, node) for node in ast.walk(function)):
             found.add(name)
     return found
 
 
-def _may_average(nodes: Iterable[ast.AST]) -> bool:
-    """Return whether ``nodes`` contain a call of a function that, judging by its name, may average gradients."""
-    called = (last_name(node.func) for node in nodes if isinstance(node, ast.Call))
+def _may_average(node: ast.AST) -> bool:
+    """Return whether ``node`` contains a call of a function that, judging by its name, may average gradients."""
+    called = (last_name(call.func) for call in calls_in(node))
     return any(is_collective(name) or averages_in_step(name) or _PASSES.search(name) for name in called)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 
 def last_name(node: ast.AST) -> str:
@@ -18,6 +19,11 @@ def variables_in(node: ast.AST) -> set[str]:
 def names_in(node: ast.AST) -> set[str]:
     """Return the variables and attributes in ``node`` as text: "self" and "self.rate" for ``self.rate``."""
     return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
+
+
+def calls_in(*nodes: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls in each of ``nodes``, including those in arguments of other calls."""
+    return (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call))
 
 
 def is_stored(node: ast.AST) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
-from dualtrain.horovodize.nodes import is_stored, last_name, loaded_module
+from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, loaded_module
 
 T = TypeVar("T")
 Level = Literal["differs", "trap", "unsupported"]
@@ -286,8 +286,7 @@ class Source:
     def called_names(self) -> list[tuple[str, set[str]]]:
         """Functions and methods of the script, each with the names of what it calls: "step" for ``o.step()``."""
         functions = [node for node in self.nodes if isinstance(node, Function)]
-        inside = [[last_name(node.func) for node in ast.walk(one) if isinstance(node, ast.Call)] for one in functions]
-        return [(one.name, {*names} - {""}) for one, names in zip(functions, inside, strict=True)]
+        return [(one.name, {last_name(call.func) for call in calls_in(one)} - {""}) for one in functions]
 
     @cached_property
     def _definitions_of_names(self) -> Counter[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, steps
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import is_stored, last_name, names_in, variables_in
+from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, names_in, variables_in
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -97,8 +97,8 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
     if not loops or any(isinstance(above, Function) and above not in around_step for above in source.above(last.node)):
         return None
     loop = loops[-1]
-    others = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    if any(node.func.attr in ("step", "synchronize", "minimize") for node in others):  # type: ignore[attr-defined]
+    methods = {call.func.attr for call in calls_in(loop) if isinstance(call.func, ast.Attribute)}
+    if methods & {"step", "synchronize", "minimize"}:
         return None
     if isinstance(loop, ast.For) and _loops_over_models(source, loop, last.node):
         return None
@@ -109,8 +109,8 @@ def _loops_over_models(source: Source, loop: ast.For, backward: ast.Call) -> boo
     """Return whether each iteration may use a different model, because the loop variable is called to compute the loss."""
     names = variables_in(loop.target)
     roots = {model.partition(".")[0].partition("[")[0] for model in models_of_loss(source, backward)}
-    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    called = {ast.unparse(call.func).partition(".")[0] for call in calls if last_name(call.func) not in _OF_DATA}
+    calls = (call for call in calls_in(loop) if last_name(call.func) not in _OF_DATA)
+    called = {ast.unparse(call.func).partition(".")[0] for call in calls}
     return bool(names & called) and not roots - names
 
 
@@ -151,7 +151,7 @@ def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bo
 def _steps_until_backward(block: list[ast.stmt]) -> int:
     """Return the number of steps of all optimizers, wrapped or not, before the next backward pass in ``block``."""
     found = 0
-    for call in (node for statement in block for node in ast.walk(statement) if isinstance(node, ast.Call)):
+    for call in calls_in(*block):
         if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
             break
         if isinstance(call.func, ast.Attribute) and call.func.attr == "step":

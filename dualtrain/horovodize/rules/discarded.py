@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES
-from dualtrain.horovodize.nodes import first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import calls_in, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
@@ -92,8 +92,7 @@ def _returned_collective(source: Source, function: Function) -> str:
         isinstance(part, ast.Return) or (isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name))
         for part in body
     )
-    inside = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call)]
-    names = [source.hvd(node.func) for node in inside if source.hvd(node.func)]
+    names = [name for call in calls_in(*body) if (name := source.hvd(call.func))]
     own = [name for name in names if name in OUT_OF_PLACE]
     returns = any(isinstance(part, ast.Return) and part.value is not None for part in body)
     only_these = set(names) <= {*own, *RANK_NAMES}

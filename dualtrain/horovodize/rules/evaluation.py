@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.nodes import calls_in, keyword, last_name
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -135,8 +135,7 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
 
 def _trains(loop: ast.For) -> bool:
     """Return whether the loop calls ``backward`` or ``step``. If so, its model is not in evaluation mode."""
-    calls = (node for node in ast.walk(loop) if isinstance(node, ast.Call))
-    return any(last_name(node.func) in ("backward", "step") for node in calls)
+    return any(last_name(call.func) in ("backward", "step") for call in calls_in(loop))
 
 
 def _text(node: ast.AST) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -154,7 +154,7 @@ def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     values = [value for node in ast.walk(file) for value in _origins(source, node)]
     if any(isinstance(value, ast.Call) and source.name(value.func) in _BUFFERS for value in (file, *values)):
         return True
-    own = (source.functions.get(last_name(node.func)) for node in ast.walk(file) if isinstance(node, ast.Call))
+    own = (source.functions.get(last_name(call.func)) for call in calls_in(file))
     if any(_RANK_IN_PATH.search(ast.unparse(function)) for function in own if function is not None):
         return True
     return any(_depends_on_process(source, value, depth + 1) for value in values)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import calls_in, first_argument, keyword, last_name
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related
@@ -113,9 +113,10 @@ def data_parallel(source: Source) -> Iterator[Finding]:
 def _gets_all_gpus(source: Source, call: ast.Call) -> bool:
     """Return whether ``call`` has no device_ids, or ``list(range(torch.cuda.device_count()))``."""
     devices = keyword(call, "device_ids")
-    counts = (node for node in ast.walk(devices) if isinstance(node, ast.Call)) if devices is not None else ()
-    words = {source.name(node.func) or ast.unparse(node.func) for node in counts}
-    return devices is None or words == {"list", "range", "torch.cuda.device_count"}
+    if devices is None:
+        return True
+    words = {source.name(call.func) or ast.unparse(call.func) for call in calls_in(devices)}
+    return words == {"list", "range", "torch.cuda.device_count"}
 
 
 def _first_call(source: Source, pattern: str) -> ast.Call | None:
@@ -128,7 +129,7 @@ def _combines_metrics(source: Source) -> bool:
     combining = {
         name
         for name, function in source.functions.items()
-        if any(isinstance(node, ast.Call) and source.hvd(node.func) in COLLECTIVES for node in ast.walk(function))
+        if any(source.hvd(call.func) in COLLECTIVES for call in calls_in(function))
     }
     computed = {target for target, value, _ in source.assignments if ".compute()" in ast.unparse(value)}
     for call in source.calls:

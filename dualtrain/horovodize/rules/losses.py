@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import first_argument
+from dualtrain.horovodize.nodes import calls_in, first_argument
 from dualtrain.horovodize.source import Source
 
 #: A variable counts as a model if the script calls one of these methods on it.
@@ -16,9 +16,8 @@ _OF_MODELS = {"eval", "load_state_dict", "named_parameters", "parameters", "requ
 def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
     """Return the models that the script calls, with gradients enabled, to compute the loss of ``backward``."""
     known = _models(source)
-    calls = (node for value in _origins(source, backward) for node in ast.walk(value) if isinstance(node, ast.Call))
     found = set()
-    for call in calls:
+    for call in calls_in(*_origins(source, backward)):
         text = ast.unparse(call.func)
         owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         found |= {text, owner, text.removesuffix(".module")} & known
@@ -29,10 +28,9 @@ def models_of_optimizer(source: Source, wrap: ast.Call) -> set[str]:
     """Return the models whose parameters the wrapped optimizer has; an empty set if the source does not show them."""
     values = source.possible_values(first_argument(wrap, "optimizer"))
     texts = [*(value for value in values if value is not wrap), *wrap.args[1:], *(word.value for word in wrap.keywords)]
-    calls = (node for value in texts for node in ast.walk(value) if isinstance(node, ast.Call))
     return {
         ast.unparse(call.func.value)
-        for call in calls
+        for call in calls_in(*texts)
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("named_parameters", "parameters")
     }
 

@@ -7,7 +7,7 @@ import re
 from copy import deepcopy
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import last_name, names_in
+from dualtrain.horovodize.nodes import calls_in, last_name, names_in
 from dualtrain.horovodize.rules.seeds import seeds_torch
 from dualtrain.horovodize.source import Function, Scope, Source
 
@@ -50,7 +50,7 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
         return True
     if any(_is_unknown(source, data, name) or _is_changed_by_rank(source, name) for name in names_in(selecting)):
         return True
-    if any(isinstance(node, ast.Call) and _is_split_inside(source, node) for node in ast.walk(selecting)):
+    if any(_is_split_inside(source, call) for call in calls_in(selecting)):
         return True
     return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, selecting))
 
@@ -86,6 +86,6 @@ def _without_download(data: ast.expr) -> ast.expr:
     if not any(isinstance(node, ast.keyword) and node.arg == "download" for node in ast.walk(data)):
         return data
     copied = deepcopy(data)
-    for call in (node for node in ast.walk(copied) if isinstance(node, ast.Call)):
+    for call in calls_in(copied):
         call.keywords = [word for word in call.keywords if word.arg != "download"]
     return copied

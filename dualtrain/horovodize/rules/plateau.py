@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import given_values, is_stored, last_name
+from dualtrain.horovodize.nodes import calls_in, given_values, is_stored, last_name
 from dualtrain.horovodize.order import called
 from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
 from dualtrain.horovodize.rules.ranks import RATE, Collectives, sends_rate
@@ -194,18 +194,13 @@ def _is_training(source: Source, call: ast.Call) -> bool:
     loop = loop_around(source, call)
     inside = set(ast.walk(loop))
     branches = [above for above in source.above(call) if above in inside and isinstance(above, ast.If)]
-    tests = [branch.test for branch in branches if not _has_backward_in_both_arms(branch)]
-    exits = [test for test in Guards.of(source).tests(call) if test in inside and not _is_test_of(branches, test)]
-    return not tests and not exits and any(isinstance(one, ast.Call) and last_name(one.func) == "step" for one in inside)
+    exits = inside.intersection(Guards.of(source).tests(call)) - {branch.test for branch in branches}
+    steps = any(last_name(one.func) == "step" for one in calls_in(loop))
+    return steps and not exits and all(map(_has_backward_in_both_arms, branches))
 
 
 def _has_backward_in_both_arms(branch: ast.If) -> bool:
-    arms = ([node for part in arm for node in ast.walk(part)] for arm in (branch.body, branch.orelse))
-    return all(any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in arm) for arm in arms)
-
-
-def _is_test_of(branches: list[ast.If], test: ast.expr) -> bool:
-    return any(branch.test is test for branch in branches)
+    return all(any(last_name(call.func) == "backward" for call in calls_in(*arm)) for arm in (branch.body, branch.orelse))
 
 
 def _scales(assignment: ast.AST) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import given_values, last_name, names_in
+from dualtrain.horovodize.nodes import calls_in, given_values, last_name, names_in
 from dualtrain.horovodize.order import arguments, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -139,8 +139,7 @@ def _calls(source: Source, name: str) -> bool:
 
 def _is_generator(source: Source, node: ast.expr) -> bool:
     """Return whether ``node`` is a torch.Generator, whose seed does not affect other random numbers."""
-    inner = (part for value in source.possible_values(node) for part in ast.walk(value) if isinstance(part, ast.Call))
-    return any(source.name(part.func) == "torch.Generator" for part in inner)
+    return any(source.name(call.func) == "torch.Generator" for call in calls_in(*source.possible_values(node)))
 
 
 def _trains(source: Source) -> bool:

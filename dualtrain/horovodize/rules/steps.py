@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
-from dualtrain.horovodize.nodes import argument_at, given_values, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, given_values, keyword, last_name
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -69,7 +69,7 @@ def apex_before_synchronize(source: Source) -> Iterator[Finding]:
         for call in (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)):
             if source.name(call.func) != "apex.amp.scale_loss" or not _unscales(call):
                 continue
-            called = {last_name(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
+            called = {last_name(one.func) for one in calls_in(node)}
             wrapped = any(last_name(one) in source.wrapped for one in _optimizers(call))
             if wrapped and "backward" in called and not any("sync" in name for name in called):
                 message = (
@@ -126,7 +126,7 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
         return True
     averaging = averaging_functions(source)
     loop = next((above for above in source.above(events[number].node) if isinstance(above, ast.For)), None)
-    inside = [node for node in ast.walk(loop) if isinstance(node, ast.Call)] if loop is not None else []
+    inside = list(calls_in(loop)) if loop is not None else []
     own = [] if any(last_name(call.func) == "backward" for call in inside) else inside  # a loop over parameters
     for call in (*own, *_since_last_pass(source, events, number)[1]):
         name, full = last_name(call.func), source.name(call.func)
@@ -150,7 +150,7 @@ def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
     while not isinstance(statement, Scope) and isinstance(statement, ast.stmt):
         block = source.block(statement)
         later = block[block.index(statement) + 1 :]
-        for call in (node for one in later for node in ast.walk(one) if isinstance(node, ast.Call)):
+        for call in calls_in(*later):
             if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
                 given = call.args[0] if call.args else None
                 owner = last_name(given if isinstance(given, ast.Name | ast.Attribute) else call.func.value)

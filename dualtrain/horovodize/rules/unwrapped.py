@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, given_values, is_stored, last_name
+from dualtrain.horovodize.nodes import calls_in, first_argument, given_values, is_stored, last_name
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -58,7 +58,7 @@ def not_returned(source: Source) -> Iterator[Finding]:
     for function in source.functions.values():
         parameter = _wrapped_parameter(source, function)
         ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-        for wrap in (node for node in ast.walk(function) if isinstance(node, ast.Call) and parameter):
+        for wrap in calls_in(function) if parameter else ():
             if source.hvd(wrap.func) != "DistributedOptimizer" or isinstance(source.parents[wrap], ast.Return):
                 continue
             others = [end for end in ends if source.exclusive(end, wrap) and ast.unparse(end.value or end) == parameter]
@@ -76,7 +76,7 @@ def _wrapped_parameter(source: Source, function: Function) -> str:
     Also return "" if the function may use the wrapper in other ways than returning it or broadcasting its state.
     """
     inside = list(ast.walk(function))
-    wraps = [node for node in inside if isinstance(node, ast.Call) and source.hvd(node.func) == "DistributedOptimizer"]
+    wraps = [call for call in calls_in(function) if source.hvd(call.func) == "DistributedOptimizer"]
     inner = first_argument(wraps[0], "optimizer") if len(wraps) == 1 else None
     if not isinstance(inner, ast.Name):
         return ""

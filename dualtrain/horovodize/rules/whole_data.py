@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.own_data import SHARDED, is_made_by_rank, is_sharded
@@ -139,6 +139,6 @@ def _counts_epochs_by_size(source: Source) -> bool:
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Div | ast.FloorDiv)
         and not (isinstance(node.left, ast.Constant) and node.left.value == 1)
-        and any(isinstance(part, ast.Call) and source.hvd(part.func) == "size" for part in ast.walk(node.right))
+        and any(source.hvd(call.func) == "size" for call in calls_in(node.right))
         for node in source.nodes
     )
