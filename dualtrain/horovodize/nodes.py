@@ -31,6 +31,11 @@ def is_stored(node: ast.AST) -> bool:
     return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
+def is_bool(value: ast.expr | None, constant: bool) -> bool:
+    """Return whether ``value`` is the ``constant`` True or False, as in ``shuffle=True``."""
+    return isinstance(value, ast.Constant) and value.value is constant
+
+
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Return the keyword argument ``name`` of ``call``, or None."""
     return next((word.value for word in call.keywords if word.arg == name), None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import calls_in, keyword, last_name
+from dualtrain.horovodize.nodes import calls_in, is_bool, keyword, last_name
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -83,7 +83,7 @@ def _drops_last(source: Source, sampler: ast.Call) -> bool:
     given = [(call, keyword(call, "sampler")) for call in source.calls]
     loaders = [call for call, value in given if value is sampler or (value is not None and ast.unparse(value) in names)]
     drops = [keyword(loader, "drop_last") for loader in loaders]
-    return bool(drops) and all(isinstance(value, ast.Constant) and value.value is True for value in drops)
+    return bool(drops) and all(is_bool(value, True) for value in drops)
 
 
 def is_for_evaluation(source: Source, call: ast.Call) -> bool:

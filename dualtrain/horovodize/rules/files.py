@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_bool, is_stored, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -340,9 +340,7 @@ def _callers(source: Source, node: ast.AST) -> list[ast.Call]:
 
 
 def _downloads(source: Source, call: ast.Call) -> bool:
-    download = keyword(call, "download")
-    given = isinstance(download, ast.Constant) and download.value is True
-    return given and source.name(call.func).startswith("torchvision.datasets.")
+    return is_bool(keyword(call, "download"), True) and source.name(call.func).startswith("torchvision.datasets.")
 
 
 def _is_locked(source: Source, call: ast.Call) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, is_stored, keyword, last_name
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
 from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
@@ -65,8 +65,8 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
     samplers = list(distributed_samplers(source))
     made = {target for target, value, _ in source.assignments if any(part in samplers for part in ast.walk(value))}
     for call in source.calls:
-        shuffle, sampler = keyword(call, "shuffle"), keyword(call, "sampler")
-        if source.name(call.func) not in LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
+        sampler = keyword(call, "sampler")
+        if source.name(call.func) not in LOADERS or not is_bool(keyword(call, "shuffle"), True):
             continue
         given = isinstance(sampler, ast.Name) and sampler.id in source.parameters(call)
         if sampler is not None and not given and (sampler in samplers or ast.unparse(sampler) in made):
@@ -133,7 +133,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     loops = _epoch_loops(source)
     for call in distributed_samplers(source) if loops else ():
         shuffle = keyword(call, "shuffle")
-        shuffles = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
+        shuffles = shuffle is None or is_bool(shuffle, True)
         scope = getattr(source.scope(call), "name", "")
         if not shuffles or is_for_evaluation(source, call) or is_evaluation(scope) or source.uses_elastic:
             continue

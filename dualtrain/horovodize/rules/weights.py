@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import argument_at, is_bool, keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
@@ -63,7 +63,7 @@ def _is_set_to_constants(source: Source, model: str) -> bool:
                 return True
         found |= {ast.unparse(tensor)} if tensor is not None else set()
     made = source.values.get(model, [])
-    unbiased = bool(made) and all(isinstance(one, ast.Call) and _is_false(keyword(one, "bias")) for one in made)
+    unbiased = bool(made) and all(isinstance(one, ast.Call) and is_bool(keyword(one, "bias"), False) for one in made)
     return f"{model}.weight" in found and (unbiased or f"{model}.bias" in found)
 
 
@@ -78,10 +78,6 @@ def _set_to_constant(source: Source, call: ast.Call) -> ast.expr | None:
     if isinstance(tensor, ast.Attribute) and tensor.attr == "data":
         tensor = tensor.value
     return tensor if all(isinstance(value, ast.Constant) for value in values) else None
-
-
-def _is_false(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.Constant) and value.value is False
 
 
 def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_bool, is_stored, keyword, last_name
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.own_data import SHARDED, is_made_by_rank, is_sharded
@@ -44,9 +44,8 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
 
 def _shuffles_training(source: Source, call: ast.Call) -> bool:
     shuffle = argument_at(call, 2, "shuffle")
-    shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
     return (
-        shuffles
+        is_bool(shuffle, True)
         or any(_is_random(source, word) for word in call.keywords)
         or (shuffle is None and _has_whole_training_set(source, call))
     )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, is_stored, keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import first_argument, is_bool, is_stored, keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -200,8 +200,8 @@ def _freezes(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` freezes parameters; False if its function also unfreezes some, as for a GAN."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
         value = first_argument(node, "requires_grad")
-        return _is(value, False) and not _unfreezes_too(source, node)
-    if not isinstance(node, ast.Assign) or not _is(node.value, False):
+        return is_bool(value, False) and not _unfreezes_too(source, node)
+    if not isinstance(node, ast.Assign) or not is_bool(node.value, False):
         return False
     owners = [t.value for t in node.targets if isinstance(t, ast.Attribute) and t.attr == "requires_grad"]
     found = any(last_name(owner) in ("weight", "bias") or _is_parameter(source, owner) for owner in owners)
@@ -248,13 +248,9 @@ def _unfreezes_too(source: Source, node: ast.AST) -> bool:
             value = first_argument(other, "requires_grad") or ast.Constant(True)
         else:
             continue
-        if _is(value, True):
+        if is_bool(value, True):
             return True
     return False
-
-
-def _is(value: ast.expr | None, constant: bool) -> bool:
-    return isinstance(value, ast.Constant) and value.value is constant
 
 
 def several_evaluations(source: Source) -> Iterator[Finding]:
