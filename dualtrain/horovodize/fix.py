@@ -37,7 +37,7 @@ def fix(arguments: Sequence[str]) -> int:
             what = f"unknown option {unknown[0]!r}" if unknown else "--fix was given no script"
             raise UserError(f"{what}: name the scripts to change, or see --help")
         scripts = parse_scripts(names)
-        initialized = any(any(True for _ in source.hvd_calls("init")) for _, source in scripts.values())
+        initialized = any(source.hvd_calls("init") for _, source in scripts.values())
         repaired = {name: repair(source, initialized) for name, (_, source) in scripts.items()}
         data = {name: _encoded(scripts[name][0], result) for name, result in repaired.items()}
         written: list[str] = []

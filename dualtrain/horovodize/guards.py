@@ -222,7 +222,7 @@ class Guards:
         return self._excludes_init(node) or any(self._is_off(test, truth) for test, truth in self._conditions(node))
 
     def _excludes_init(self, node: ast.AST) -> bool:
-        inits = list(self.source.hvd_calls("init"))
+        inits = self.source.hvd_calls("init")
         return bool(inits) and all(self.source.exclusive(node, init) for init in inits)
 
     def is_with_horovod(self, test: ast.expr) -> bool:

@@ -149,9 +149,9 @@ class Source:
         full = self.name(node)
         return next((full.removeprefix(f"{root}.") for root in HOMES if full.startswith(f"{root}.")), "") if full else ""
 
-    def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
+    def hvd_calls(self, *names: str) -> list[ast.Call]:
         """Return the calls of the functions ``names`` of horovod.torch."""
-        return (call for name, call in self._named_calls if name in names)
+        return [call for name, call in self._named_calls if name in names]
 
     @cached_property
     def _named_calls(self) -> list[tuple[str, ast.Call]]:

@@ -570,9 +570,9 @@ def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
 @pytest.mark.parametrize("call", ["main(h)", "main(h=h)", "def start(h):\n    main(h)\nstart(h)"])
 def test_a_parameter_to_which_a_call_passes_the_module_is_the_module(call):
     text = f"import horovod.torch as h\ndef main(h):\n    h.init()\n{call}\n"
-    assert len(list(Source(text).hvd_calls("init"))) == 1
-    assert not list(Source(text.replace("main(h)\n", "main(0)\n").replace("h=h", "h=0")).hvd_calls("init"))
-    assert not list(Source(text.replace("    h.init()", "    h = h.cell\n    h.init()")).hvd_calls("init"))
+    assert len(Source(text).hvd_calls("init")) == 1
+    assert not Source(text.replace("main(h)\n", "main(0)\n").replace("h=h", "h=0")).hvd_calls("init")
+    assert not Source(text.replace("    h.init()", "    h = h.cell\n    h.init()")).hvd_calls("init")
 
 
 def test_each_file_of_a_program_is_searched_once(tmp_path):
@@ -653,7 +653,7 @@ def test_code_that_may_run_after_init_with_another_value_has_findings(start):
     mode = "self.mode" if "self" in start else "mode"
     body = f"    if {mode} == 1:\n        hvd.init()\n    if {mode} == 2:\n        use(hvd.nccl_built())"
     script = source(f"{start}\n{body}")
-    assert not script.exclusive(next(script.hvd_calls("init")), next(script.hvd_calls("nccl_built")))
+    assert not script.exclusive(script.hvd_calls("init")[0], script.hvd_calls("nccl_built")[0])
 
 
 def count_profile_events(text):

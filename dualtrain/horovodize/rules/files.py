@@ -36,7 +36,7 @@ _BUFFERS = ("io.BytesIO", "io.StringIO")
 
 def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
     """A file that every rank writes."""
-    if not (source.wraps or any(True for _ in source.hvd_calls("init"))):
+    if not (source.wraps or source.hvd_calls("init")):
         return
     guards = Guards.of(source)
     for call in source.calls:
@@ -89,7 +89,7 @@ def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[E
     rank = source.spell("rank", call)
     alone = block is not None or (isinstance(statement, ast.Expr) and statement.value is call)
     gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(statement))
-    if not saves or not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
+    if not saves or not alone or gathers or not rank or not source.hvd_calls("init"):
         return []
     if any(statement in nodes_after(source, shutdown) for shutdown in source.hvd_calls("shutdown")):
         return []  # rank() would raise an error

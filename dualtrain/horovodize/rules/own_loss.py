@@ -23,7 +23,7 @@ _LOCAL = (*_FINITE, *_CONVERSIONS, "any", "all", "bool", "int")
 
 def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
     """A step that a rank skips because its own loss is NaN, zero or too large."""
-    if any(True for _ in source.hvd_calls("join")):
+    if source.hvd_calls("join"):
         return
     look, backwards = Collectives(source), [call for call in source.calls if last_name(call.func) == "backward"]
     for branch in source.nodes if backwards else ():

@@ -49,7 +49,7 @@ def _is_logged(source: Source, node: ast.AST) -> bool:
 
 def same_gpu(source: Source) -> Iterator[Finding]:
     """Ranks that all use the default GPU, or all use ``cuda:0``; at most one finding."""
-    if not source.wraps or not any(True for _ in source.hvd_calls("init")):
+    if not source.wraps or not source.hvd_calls("init"):
         return
     if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
         return  # Ray may make only one GPU visible to each rank
@@ -182,7 +182,7 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
 
 def use_before_init(source: Source) -> Iterator[Finding]:
     """Calls of rank() and similar functions before init(), in the same block of code."""
-    inits = list(source.hvd_calls("init"))
+    inits = source.hvd_calls("init")
     if len(inits) != 1 or Guards.of(source).is_conditional(inits[0]) or runs_on_driver(source, inits[0]):
         return
     start = source.statement(inits[0])

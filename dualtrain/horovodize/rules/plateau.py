@@ -39,7 +39,7 @@ class _Assigned(NamedTuple):
 def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
     """A ReduceLROnPlateau that gets the training loss of this rank, although each rank has its own samples."""
     steps = [call for call in source.calls if call.args and _steps_plateau(source, call)]
-    sampled = any(True for file in source.files for _ in distributed_samplers(file))
+    sampled = any(map(distributed_samplers, source.files))
     if not steps or not sampled or sends_rate(source) or any(map(_may_send, source.files)):
         return
     for call in steps:

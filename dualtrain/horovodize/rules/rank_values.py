@@ -30,7 +30,7 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
 
     Examples are the first epoch, which rank 0 reads from a checkpoint, and a flag by which rank 0 stops early.
     """
-    if source.uses_elastic or any(True for _ in source.hvd_calls("join")):
+    if source.uses_elastic or source.hvd_calls("join"):
         return
     guards, look = Guards.of(source), Collectives(source)
     for loop in (node for node in source.nodes if isinstance(node, ast.For | ast.While)):

@@ -48,7 +48,7 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
 def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A loop that contains collectives and that only some ranks leave, for example by an early stop on rank 0."""
     look = Collectives(source)
-    if any(True for _ in source.hvd_calls("join")):
+    if source.hvd_calls("join"):
         return
     for jump in source.nodes:
         found = look.left_loop(jump) if isinstance(jump, ast.Break | ast.Return) else ""

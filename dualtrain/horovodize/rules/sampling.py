@@ -24,7 +24,7 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
     called = (last_name(call.func) for file in source.files for call in file.calls)
     if any(_STARTS_GROUP.match(name) and all(name not in file.functions for file in source.files) for name in called):
         return
-    samplers = list(distributed_samplers(source))
+    samplers = distributed_samplers(source)
     for call in samplers:
         if any(word.arg is None for word in call.keywords) or len(call.args) > 2:
             continue
@@ -62,7 +62,7 @@ def is_for_other_launcher(source: Source, node: ast.AST) -> bool:
 
 def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
     """A DataLoader with a distributed sampler and shuffle=True."""
-    samplers = list(distributed_samplers(source))
+    samplers = distributed_samplers(source)
     made = {target for target, value, _ in source.assignments if any(part in samplers for part in ast.walk(value))}
     for call in source.calls:
         sampler = keyword(call, "sampler")
@@ -80,7 +80,7 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
     """A DistributedSampler that gets the local rank or size, or a constant."""
     guards = Guards.of(source)
-    if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
+    if source.hvd_calls("cross_rank", "cross_size"):
         return  # the script may give each host its own samples
     for call in distributed_samplers(source):
         for position, (argument, right) in enumerate((("num_replicas", "size"), ("rank", "rank")), start=1):
@@ -202,9 +202,9 @@ def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> 
     return at_top and isinstance(user, Function) and target not in {word.arg for word in user.args.args}
 
 
-def distributed_samplers(source: Source) -> Iterator[ast.Call]:
-    """Yield the calls that make a DistributedSampler of torch, if the file uses Horovod."""
-    return (call for call in source.calls if source.uses_horovod and is_distributed_sampler(source, call))
+def distributed_samplers(source: Source) -> list[ast.Call]:
+    """Return the calls that make a DistributedSampler of torch, if the file uses Horovod."""
+    return [call for call in source.calls if source.uses_horovod and is_distributed_sampler(source, call)]
 
 
 _COUNTS = ("range", "trange", "tqdm", "count", "master_bar", "xrange")

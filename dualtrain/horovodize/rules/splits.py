@@ -85,7 +85,7 @@ def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
 def shard_by_local_rank(source: Source) -> Iterator[Finding]:
     """A shard that is chosen by the local rank, although there is one shard for each rank of all hosts."""
     guards = Guards.of(source)
-    if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
+    if source.hvd_calls("cross_rank", "cross_size"):
         return
     for node in source.nodes:
         pair = _shard(source, node)

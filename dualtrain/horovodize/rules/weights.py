@@ -34,7 +34,7 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
         sent = [one and ast.unparse(one) for one in sent_models(source, wrap, model)]
         if None in sent:
             continue  # an unknown model is broadcast, which may be this one
-        if source.scope(wrap) is not source.tree and not any(True for _ in source.hvd_calls("init")):
+        if source.scope(wrap) is not source.tree and not source.hvd_calls("init"):
             continue  # other files may call this function, then broadcast
         text = ast.unparse(model)
         seen.add(text)

@@ -74,7 +74,7 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
         if (samples or last_name(other.func) == "DistributedSampler") and source.exclusive(call, other):
             return True
     scope = source.scope(call)
-    if not isinstance(scope, Function) or not any(True for _ in distributed_samplers(source)):
+    if not isinstance(scope, Function) or not distributed_samplers(source):
         return False
     elsewhere = any(last_name(each.func) == scope.name for file in source.files[1:] for each in file.calls)
     return scope.name not in ENTRY_POINTS and not elsewhere and not any(True for _ in calls_of(source, scope))

@@ -65,7 +65,7 @@ _BROADCAST_STATE = (
 
 def _is_loaded_by_all(source: Source, load: ast.Call) -> bool:
     """Return whether all ranks may run ``load``, or the program broadcasts the optimizer's state."""
-    broadcasts = any(True for file in source.files for _ in file.hvd_calls("broadcast_optimizer_state"))
+    broadcasts = any(file.hvd_calls("broadcast_optimizer_state") for file in source.files)
     return broadcasts or not Guards.of(source).looks_like_one_rank(load)
 
 
@@ -121,7 +121,7 @@ def _is_wrapped_apart(source: Source, call: ast.Call, optimizer: ast.expr) -> bo
 
 def _may_be_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
     """Return whether nothing wraps ``optimizer`` before ``call``, and a function of the script may wrap it later."""
-    wraps = list(source.hvd_calls("DistributedOptimizer"))
+    wraps = source.hvd_calls("DistributedOptimizer")
     earlier = [wrap for name, wrap in source.wraps if name == last_name(optimizer)]
     return bool(wraps) and not earlier and all(source.scope(wrap) is not source.scope(call) for wrap in wraps)
 
