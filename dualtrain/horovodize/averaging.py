@@ -39,7 +39,7 @@ def may_average(source: Source) -> bool:
             return True
         if any(_OF_WEIGHTS.search(name.rpartition(".")[2]) for name in file.imported_names):
             return True
-        for _, nodes in file.scopes:
+        for nodes in file.scopes.values():
             called = {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
             near = (node for node in nodes if _WEIGHTS.search(last_name(node)) and not _only_uses(file, node))
             if any(is_collective(name) or name in averaging for name in called) and any(near):

@@ -32,7 +32,7 @@ class Event(NamedTuple):
 def steps(source: Source) -> Iterator[list[Event]]:
     """Yield the events of each function and of the module, in source order, except those that run only without Horovod."""
     guards, passes, changes = Guards.of(source), _backward_functions(source), changing_functions(source)
-    for _, nodes in source.scopes:
+    for nodes in source.scopes.values():
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
         changed = (node for node in nodes if is_change(source, node) or _is_call_of(node, changes))
         found += [Event("change", node) for node in changed]  # type: ignore[arg-type]  # the node may be an assignment

@@ -27,7 +27,7 @@ def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """
     if not any(_STARTS_RANKS.match(name) for name in source.imported_names):
         return False
-    own = next(nodes for scope, nodes in source.scopes if scope is source.scope(node))
+    own = source.scopes[source.scope(node)]
     return not any(isinstance(part, ast.Call) and source.hvd(part.func) for part in own)
 
 

@@ -337,12 +337,12 @@ class Source:
         return found
 
     @cached_property
-    def scopes(self) -> list[tuple[Scope, list[ast.AST]]]:
-        """The module and every function, each with its own nodes in source order."""
-        own: dict[ast.AST, list[ast.AST]] = {node: [] for node in self.nodes if isinstance(node, Scope)}
+    def scopes(self) -> dict[Scope, list[ast.AST]]:
+        """Map of the module and of every function to its own nodes in source order."""
+        own: dict[Scope, list[ast.AST]] = {node: [] for node in self.nodes if isinstance(node, Scope)}
         for node in self.nodes[1:]:
             own[self.scope(node)].append(node)
-        return [(scope, nodes) for scope, nodes in own.items() if isinstance(scope, Scope)]
+        return own
 
     @cached_property
     def definitions(self) -> list[tuple[str, list[str]]]:

@@ -40,8 +40,7 @@ def _is_started(source: Source) -> bool:
 
     A call of ``hvd.init`` does not suffice, because a module that other files import may call it.
     """
-    top = next(nodes for scope, nodes in source.scopes if scope is source.tree)
-    for node in top:
+    for node in source.scopes[source.tree]:
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
             return True
         if isinstance(node, ast.Call) and (last_name(node.func) == "backward" or _calls_own(source, node)):

@@ -122,7 +122,7 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
             makers = {source.scope(one) for name, _, one in source.assignments if name == text}
             samplers.setdefault(target, []).append((home, (_home(text, home if home in makers else source.tree), text)))
     found = set()
-    for scope, nodes in source.scopes:
+    for scope, nodes in source.scopes.items():
         evaluating = False
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):
