@@ -81,9 +81,8 @@ def averaging_functions(source: Source) -> set[str]:
 
 
 def _only_uses(source: Source, node: ast.AST) -> bool:
-    calls = (above for above in source.above(node) if isinstance(above, ast.Call))
     return any(
         _USES_ONLY.match(source.name(call.func))
         or source.hvd(call.func) in ("DistributedOptimizer", "broadcast_parameters")
-        for call in calls
+        for call in source.around(node, ast.Call)
     )

@@ -59,6 +59,5 @@ def _is_gradient(source: Source, node: ast.AST) -> bool:
         return False
     if last_name(node.value) in ("bias", "weight") and isinstance(node.value, ast.Attribute):
         return True
-    loops = [above for above in source.above(node) if isinstance(above, ast.For)]
-    named = (loop for loop in loops if last_name(node.value) in variables_in(loop.target))
+    named = (loop for loop in source.around(node, ast.For) if last_name(node.value) in variables_in(loop.target))
     return isinstance(node.value, ast.Name) and any("param" in ast.unparse(loop.iter) for loop in named)

@@ -18,6 +18,7 @@ from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
 from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, loaded_module
 
 T = TypeVar("T")
+N = TypeVar("N", bound=ast.AST)
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
@@ -377,9 +378,13 @@ class Source:
             yield parent
             node = parent
 
+    def around(self, node: ast.AST, kind: type[N]) -> Iterator[N]:
+        """Yield the nodes of one ``kind`` that contain ``node``, from the innermost to the outermost."""
+        return (above for above in self.above(node) if isinstance(above, kind))
+
     def with_items(self, node: ast.AST) -> Iterator[ast.withitem]:
         """Yield the items of the ``with`` statements that contain ``node``, from the innermost to the outermost."""
-        return (item for above in self.above(node) if isinstance(above, ast.With) for item in above.items)
+        return (item for block in self.around(node, ast.With) for item in block.items)
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return ``node`` if it is a statement, else the innermost statement that contains it."""

@@ -68,7 +68,7 @@ def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -
     """
     if event.kind != "backward" or isinstance(passes, ast.Constant):
         return False
-    tests = [above.test for above in source.above(event.node) if isinstance(above, ast.If) and loop in source.above(above)]
+    tests = [above.test for above in source.around(event.node, ast.If) if loop in source.above(above)]
     return any(ast.unparse(passes) == ast.unparse(node) for test in tests for node in ast.walk(test))
 
 

@@ -255,7 +255,7 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 def _is_under_unknown_flag(source: Source, node: ast.AST) -> bool:
     """Return whether the write depends on a variable that the file does not assign. Its value may depend on the rank."""
-    tests = [above.test for above in source.above(node) if isinstance(above, ast.If)]
+    tests = [above.test for above in source.around(node, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [
         part for part in parts if isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) not in source.values

@@ -100,7 +100,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if source.name(call.func) not in _DP or source.scope(call) not in scopes or not _gets_all_gpus(source, call):
             continue
-        tests = [ast.unparse(above.test) for above in source.above(call) if isinstance(above, ast.If)]
+        tests = [ast.unparse(above.test) for above in source.around(call, ast.If)]
         counted = all(re.search(r"device_count|is_available|__name__", test) for test in tests)
         if counted and len(call.args) == 1 and not guards.is_without_horovod(call):
             message = (

@@ -46,9 +46,8 @@ def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]
         elif isinstance(node, ast.Call) and last_name(node.func) in _FINITE:
             tested = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
         if any(ast.unparse(converted(value)) in losses for value in tested):
-            around = (above for above in look.source.above(node) if isinstance(above, ast.Call))
             # Functions that are not in _LOCAL may combine the values of all ranks.
-            local = all(last_name(call.func) in _LOCAL for call in around)
+            local = all(last_name(call.func) in _LOCAL for call in look.source.around(node, ast.Call))
             return local and not COMMON.search(ast.unparse(branch.test))
     return False
 

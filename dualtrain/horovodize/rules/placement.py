@@ -43,8 +43,7 @@ def _is_used_elsewhere(source: Source, used: ast.expr, numbers: list[ast.expr]) 
 
 
 def _is_logged(source: Source, node: ast.AST) -> bool:
-    calls = (above for above in source.above(node) if isinstance(above, ast.Call))
-    return any(_LOGS.search(last_name(call.func)) for call in calls)
+    return any(_LOGS.search(last_name(call.func)) for call in source.around(node, ast.Call))
 
 
 def same_gpu(source: Source) -> Iterator[Finding]:
@@ -88,7 +87,7 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
 
 def _is_chosen(source: Source, call: ast.Call) -> bool:
     """Return whether ``call`` depends on a condition other than whether there is a GPU."""
-    tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
+    tests = [above.test for above in source.around(call, ast.If)]
     tests += [node.test for node in ast.walk(call) if isinstance(node, ast.IfExp)]
     texts = [ast.unparse(test) for test in tests if "__name__" not in ast.unparse(test)]
     return not all(re.fullmatch(r"[\w.]*(is_available\(\)|cuda)", text) for text in texts)

@@ -91,7 +91,7 @@ def _may_send(source: Source) -> bool:
 
 
 def _is_unconditional(source: Source, call: ast.Call) -> bool:
-    tests = [above.test for above in source.above(call) if isinstance(above, ast.If)]
+    tests = [above.test for above in source.around(call, ast.If)]
     return all("__name__" in (text := ast.unparse(test)) or _PROGRESS.search(text) for test in tests)
 
 

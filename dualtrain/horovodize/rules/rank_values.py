@@ -118,7 +118,7 @@ def _home(source: Source, name: ast.Name | ast.Attribute, node: ast.AST) -> ast.
     """Return the function around ``node`` if ``name`` is a variable. For an attribute, return the class or the module."""
     if isinstance(name, ast.Name):
         return source.scope(node)
-    return next((above for above in source.above(node) if isinstance(above, ast.ClassDef)), source.tree)
+    return next(source.around(node, ast.ClassDef), source.tree)
 
 
 def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
@@ -176,8 +176,7 @@ def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> boo
     group = ast.parse(target, mode="eval").body.value  # type: ignore[attr-defined]
     if isinstance(group, ast.Subscript):
         return _are_groups_of_wrapped(source, group.value)
-    loops = [above for above in source.above(assignment) if isinstance(above, ast.For)]
-    pairs = (pair for loop in loops for pair in _pairs(loop.target, loop.iter))
+    pairs = (pair for loop in source.around(assignment, ast.For) for pair in _pairs(loop.target, loop.iter))
     given = next((value for name, value in pairs if ast.unparse(name) == ast.unparse(group)), None)
     return given is not None and _are_groups_of_wrapped(source, given)
 

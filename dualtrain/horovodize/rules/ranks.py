@@ -166,12 +166,12 @@ class Collectives:
             below = above
         if not inside or not isinstance(above, ast.For | ast.While):
             return ""
-        tests = [one.test for one in self.source.above(jump) if isinstance(one, ast.If) and above in self.source.above(one)]
+        tests = [one.test for one in self.source.around(jump, ast.If) if above in self.source.above(one)]
         if isinstance(above, ast.For) and any(_compares_equal(test, above.target) for test in tests):
             return ""  # perhaps in the last iteration
         branch, arm = inside[-1]
         other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
-        around = [one for one in self.source.above(branch) if isinstance(one, ast.If) and above in self.source.above(one)]
+        around = [one for one in self.source.around(branch, ast.If) if above in self.source.above(one)]
         other += [later for one in around for later in self._following(one)]
         endless = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
         if not endless or any(may_leave(node) for part in other for node in ast.walk(part)):

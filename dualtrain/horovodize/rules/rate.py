@@ -127,7 +127,7 @@ def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
 
 def _is_reported(source: Source, values: ast.Dict) -> bool:
     """Return whether ``values`` is in a call that reports or records values, such as ``print``, ``log`` or ``append``."""
-    calls = [above for above in source.above(values) if isinstance(above, ast.Call)]
+    calls = list(source.around(values, ast.Call))
     adds = any(last_name(call.func) in ("append", "extend") for call in calls)
     if adds and any(isinstance(key, ast.Constant) and key.value == "params" for key in values.keys):
         return False  # a parameter group of an optimizer

@@ -50,7 +50,7 @@ def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, at: ast.AST
         local = any(isinstance(above, ast.Lambda) for above in source.above(sent))
         return scope in (source.tree, source.scope(at)) and not local
     both = all(isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" for one in (sent, model))
-    classes = [next((a for a in source.above(node) if isinstance(a, ast.ClassDef)), None) for node in (sent, at)]
+    classes = [next(source.around(node, ast.ClassDef), None) for node in (sent, at)]
     return both and classes[0] is classes[1] is not None
 
 

@@ -194,7 +194,7 @@ def is_switched_off(source: Source, node: ast.AST) -> bool:
     ``if`` (other than ``if __name__ …``).
     Parsed command-line options are never regarded as always false, because the user may set them.
     """
-    tests = [above.test for above in source.above(node) if isinstance(above, ast.IfExp) and node is above.body]
+    tests = [above.test for above in source.around(node, ast.IfExp) if node is above.body]
     for above in (node, *source.above(node)):
         parent = source.parents.get(above)
         if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
@@ -219,7 +219,7 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
 
     If ``node`` is in no call, any DistributedOptimizer of the script may get it, so all of them are checked.
     """
-    inside = [above for above in source.above(node) if isinstance(above, ast.Call) and source.hvd(above.func)]
+    inside = [above for above in source.around(node, ast.Call) if source.hvd(above.func)]
     calls = inside or [wrap for _, wrap in source.wraps]
     return not calls or any(_may_average(source, keyword(call, "op")) for call in calls)
 

@@ -125,7 +125,7 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     if has_gradient_hooks(source):
         return True
     averaging = averaging_functions(source)
-    loop = next((above for above in source.above(events[number].node) if isinstance(above, ast.For)), None)
+    loop = next(source.around(events[number].node, ast.For), None)
     inside = list(calls_in(loop)) if loop is not None else []
     own = [] if any(last_name(call.func) == "backward" for call in inside) else inside  # a loop over parameters
     for call in (*own, *_since_last_pass(source, events, number)[1]):
@@ -217,7 +217,7 @@ def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
         return False
     around = list(source.above(step.node))
     synchronized = [event for event in events if event.kind == "synchronize" and event.optimizer == step.optimizer]
-    conditions = [[above for above in source.above(one.node) if isinstance(above, ast.If)] for one in synchronized]
+    conditions = [list(source.around(one.node, ast.If)) for one in synchronized]
     return all(any(condition not in around for condition in found) for found in conditions)
 
 

@@ -243,5 +243,5 @@ def _is_called(source: Source, statement: ast.AST) -> bool:
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is in a class whose base class is not defined in the program."""
     own = {one.name for file in source.files for one in file.classes}
-    bases = [base for above in source.above(node) if isinstance(above, ast.ClassDef) for base in above.bases]
+    bases = [base for above in source.around(node, ast.ClassDef) for base in above.bases]
     return any(last_name(base) not in own | {"object", "Module"} for base in bases)

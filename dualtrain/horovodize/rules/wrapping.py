@@ -214,7 +214,7 @@ def _is_of_models(source: Source, node: ast.AST, models: set[str]) -> bool:
     The function that contains ``node`` may get the model as an argument.
     """
     if isinstance(node, ast.Assign):
-        loops = [above for above in source.above(node) if isinstance(above, ast.For)]
+        loops = list(source.around(node, ast.For))
         text = ast.unparse(loops[0].iter if loops else node.targets[0])
     else:
         text = ast.unparse(node)
@@ -235,9 +235,8 @@ def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
 
 def _is_parameter(source: Source, owner: ast.expr) -> bool:
     """Return whether ``owner`` is a variable of a loop over parameters."""
-    loops = [above for above in source.above(owner) if isinstance(above, ast.For)]
-    named = (loop for loop in loops if isinstance(owner, ast.Name) and owner.id in variables_in(loop.target))
-    return any("parameters" in ast.unparse(loop.iter) for loop in named)
+    named = (loop for loop in source.around(owner, ast.For) if last_name(owner) in variables_in(loop.target))
+    return isinstance(owner, ast.Name) and any("parameters" in ast.unparse(loop.iter) for loop in named)
 
 
 def _unfreezes_too(source: Source, node: ast.AST) -> bool:
