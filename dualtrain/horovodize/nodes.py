@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 
@@ -14,6 +15,11 @@ def last_name(node: ast.AST) -> str:
 def variables_in(node: ast.AST) -> set[str]:
     """Return the names of the variables in ``node``, without attributes."""
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def names_of_target(target: str) -> list[str]:
+    """Return the variables and attributes in ``target``, the text of an assignment's target, which may be a tuple."""
+    return re.split(r",\s*", target.strip("()")) if target.startswith("(") else [target]
 
 
 def names_in(node: ast.AST) -> set[str]:

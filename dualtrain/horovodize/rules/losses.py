@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import calls_in, first_argument
+from dualtrain.horovodize.nodes import calls_in, first_argument, names_of_target
 from dualtrain.horovodize.source import Source
 
 #: A variable counts as a model if the script calls one of these methods on it.
@@ -57,7 +57,7 @@ def _origins(source: Source, backward: ast.Call) -> list[ast.expr]:
     for value in found:
         names = set(_variables(value)) - seen
         seen |= names
-        found += [given for target, given in own if names & set(target.strip("()").replace(" ", "").split(","))]
+        found += [given for target, given in own if names.intersection(names_of_target(target))]
     return found
 
 

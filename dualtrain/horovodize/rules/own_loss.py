@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import last_name, variables_in
+from dualtrain.horovodize.nodes import last_name, names_of_target, variables_in
 from dualtrain.horovodize.rules.ranks import Collectives
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -62,9 +62,8 @@ def _losses(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set
     if not names:
         return set()
     scope = source.scope(branch)
-    own = [
-        (name, value) for target, value, at in source.assignments if source.scope(at) is scope for name in _names(target)
-    ]
+    assigned = [(target, value) for target, value, at in source.assignments if source.scope(at) is scope]
+    own = [(name, value) for target, value in assigned for name in names_of_target(target)]
     found = names | {target for target, value in own if ast.unparse(converted(value)) in names}
     if may_be_common(look, branch, found, own):
         return set()
@@ -99,11 +98,6 @@ def may_be_common(look: Collectives, at: ast.AST, losses: set[str], own: list[tu
             if any(ast.unparse(node) in losses for node in given):
                 return True
     return False
-
-
-def _names(target: str) -> list[str]:
-    """Return the variables in ``target``, which may be a tuple."""
-    return re.split(r",\s*", target.strip("()")) if target.startswith("(") else [target]
 
 
 def scaled(owner: ast.expr) -> ast.expr:

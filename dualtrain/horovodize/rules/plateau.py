@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import calls_in, given_values, is_stored, last_name
+from dualtrain.horovodize.nodes import calls_in, given_values, is_stored, last_name, names_of_target
 from dualtrain.horovodize.order import called
 from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
 from dualtrain.horovodize.rules.ranks import RATE, Collectives, sends_rate
@@ -178,10 +178,8 @@ def _is_known(source: Source, scope: Scope, name: str, assignments: int) -> bool
 
 def _assigned(source: Source) -> Iterator[_Assigned]:
     for target, value, at in source.assignments:
-        parts = re.split(r",\s*", target.strip("()")) if target.startswith("(") else []
-        yield from (_Assigned(part, value, at, position) for position, part in enumerate(parts))
-        if not parts:
-            yield _Assigned(target, value, at, None)
+        for position, name in enumerate(names_of_target(target)):
+            yield _Assigned(name, value, at, None if name == target else position)
 
 
 def _is_training(source: Source, call: ast.Call) -> bool:
