@@ -396,6 +396,20 @@ class Source:
         blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
+    def is_caught(self, node: ast.AST, errors: str) -> bool:
+        """Return whether ``node`` is in the body of a ``try`` that catches an exception whose name matches ``errors``.
+
+        ``except:`` without a name catches "Exception".
+        """
+        below = node
+        for above in self.above(node):
+            if isinstance(above, ast.Try) and below in above.body:
+                caught = (ast.unparse(handler.type) if handler.type else "Exception" for handler in above.handlers)
+                if re.search(errors, " ".join(caught)):
+                    return True
+            below = above
+        return False
+
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Return whether the nodes are in branches that exclude each other.
 

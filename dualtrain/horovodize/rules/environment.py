@@ -47,17 +47,13 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
 
 def is_guarded(source: Source, node: ast.AST) -> bool:
     """Return whether the script continues if this import fails, or needs the import only for a different framework."""
-    below: ast.AST = node
+    if source.is_caught(node, r"ImportError|ModuleNotFoundError|\bException"):
+        return True
     for above in source.above(node):
-        if isinstance(above, ast.Try) and below in above.body:
-            caught = " ".join(ast.unparse(handler.type) if handler.type else "Exception" for handler in above.handlers)
-            if re.search(r"ImportError|ModuleNotFoundError|\bException", caught):
-                return True
-        elif isinstance(above, ast.With | ast.If):
+        if isinstance(above, ast.With | ast.If):
             condition = above.items[0] if isinstance(above, ast.With) else above.test
             if _OTHER_USE.search(ast.unparse(condition)):
                 return True
-        below = above
     others = (other for other in source.nodes if isinstance(other, ast.Import | ast.ImportFrom) and other is not node)
     return any("horovod.torch" in ast.unparse(other) and source.exclusive(node, other) for other in others)
 

@@ -16,21 +16,9 @@ from dualtrain.horovodize.source import Finding, Function, Source
 def set_to_none(source: Source) -> Iterator[Finding]:
     """zero_grad with set_to_none: a TypeError on Horovod."""
     for call in _on_wrapped(source, "zero_grad"):
-        if (call.args or call.keywords) and not _is_tried(source, call):
+        if (call.args or call.keywords) and not source.is_caught(call, r"\b(TypeError|Exception)\b"):
             message = "zero_grad() accepts set_to_none; on Horovod it raises TypeError; nothing to do"
             yield Finding(call.lineno, "differs", message)
-
-
-def _is_tried(source: Source, call: ast.Call) -> bool:
-    """Return whether the script catches the TypeError of ``call``."""
-    below: ast.AST = call
-    for above in source.above(call):
-        if isinstance(above, ast.Try) and below in above.body:
-            caught = [ast.unparse(handler.type) if handler.type else "Exception" for handler in above.handlers]
-            if re.search(r"\b(TypeError|Exception)\b", " ".join(caught)):
-                return True
-        below = above
-    return False
 
 
 def group_after_wrapping(source: Source) -> Iterator[Finding]:
