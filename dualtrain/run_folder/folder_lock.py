@@ -184,7 +184,7 @@ def user_of(folder: Path) -> tuple[Seen | None, bool]:
     return seen, bool(seen and seen.locked and _is_here(seen))
 
 
-def refuse(folder: Path, user: object) -> UserError:
+def in_use(folder: Path, user: object) -> UserError:
     """Return the error for a folder that ``user`` uses."""
     return UserError(
         f"--run-dir {str(folder)!r} is used by {user}: wait for its end, or choose another folder", transient=True
@@ -230,7 +230,7 @@ class _Wait:
             return True
         seconds = min(WAIT_SECONDS, self._limit) if self._waits else 0.0
         if time.monotonic() >= min(self._began + seconds, self._ends):
-            raise refuse(self._folder, seen)
+            raise in_use(self._folder, seen)
         self._warn_once(f"is used by {seen}: waiting up to {seconds:g} s for its end")
         return False
 
@@ -242,7 +242,7 @@ class _Wait:
         if now >= self._changed + seconds:
             return True
         if self._renewals >= (RENEWALS if self._waits else 1):
-            raise refuse(self._folder, seen)
+            raise in_use(self._folder, seen)
         if now >= self._ends:
             enough = 2 * max(seconds, self._limit)
             raise UserError(

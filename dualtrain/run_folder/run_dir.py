@@ -37,7 +37,7 @@ from dualtrain.files import (
 )
 from dualtrain.models.weights import RECORD, read_safetensors, record_in
 from dualtrain.run_folder.checkpoint import BEST
-from dualtrain.run_folder.folder_lock import FolderLock, refuse, user_of
+from dualtrain.run_folder.folder_lock import FolderLock, in_use, user_of
 from dualtrain.state import weights_sha256
 
 WEIGHTS = "model.safetensors"
@@ -78,7 +78,7 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
         restart = owner is not None and lock.job != "" and lock.job in (owner.run, owner.job)
         other = None if restart else _other_content(folder, output)
         if other is not None:
-            raise refuse(folder, seen) if runs else other
+            raise in_use(folder, seen) if runs else other
         if output.resume == AUTO or seen is not None or (folder / "config.json").exists():
             lock.take(folder, timeout / 2, waits=restart or output.resume is not None)
     may_resume = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))
