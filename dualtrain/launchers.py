@@ -187,9 +187,13 @@ class _Variables:
         )
 
 
-def _torchrun(v: _Variables) -> World:
+def _torch_variables(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
-    world = v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
+    return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
+
+
+def _torchrun(v: _Variables) -> World:
+    world = _torch_variables(v)
     # The run id alone does not identify a job: with --rdzv-endpoint and no --rdzv-id, it is "none". Only the agents' store
     # can keep a name over restarts.
     kept = v.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -197,12 +201,7 @@ def _torchrun(v: _Variables) -> World:
 
 
 def _spawn(v: _Variables) -> World:
-    return replace(_ray(v), served=True)
-
-
-def _ray(v: _Variables) -> World:
-    local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
-    return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
+    return replace(_torch_variables(v), served=True)
 
 
 def _horovodrun(v: _Variables) -> World:
@@ -342,7 +341,7 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Var
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", _by_pmi, _pmi),
     ("spark", lambda env: env.get(SPAWNED) == "spark", _spawn),
-    ("ray", _by_ray, _ray),
+    ("ray", _by_ray, _torch_variables),
     ("spawn", lambda env: SPAWNED in env, _spawn),
     ("srun", _in_a_step, _srun),
     ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
