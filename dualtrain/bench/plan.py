@@ -127,7 +127,9 @@ MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that ar
 #: The contenders in the order of a round; compared contenders are close to each other.
 ENTRIES = {
     "alone": Entry("no communication", "alone", quick=False),
-    "one-number": Entry("no communication but a sum of one number per step", "one_number", "shm", quick=False, steps=()),
+    "one-number": Entry(
+        "no communication but a sum of one number per step", "one_number", "torch/shm", quick=False, steps=()
+    ),
     "shm": Entry(
         "dualtrain torch, shared memory",
         OURS,

@@ -9,16 +9,12 @@ import torch
 from torch.nn import functional
 
 from dualtrain.bench.contenders import Contender, Steps
-from dualtrain.bench.contenders.ours import connected
+from dualtrain.bench.contenders.ours import Ours
 from dualtrain.bench.workloads import Task
 
 
-class OneNumber(Contender):
-    """Ranks that train their own models, and sum one number in each step; ``option`` is the transport of the sum."""
-
-    def __init__(self, option: str, device: torch.device) -> None:
-        self.backend = connected("torch", option, device)
-        self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
+class OneNumber(Ours):
+    """Ranks that train their own models, and sum one number in each step."""
 
     def train(self, task: Task) -> Steps:
         """See the base class."""
@@ -34,10 +30,6 @@ class OneNumber(Contender):
             optimizer.step()
             yield
         return model
-
-    def close(self) -> None:
-        """See the base class."""
-        self.backend.close()
 
 
 def start(option: str, device: torch.device) -> Contender:

@@ -9,11 +9,11 @@ import torch
 
 import dualtrain
 from dualtrain.bench.contenders import Contender, Steps
-from dualtrain.bench.contenders.ours import connected
+from dualtrain.bench.contenders.ours import Ours
 from dualtrain.bench.workloads import Task
 
 
-class WithTrainer(Contender):
+class WithTrainer(Ours):
     """Steps of the trainer with PARTS batches per rank: one for each virtual rank, or all accumulated.
 
     Args:
@@ -24,9 +24,8 @@ class WithTrainer(Contender):
 
     def __init__(self, option: str, device: torch.device) -> None:
         name, transport, virtual, parts, *_ = [*option.split("/"), "", ""]
+        super().__init__(f"{name}/{transport}", device)
         self.parts = int(parts or 1)
-        self.backend = connected(name, transport, device)
-        self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
         self.virtual_ranks = self.parts * self.size if virtual else None
 
     def train(self, task: Task) -> Steps:
@@ -38,10 +37,6 @@ class WithTrainer(Contender):
             trainer.step([(inputs, targets)] * self.parts, self.parts * self.size * len(targets))
             yield
         return model
-
-    def close(self) -> None:
-        """See the base class."""
-        self.backend.close()
 
 
 def start(option: str, device: torch.device) -> Contender:
