@@ -30,13 +30,10 @@ def in_thread(
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")
 
-    def silently() -> None:
+    def silently(*args: Any) -> None:
         with suppress(Exception):
             target(*args)
 
-    thread = (
-        threading.Thread(target=silently, name=name) if silent else threading.Thread(target=target, args=args, name=name)
-    )
-    thread.daemon = daemon
+    thread = threading.Thread(target=silently if silent else target, args=args, name=name, daemon=daemon)
     thread.start()
     return thread
