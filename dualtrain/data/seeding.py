@@ -1,4 +1,4 @@
-"""Seeding of the global random number generators while one sample is read."""
+"""Seeding of the global random number generators of the CPU: torch's, numpy's and Python's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from dualtrain.data.draws import sample_seed
 
 
+def seed_cpu(value: int) -> None:
+    """Seed the generators with ``value``, at least 0. ``torch.manual_seed`` takes longer, and also seeds all GPUs."""
+    torch.default_generator.manual_seed(value)
+    numpy.random.seed(value % 2**32)
+    random.seed(value)
+
+
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
-    """Seed torch (CPU), ``random`` and numpy from (seed, sample index), and restore their states afterwards.
-
-    ``torch.manual_seed`` is not used because it would also seed the GPUs, whose generators the model uses.
-    """
-    value = sample_seed(seed, number)
+    """Seed the generators from (seed, sample index) for the block, and restore their states afterwards."""
     states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
-    torch.default_generator.manual_seed(value)
-    random.seed(value)
-    numpy.random.seed(value % 2**32)
+    seed_cpu(sample_seed(seed, number))
     try:
         yield
     finally:

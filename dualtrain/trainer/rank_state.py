@@ -13,13 +13,13 @@ from torch import nn
 from dualtrain.backends import Backend
 from dualtrain.backends.wire import shares_elements
 from dualtrain.data.draws import derived
+from dualtrain.data.seeding import seed_cpu
 
 
 def seed_all(seed: int) -> None:
     """Seed torch (all devices), numpy and ``random``."""
     torch.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
-    random.seed(seed)
+    seed_cpu(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -10,14 +10,12 @@ VirtualFlow (Or et al., MLSys 2022).
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy
 import torch
 from torch import nn
 
@@ -27,6 +25,7 @@ from dualtrain.backends.wire import same_bits
 from dualtrain.batchnorm import RankNorm, is_synchronized
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
+from dualtrain.data.seeding import seed_cpu
 from dualtrain.errors import UserError
 from dualtrain.shards import without_collectives
 from dualtrain.trainer.common_buffers import CommonBuffers
@@ -187,13 +186,10 @@ class VirtualRanks:
     def _seed_all(self, *parts: object) -> None:
         """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``parts``."""
         value = derived(self._seed, "shard", *parts)
-        # Don't call torch.manual_seed: it takes long, and also seeds the other ranks' GPUs.
-        torch.default_generator.manual_seed(value)
-        if self._backend.device.type == "cuda":
+        seed_cpu(value)
+        if self._backend.device.type == "cuda":  # not torch.manual_seed, which also seeds the other ranks' GPUs
             with torch.cuda.device(self._backend.device):
                 torch.cuda.manual_seed(value)
-        numpy.random.seed(value % 2**32)
-        random.seed(value)
 
     def _flags(self, mine: Sequence[float]) -> Sequence[float]:
         """Return the control flags that this rank sends with its first shard.
