@@ -13,7 +13,6 @@ import re
 import socket
 import sys
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +72,7 @@ from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 from tests import forked
+from tests.commands.test_report import Page
 from tests.conftest import require_horovod
 from tests.launch.hosts import require_hosts
 from tests.pool import ROOT
@@ -388,22 +388,6 @@ def test_a_missing_contender_is_reported_with_its_cure():
 def test_the_report_of_an_installed_contender_that_failed_has_no_advice_to_install_it():
     said = text_of(results(shm=0.1, missing={"hvd-gloo": "it ended with status 1"}))
     assert said.splitlines()[-1].endswith(" did not run (it ended with status 1).")
-
-
-class Page(HTMLParser):
-    """Parser that collects the tags and the text of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def test_the_page_has_the_answer_the_chart_the_workloads_the_machine_and_the_tables():
