@@ -131,7 +131,7 @@ class Bindings:
         return next((scope for scope in above if isinstance(scope, _FUNCTION)), module)
 
     def _scope(self, node: ast.AST) -> ast.AST:
-        return next((above for above in self._above(node) if isinstance(above, _SCOPE)), node)
+        return next(self._scopes(node), node)
 
     def _scopes(self, node: ast.AST) -> Iterator[ast.AST]:
         return (above for above in self._above(node) if isinstance(above, _SCOPE))

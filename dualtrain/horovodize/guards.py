@@ -85,10 +85,6 @@ class Guards:
                 found[name] = kinds.pop()
         return found
 
-    def depends_on_rank(self, test: ast.expr) -> bool:
-        """Return whether ``test`` is true on one rank only, or on all ranks except one."""
-        return self.signature(test) is not None
-
     def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
         """Return whether both nodes are in the same branch of a condition on the rank, and so run on the same ranks."""
         mine, others = list(self._conditions(node)), list(self._conditions(other))
@@ -379,13 +375,13 @@ class Guards:
     @cached_property
     def _around_wraps(self) -> set[str]:
         """Conditions under which the script calls ``init`` or wraps an optimizer; if one is false, Horovod is not used."""
-        found = self.__dict__["_around_wraps"] = set[str]()  # depends_on_rank() may read the set while it is computed
+        found = self.__dict__["_around_wraps"] = set[str]()  # signature() may read the set while it is computed
         for call in self.source.hvd_calls("init", "DistributedOptimizer"):
             below: ast.AST = call
             for above in self.source.above(call):
                 if isinstance(above, ast.If | ast.IfExp) and isinstance(above.test, ast.Name | ast.Attribute):
                     body = above.body if isinstance(above.body, list) else [above.body]
-                    if below in body and not self.depends_on_rank(above.test):
+                    if below in body and self.signature(above.test) is None:
                         found.add(ast.unparse(above.test))
                 below = above
         return found
