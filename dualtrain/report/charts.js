@@ -51,7 +51,9 @@
     const size = Math.abs(value);
     if (size < step / 1e6) return "0";
     if (size >= 1e6 && size < 1e15) {
-      return value.toLocaleString("en-US", { notation: "compact", maximumFractionDigits: 3 });
+      const unit = 1000 ** Math.floor(Math.log10(size) / 3 + 1e-9);
+      const most = Math.max(3, Math.ceil(Math.log10(unit / step) - 1e-9)); // neighbouring ticks must have different labels
+      return value.toLocaleString("en-US", { notation: "compact", maximumFractionDigits: most });
     }
     if (size >= 1e15 || step < 1e-5) return Number(value.toPrecision(6)).toExponential();
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));

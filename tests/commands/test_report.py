@@ -7,6 +7,8 @@ import hashlib
 import html.parser
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from dualtrain.compare import COLUMNS, table
 from dualtrain.errors import UserError
 from dualtrain.report.__main__ import main
+from dualtrain.report.document import asset
 from dualtrain.report.report_charts import MOST_DOTS, MOST_POINTS, PANELS, charts, thinned
 from dualtrain.report.report_page import page
 from dualtrain.report.runs import COLORS, RANKS, differing_settings, read_runs, results, same_weights
@@ -203,6 +206,26 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes():
     assert {points[0], points[-1], (5_000.0, 99.0), (6_001.0, -99.0)} <= set(kept)
     assert kept == sorted(set(kept) & set(points))
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1_000_000, 1_000_500, ["1M", "1.0001M", "1.0002M", "1.0003M", "1.0004M", "1.0005M"]),
+        (0, 5_000_000, ["0", "1M", "2M", "3M", "4M", "5M"]),
+        (0, 0.001, ["0", "0.0002", "0.0004", "0.0006", "0.0008", "0.0010"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_different_labels(low, high, labels):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs Node.js")
+    pattern = r"^  function (?:ticks|label)\(.*?^  }$"
+    functions = re.findall(pattern, asset("charts.js"), re.DOTALL | re.MULTILINE)
+    shown = f"const {{ step, found }} = ticks({low}, {high}, 6); for (const one of found) console.log(label(one, step));"
+    command = [node, "-e", "\n".join([*functions, shown])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == labels
 
 
 @pytest.mark.parametrize(("epochs", "dots"), [(1, 2), (MOST_DOTS, 2), (MOST_DOTS + 1, 0)])
