@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, gt
 from typing import Any, Protocol
 
 import torch
@@ -145,37 +145,44 @@ def _count_references(grads: list[torch.Tensor]) -> list[int]:
     return list(map(sys.getrefcount, grads))
 
 
+def _count_references_from_c(grads: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor._use_count, grads))  # private in torch 2.5 to 2.15, see ``exposed.py``
+
+
 def _count_storage_uses(grads: list[torch.Tensor]) -> list[int]:
     # Private in torch 2.5 to 2.15: there is no public way to find out whether another tensor has the same storage.
     storages = list(map(torch.Tensor.untyped_storage, grads))
     return list(map(torch._C._storage_Use_Count, map(_CDATA, storages)))
 
 
-#: The counts of references and of uses of the storage, if only a list and ``param.grad`` refer to a gradient.
-_FRESH = max(_count_references([_EXAMPLE.param.grad])), max(_count_storage_uses([_EXAMPLE.param.grad]))
+_COUNTS = _count_references, _count_references_from_c, _count_storage_uses
+#: The counts if only a list and ``param.grad`` refer to a gradient.
+_FRESH = [max(count([_EXAMPLE.param.grad])) for count in _COUNTS]
 
 
 def may_be_kept(grads: list[torch.Tensor]) -> bool:
     """Return whether the program may use one of these dense gradients later, in backward or after it.
 
-    This is so if the program has a reference to the gradient, if another tensor shares its memory, or if the gradient has
-    an autograd graph (``create_graph=True``). The caller's only references to the gradients must be in the list ``grads``.
+    This is so if the program has a reference to the gradient, if the gradient is also that of another parameter
+    (``other.grad = p.grad``), if another tensor shares its memory, or if the gradient has an autograd graph
+    (``create_graph=True``). The caller's only references to the gradients must be in the list ``grads``.
     """
     # This runs for all gradients in every step, so its loops run in C.
     return bool(grads) and (
         max(_count_references(grads)) > _FRESH[0]
-        or max(_count_storage_uses(grads)) > _FRESH[1]
+        or max(_count_references_from_c(grads)) > _FRESH[1]
+        or max(_count_storage_uses(grads)) > _FRESH[2]
         or any(map(_REQUIRES_GRAD, grads))
     )
 
 
 def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot, torch.Tensor]]:
     """Return the gradients that the program may use later (see :func:`may_be_kept`): they must remain ``param.grad``."""
-    counts = zip(_count_references(grads), _count_storage_uses(grads), strict=True)
+    counts = zip(*(count(grads) for count in _COUNTS), strict=True)
     return [
         (slot, grad)
-        for slot, grad, (references, uses) in zip(slots, grads, counts, strict=True)
-        if (references > _FRESH[0] or uses > _FRESH[1] or grad.requires_grad)
+        for slot, grad, found in zip(slots, grads, counts, strict=True)
+        if (any(map(gt, found, _FRESH)) or grad.requires_grad)
         and slot.param.grad is grad
         and grad.dtype is slot.dtype
         and grad.device == slot.view.device

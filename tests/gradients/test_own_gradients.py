@@ -103,6 +103,34 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
     )
 
 
+def gradients_of_another_model(backend, inputs, step):
+    """In one step, let the parameters of another model have the same gradients, to which only C++ refers."""
+
+    def loss(model, rank):
+        return model(torch.ones(inputs) * rank).square().sum()
+
+    model, other = (seeded(nn.Sequential(nn.Linear(inputs, 2), nn.Linear(2, 2))) for _ in range(2))
+    expected = mean_gradients(model, of_every_rank(backend, loss))
+    optimizer = sgd(model, backend)
+    for number in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            (0 * loss(model, backend.rank)).backward()
+        if number == step:
+            for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                q.grad = p.grad
+        loss(model, backend.rank).backward()
+        torch.testing.assert_close(gradients(model), expected)
+        if number >= step:
+            torch.testing.assert_close(gradients(other), expected)
+    optimizer.close()
+
+
+def test_gradients_of_another_models_parameters_are_averages_too(typical):
+    cases = list(itertools.product(INPUTS, [0, 2]))
+    typical.each(gradients_of_another_model, cases, cases[-1:])
+
+
 def parts_that_were_moved(backend):
     """Move parts of one tensor to memory of their own. They still share a version counter."""
     model = perceptron()

@@ -224,7 +224,7 @@ def test_a_scheduler_adds_only_known_attributes_to_its_optimizer():
 
 def test_references_from_other_c_objects_are_counted():
     count = getattr(torch.Tensor, "_use_count", None)
-    assert count is not None, f"{VERSION} has no Tensor._use_count: change have_views in gradients/exposed.py"
+    assert count is not None, f"{VERSION} has no Tensor._use_count: change gradients/exposed.py and gradients/slots.py"
     p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     grad = torch.zeros(1)
     counts = [count(grad)]
@@ -233,7 +233,7 @@ def test_references_from_other_c_objects_are_counted():
     q.grad = grad
     counts.append(count(grad))
     assert counts == [1, 2, 3], (
-        f"{VERSION} does not count references from C++ in Tensor._use_count: change have_views in gradients/exposed.py"
+        f"{VERSION} does not count references from C++ in Tensor._use_count: change have_views and may_be_kept"
     )
 
 
