@@ -218,16 +218,16 @@ class TorchBackend(Backend):
 
     name = "torch"
     transports: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
+    _subsets = 0  # how many groups and default groups were made of this backend
+    _default_group: Any = None  # the default group that this backend has made
+    _native: dist.Store | None = None  # see ``_native_store``
+    _nccl: Any = None  # the process group for tensors on GPUs; ``None`` before the first one
+    _nccl_sums = 0  # how many sums of gradients were started in that group
+    _buffers: CallBuffers | None = None  # those of the last comparison of calls, if it has ended
 
     def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
         super().__init__(world, device, timeout)
         self.transport = self.transports[device.type]
-        self._groups: list[Any] = []
-        self._subsets = 0
-        self._default_group: Any = None  # the default group that this backend has made
-        self._native: dist.Store | None = None
-        self._nccl: Any = None
-        self._nccl_sums = 0
         self._interface, self._address = gloo_interface(placed), listening_address(placed)
         self._one_host = placed.single_host
         self._open_groups(store)
@@ -244,7 +244,7 @@ class TorchBackend(Backend):
             UserError: the processes cannot connect to each other.
         """
         self._store = store
-        self._buffers: CallBuffers | None = None
+        self._groups: list[Any] = []
         self._channel: Any = Closed()
         try:
             self._connect_processes(store)
@@ -396,10 +396,10 @@ class TorchBackend(Backend):
             return None
         group = object.__new__(TorchBackend)
         Backend.__init__(group, world, self.device, self.timeout)
-        group.transport, group._groups, group._subsets, group._default_group = self.transport, [], 0, None
+        group.transport = self.transport
         prefix = f"group/{self._subsets}"
-        group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
-        group._nccl_sums = 0
+        if self._native is not None:
+            group._native = dist.PrefixStore(prefix, self._native)
         group._interface, group._address, group._one_host = self._interface, self._address, self._one_host
         group._open_groups(dist.PrefixStore(prefix, self._store))
         group._set_longest(few_cores=self._few_cores)
