@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import secrets
 import select
 import signal
 import sys
@@ -114,19 +113,14 @@ def _next_wait(last: float, status: int, seconds: float) -> float:
 
 def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str) -> int:
     """Start the ranks of ``job``, wait until all have exited, and return the job's status."""
-    from dualtrain.rendezvous.store import StoreServer, listen
+    from dualtrain.rendezvous.store import store_for_children
 
-    secret = secrets.token_hex(32)
-    # Listen before the ranks get the port: otherwise another program could bind the port first.
-    listening = listen("127.0.0.1", [0], nproc)
-    rendezvous = listening.getsockname()
-    store = StoreServer(listening, nproc, secret)
-    try:
-        job.start(body, arguments, [spawned(rank, nproc, rendezvous, secret, name) for rank in range(nproc)])
-        return job.wait()
-    finally:
-        job.kill()
-        store.close()
+    with store_for_children(nproc) as (rendezvous, secret):
+        try:
+            job.start(body, arguments, [spawned(rank, nproc, rendezvous, secret, name) for rank in range(nproc)])
+            return job.wait()
+        finally:
+            job.kill()
 
 
 class _Job:

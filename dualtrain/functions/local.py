@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from dualtrain.functions.outcome import results_of
 from dualtrain.functions.payload import pickled_call
 from dualtrain.horovodize.names import RUN_UNSUPPORTED, is_this_host
 from dualtrain.launchers import detect_world, new_job, spawned, without_launchers
-from dualtrain.rendezvous.store import StoreServer, listen
+from dualtrain.rendezvous.store import store_for_children
 
 T = TypeVar("T")
 
@@ -53,17 +52,10 @@ def run_with(
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
     open_closed_streams()  # otherwise a socket may get the number of a closed stream, and receive what a rank prints
-    secret, job = secrets.token_hex(32), new_job()
-    # Listen before the ranks get the port, so that no other program can bind the port.
-    listening = listen("127.0.0.1", [0], nproc)
-    rendezvous = listening.getsockname()
-    store = StoreServer(listening, nproc, secret)
-    try:
-        env = rank_environment(nproc) | dict(variables)
+    with store_for_children(nproc) as (rendezvous, secret):
+        env, job = rank_environment(nproc) | dict(variables), new_job()
         environments = [env | spawned(rank, nproc, rendezvous, secret, job) for rank in range(nproc)]
         results = run_children(range(nproc), nproc, environments, payload, executable)
-    finally:
-        store.close()
     return results_of(results)
 
 

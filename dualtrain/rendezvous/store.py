@@ -12,8 +12,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -257,6 +257,20 @@ def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> 
     server.join(0, world, _process(), _who(), size)
     server.close_if_complete()
     return server
+
+
+@contextmanager
+def store_for_children(size: int) -> Iterator[tuple[tuple[str, int], str]]:
+    """Serve a store inside the block, for ``size`` processes that this process starts; yield its address and secret."""
+    secret = secrets.token_hex(32)
+    # Listen before the processes get the port: otherwise another program could bind the port first.
+    listening = listen("127.0.0.1", [0], size)
+    host, port = listening.getsockname()
+    server = StoreServer(listening, size, secret)
+    try:
+        yield (host, port), secret
+    finally:
+        server.close()
 
 
 def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
