@@ -23,7 +23,7 @@ from typing import Any
 
 from dualtrain.errors import UserError
 
-#: The signals that only ranks act on: SIGTERM and SIGINT (save and stop), and SIGUSR1 (save).
+#: SIGTERM and SIGINT (save and stop), and SIGUSR1 (save). Only ranks act on them; ``--nproc`` passes them on to its ranks.
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _EXIT_SECONDS = 5.0

@@ -23,7 +23,7 @@ from dualtrain.console import print_error
 from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, given_job, new_job, spawned
-from dualtrain.processes import LIMIT_CURE, release, signal_at_parents_end, start_tracker
+from dualtrain.processes import JOB_SIGNALS, LIMIT_CURE, release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import (
     end_on_early_interrupt,
     ignore_late_requests,
@@ -37,7 +37,6 @@ from dualtrain.training.signals import (
 Body = Callable[[list[str]], int]
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of the kill may be reaped first
@@ -143,7 +142,7 @@ class _Job:
         # A Python interpreter that is starting up exits on a signal with a traceback: block signals until the rank has
         # handlers. The resource tracker is started first, since starting it unblocks signals.
         start_tracker()
-        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
         try:
             for rank, environment in enumerate(environments):
                 self._handle_signals(0.0)
@@ -283,7 +282,7 @@ def _signals() -> Iterator[int]:
 
     # Set the pipe before the handlers: a signal that arrives between these calls must not be lost.
     earlier_outbox = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-    earlier = {number: signal.signal(number, note) for number in (*PASSED_ON, signal.SIGCHLD)}
+    earlier = {number: signal.signal(number, note) for number in (*JOB_SIGNALS, signal.SIGCHLD)}
     try:
         yield inbox
     finally:
@@ -304,7 +303,7 @@ def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> 
     note_early_requests()
     end_on_early_interrupt()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
         status = body(arguments)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
