@@ -185,7 +185,7 @@ class Channels:
             if channel.rank == 0:
                 log.warning("shared memory cannot be used (%s): gradients use %s", reason, channel.transport)
             return channel
-        self._memories.append(shared.memory)
+        self._memories.append(shared.sums)
         return shared
 
     @property
@@ -209,7 +209,7 @@ class Channels:
         while not self._released.empty():
             channel, _ = self.gradients.pop(self._released.get(), (None, None))
             if channel is not None:
-                self._memories[:] = [memory for memory in self._memories if memory is not getattr(channel, "memory", None)]
+                self._memories[:] = [memory for memory in self._memories if memory is not getattr(channel, "sums", None)]
                 channel.close()
 
     def close(self) -> None:

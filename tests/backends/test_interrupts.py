@@ -47,7 +47,7 @@ def after(owner, name, when=lambda result: True):
 def after_the_wait_for_a_post(backend, count):
     backend = SharedMemoryBackend(backend)
     backend.timeout = 5.0
-    memory = backend.memory
+    memory = backend.sums
     for number in range(3):
         tensor = torch.full((count,), backend.rank + 1.0)
         if backend.rank == 0:
@@ -73,7 +73,7 @@ def at_the_start(backend):
     backend.timeout = 5.0
     tensor = torch.ones(3)
     if backend.rank == 0:
-        with after(backend.memory, "post_ready"), pytest.raises(KeyboardInterrupt):
+        with after(backend.sums, "post_ready"), pytest.raises(KeyboardInterrupt):
             backend.start_sum(tensor, "first")
         reason = "sum of 'first' was interrupted by KeyboardInterrupt and cannot continue"
     else:

@@ -67,7 +67,7 @@ def check_reductions(backend, hosts, op, dtype, sizes=SIZES):
         assert not buffer.any()
         for tensor in (buffer, torch.empty(count, dtype=dtype)):
             tensor.copy_(values(backend.rank, count, dtype))
-            work = backend.memory.start(tensor, op, "values", factor, tail)
+            work = backend.sums.start(tensor, op, "values", factor, tail)
             work.wait()
             work.wait()
             assert work.done()
@@ -152,9 +152,9 @@ def frees_memory(backend):
     assert (held("maps"), len(held("descriptors"))) == (before[0] + 3, before[1])
     for buffer in buffers:
         backend.start_sum(buffer, "b").wait()
-    regions = len(backend.memory._regions)
+    regions = len(backend.sums._regions)
     del buffers, buffer
-    assert len(backend.memory._regions) == regions - 3
+    assert len(backend.sums._regions) == regions - 3
     assert held("maps") == before[0]
     # Ignore folders that `horovodize --prove` makes for Open MPI: a test in another pytest-xdist worker may use one now.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
@@ -197,7 +197,7 @@ def interrupted(backend, count):
     tensor, interrupt = torch.ones(count), mock.Mock(side_effect=KeyboardInterrupt)
     if backend.rank == 0:
         work = backend.start_sum(tensor, "first")
-        with mock.patch.object(backend.memory._semaphores, "timed_wait", interrupt), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(backend.sums._semaphores, "timed_wait", interrupt), pytest.raises(KeyboardInterrupt):
             work.wait()
     library.exchange_short([0])
     if backend.rank:
@@ -205,7 +205,7 @@ def interrupted(backend, count):
     work.wait()
     assert tensor.unique().tolist() == [backend.size]
     if backend.rank == 0:
-        with mock.patch.object(backend.memory, "_check_tags", interrupt), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(backend.sums, "_check_tags", interrupt), pytest.raises(KeyboardInterrupt):
             backend.start_sum(tensor, "second").wait()
         message = "sum of 'second' was interrupted by KeyboardInterrupt and cannot continue"
     else:
@@ -407,7 +407,7 @@ def test_a_groups_call_does_not_block_a_sum(shared):
 
 def closes(backend):
     backend = share_memory(backend, (0,) * backend.size)
-    backend.memory.close()
+    backend.sums.close()
     with pytest.raises(BackendError, match=r"sum of 't' cannot be done: this backend is closed"):
         backend.start_sum(torch.ones(3), "t")
 

@@ -136,13 +136,11 @@ class SharedMemoryBackend(DelegatingBackend):
         across = inner.between_hosts() if several else None
         # Operations in one memory are matched by their order. The order of gradient sums relative to other calls may differ
         # between ranks, so each kind has its own memory.
-        self.memory = SharedMemory(inner, None if across is None else across.gradient_path, beside)
-        self.calls = SharedMemory(inner, across, beside)
-        self.memory.add_partner(self.calls)
-        self.calls.add_partner(self.memory)
         self._beside = beside
+        self.sums = SharedMemory(inner, None if across is None else across.gradient_path, self._memories)
+        self.calls = SharedMemory(inner, across, self._memories)
         if reserved:
-            self.memory.reserve(reserved)
+            self.sums.reserve(reserved)
         # While this rank waits for another rank, that rank may wait for this rank's operations in shared memory.
         self.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
@@ -161,7 +159,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         if tensor.device.type != "cpu":
             return self.inner.start_sum(tensor, name, factor, tail)
-        return self.memory.start(tensor, ReduceOp.SUM, name, factor, tail)
+        return self.sums.start(tensor, ReduceOp.SUM, name, factor, tail)
 
     def start_tree_sum(
         self,
@@ -172,15 +170,15 @@ class SharedMemoryBackend(DelegatingBackend):
         factor: float = 1.0,
         tail: int = 0,
     ) -> Work[None]:
-        tree = self.memory.tree(order, tensor, others)
+        tree = self.sums.tree(order, tensor, others)
         if tree is None:
             return self.inner.start_tree_sum(tensor, others, order, name, factor, tail)
-        return self.memory.start(tensor, ReduceOp.SUM, name, factor, tail, tree=tree)
+        return self.sums.start(tensor, ReduceOp.SUM, name, factor, tail, tree=tree)
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":
             try:
-                return self.memory.new_buffer(numel, dtype)
+                return self.sums.new_buffer(numel, dtype)
             except UnsharedError as reason:
                 if self.rank == 0 and not self._copies:
                     log.warning("gradients are copied for each reduction: no more memory can be shared (%s)", reason)
@@ -188,7 +186,7 @@ class SharedMemoryBackend(DelegatingBackend):
         return self.inner.new_buffer(numel, dtype, device)
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
-        if not self.memory.replace_buffer(buffer, use):
+        if not self.sums.replace_buffer(buffer, use):
             self.inner.replace_buffer(buffer, use)
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -197,7 +195,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def channel(self) -> Backend:
         library = super().channel()
         try:
-            shared = SharedMemoryBackend(library, beside=[self.memory])
+            shared = SharedMemoryBackend(library, beside=[self.sums])
         except UnsharedError:
             return library
         self.close_with(shared)
@@ -206,9 +204,13 @@ class SharedMemoryBackend(DelegatingBackend):
     def adapt_group(self, group: Backend) -> None:
         group.meanwhile = self._progress
 
+    def _memories(self) -> tuple[SharedMemory, ...]:
+        """Return the memories whose operations progress while this rank waits."""
+        return (self.sums, self.calls, *self._beside)
+
     def _progress(self) -> int:
-        return sum(memory.progress() for memory in (self.memory, self.calls, *self._beside))
+        return sum(memory.progress() for memory in self._memories())
 
     def release(self) -> None:
-        self.memory.close()
+        self.sums.close()
         self.calls.close()

@@ -21,7 +21,7 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -56,20 +56,19 @@ class SharedMemory:
     Args:
         library: backend over all ranks; every host has the same number of ranks.
         across: if there are several hosts, operations over the ranks that have this rank's local rank (one on each host).
-        beside: shared memory of other backends; their operations progress during waits for this memory's operations. The
-            collection may change later.
+        progressing: function that returns the memories whose operations progress while this memory's operations wait; this
+            memory may be one of them.
 
     Raises:
         UnsharedError: on every rank, if the ranks of one host cannot share memory.
     """
 
     def __init__(
-        self, library: Primitives, across: GradientPath | None = None, beside: Collection[SharedMemory] = ()
+        self, library: Primitives, across: GradientPath | None, progressing: Callable[[], Iterable[SharedMemory]]
     ) -> None:
         self._library = library
         self._across = across
-        self._beside = beside
-        self._partners: list[SharedMemory] = []
+        self._progressing = progressing
         self._host = library.hosts[library.rank]
         self.size, self.rank = library.local_size, library.local_rank
         self._exchange = library.exchange_short  # replaced below, when this memory is ready
@@ -107,13 +106,6 @@ class SharedMemory:
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
-
-    def add_partner(self, partner: SharedMemory) -> None:
-        """Add ``partner``, which the same backend uses for other operations.
-
-        The operations of ``partner`` progress while operations of this memory wait.
-        """
-        self._partners.append(partner)
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks.
@@ -422,8 +414,7 @@ class SharedMemory:
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
         """Wait for a post. Meanwhile advance other operations, for which the other rank may wait before it posts."""
-        beside = [memory.progress() for memory in (*self._beside, *self._partners) if memory is not self]
-        unfinished = any(beside)
+        unfinished = sum(memory.progress() for memory in self._progressing() if memory is not self) > 0
         if kind == _VECTOR:
             self.advance()
             unfinished = unfinished or bool(self._pending)
