@@ -100,7 +100,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
-    sums = backend.sums_beside(call.device)
+    sums = backend.sums_among_calls(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
     numbers = [~mine if backend.flag else mine, extent]
     backend.compared = True

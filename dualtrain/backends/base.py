@@ -257,11 +257,11 @@ class Primitives(Waits, ABC):
         """The primitives for sums of gradients.
 
         If a library matches operations by their order, sums have a separate process group, except with NCCL (see
-        :meth:`sums_beside`).
+        :meth:`sums_among_calls`).
         """
         return self
 
-    def sums_beside(self, device: str) -> int:
+    def sums_among_calls(self, device: str) -> int:
         """Return how many sums of gradients this rank has started in the process group of the user's calls.
 
         ``device`` is the device type of the calls. Return 0 if sums have a process group of their own. Before a call on

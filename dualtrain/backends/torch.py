@@ -332,7 +332,7 @@ class TorchBackend(Backend):
         """See the base class."""
         return _Operations(self, self._group_of_sums)
 
-    def sums_beside(self, device: str) -> int:
+    def sums_among_calls(self, device: str) -> int:
         return self._nccl_sums if device == "cuda" else 0
 
     def start(self, what: str, issue: Callable[[], dist.Work], *tensors: torch.Tensor) -> Work[None]:

@@ -136,7 +136,7 @@ class BucketMemory:
                 self._place_slots()
         self._left = None
 
-    def follow(self) -> None:
+    def leave_moved(self) -> None:
         """If ``share_memory_()`` has moved the gradients to other memory, leave that memory to the program."""
         if self.exposed.have_moved():
             self.keeps_views = True

@@ -128,7 +128,7 @@ class Exchange:
         """
         if self._backend is None:
             return
-        self._follow_memory()
+        self._leave_moved_memory()
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
         except Exception:
@@ -151,7 +151,7 @@ class Exchange:
         assert self._backend is not None
         schedule = self.schedule
         if not schedule.next:
-            self._follow_memory()
+            self._leave_moved_memory()
         bucket = schedule.take_next()
         bucket.pack()
         if not schedule.has_unsent:
@@ -161,10 +161,10 @@ class Exchange:
         bucket.start()
         return bucket
 
-    def _follow_memory(self) -> None:
+    def _leave_moved_memory(self) -> None:
         # Check all buckets before one is packed: ``pack`` compares addresses of gradients with those of all buckets.
         for bucket in self.schedule.buckets:
-            bucket.memory.follow()
+            bucket.memory.leave_moved()
 
     def _load_extra(self, scalars: torch.Tensor | None) -> None:
         if scalars is not None:
@@ -179,7 +179,7 @@ class Exchange:
         """
         self._load_extra(scalars)
         self.refusals.load_none()
-        self._follow_memory()
+        self._leave_moved_memory()
         separate_gradients(self.slots)
         for bucket in self.schedule.buckets:
             bucket.add_shard()

@@ -1106,7 +1106,7 @@ def after_other_sums(backend):
 
     On a GPU, NCCL runs calls and sums of gradients in one group, so all ranks must start them in the same order.
     """
-    backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
+    backend.sums_among_calls = lambda device: backend.rank if device == "meta" else 0
     with pytest.raises(BackendError) as caught:
         backend.allreduce(torch.ones(2, device="meta"), "sum")
     assert backend.allreduce(torch.ones(2), "sum").tolist() == [backend.size] * 2
@@ -1119,13 +1119,13 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
 
 
 def counted_sums(backend):
-    """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return ``sums_beside`` of both devices."""
+    """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return their ``sums_among_calls``."""
     gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
     try:
         assert backend._group_of(gpu) is backend._group_of_sums(gpu) is gpu
         backend.start_sum(torch.ones(2), "x").wait()
-        return backend.sums_beside("cuda"), backend.sums_beside("cpu")
+        return backend.sums_among_calls("cuda"), backend.sums_among_calls("cpu")
     finally:
         backend._nccl, backend._nccl_sums = before, 0
 

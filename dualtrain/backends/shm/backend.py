@@ -91,8 +91,8 @@ class DelegatingBackend(Backend):
         """See :class:`~dualtrain.backends.base.Primitives`."""
         return self.inner.gradient_path
 
-    def sums_beside(self, device: str) -> int:
-        return self.inner.sums_beside(device)
+    def sums_among_calls(self, device: str) -> int:
+        return self.inner.sums_among_calls(device)
 
     def subset(self, ranks: Sequence[int], world: World | None) -> Backend | None:
         group = self.inner.subset(ranks, world)
@@ -154,7 +154,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str, *, in_place: bool) -> torch.Tensor:
         if not tensor.is_cpu or not self.calls.is_short(tensor):
             return super().reduce_checked(call, tensor, op, name, in_place=in_place)
-        return self.calls.reduce_beside(tensor, op, partial(agree, self, call), in_place=in_place)
+        return self.calls.reduce_while_comparing(tensor, op, partial(agree, self, call), in_place=in_place)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         if tensor.device.type != "cpu":

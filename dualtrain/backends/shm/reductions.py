@@ -83,9 +83,9 @@ class SharedMemory:
         pairs = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
         self._vectors = [[memoryview(vector) for vector in pair] for pair in pairs]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
-        #: Slots for short tensors: one set for operations that :meth:`start` starts, and one for :meth:`reduce_beside`.
+        #: Slots for short tensors: one set for the operations of :meth:`start`, and one for :meth:`reduce_while_comparing`.
         halves = zip(*(slot.view(2, -1) for slot in self._new_region(4 * SHORT_BYTES).slots), strict=True)
-        self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
+        self._short, self._short_compared = (ShortTensors(slots, self.rank) for slots in halves)
         self._next_short = 0  # index into the double buffer of the reductions
         #: For each rank, a ring buffer with the tags of its last operations. At each position, all ranks' tags must be
         #: equal.
@@ -227,7 +227,7 @@ class SharedMemory:
         """Return whether ``tensor`` is so short that every rank computes its whole reduction; the same on every rank."""
         return self._across is None and self._short.fits(tensor)
 
-    def reduce_beside(
+    def reduce_while_comparing(
         self, tensor: torch.Tensor, op: ReduceOp, compare: Callable[[], object], *, in_place: bool
     ) -> torch.Tensor:
         """Reduce a short ``tensor`` (contiguous, on the CPU) over all ranks. Collective; blocks.
@@ -239,7 +239,7 @@ class SharedMemory:
         """
         with self._lock:
             self._raise_failure(_COMPARING)
-            values = self._short_beside.write(tensor, self._next_vector)
+            values = self._short_compared.write(tensor, self._next_vector)
             compare()
             if not in_place:
                 return reduced(values, op)
@@ -339,7 +339,7 @@ class SharedMemory:
             self._tags.clear()
             self._others_tags.clear()
             self._short.close()
-            self._short_beside.close()
+            self._short_compared.close()
             self.stage.close()
 
     @property
