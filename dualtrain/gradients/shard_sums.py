@@ -22,8 +22,6 @@ Split = Callable[[torch.Tensor], list[torch.Tensor]]
 class BucketSum(Protocol):
     """Interface of the classes that sum a bucket's buffer."""
 
-    shards: int
-
     def use(self, wire: torch.Tensor) -> None:
         """Use the buffer ``wire`` in place of the previous one, which has the same size."""
 
@@ -49,7 +47,6 @@ class RankSum:
     """Sum over the ranks, which have one shard each, in the backend's own order."""
 
     def __init__(self, backend: Backend, wire: torch.Tensor) -> None:
-        self.shards = backend.size
         self._backend, self._wire = backend, wire
 
     def use(self, wire: torch.Tensor) -> None:
@@ -85,7 +82,6 @@ class ShardSums:
     """
 
     def __init__(self, backend: Backend, wire: torch.Tensor, order: SumOrder, split: Split) -> None:
-        self.shards = order.shards
         self._backend, self._wire, self._order, self._split = backend, wire, order, split
         self._merges = order.merges[backend.rank]
         self._sent = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
