@@ -107,7 +107,7 @@ LAYERS = {
         {"parameters", "parameter_order", "turns", "deprecated", "shard_sums"},
         {"layout", "passes"},
         {"slots", "wire_format"},
-        {"exposed", "frozen", "sparse", "packed", "scaling"},
+        {"exposed", "frozen", "sparse", "packed", "refused_slots", "scaling"},
         {"bucket_memory"},
         {"buckets"},
         {"schedule", "hooks"},

@@ -16,6 +16,7 @@ from dualtrain.gradients.bucket_memory import BucketMemory, link
 from dualtrain.gradients.frozen import FrozenCheck
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.packed import PackedGradients
+from dualtrain.gradients.refused_slots import RefusedSlots
 from dualtrain.gradients.scaling import Scaling
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
 from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot, kept_among, may_be_kept
@@ -87,15 +88,9 @@ class Bucket:
         #: The missing slots whose parameters are frozen in this round.
         self._frozen: list[Slot] = []
         self._frozen_check = FrozenCheck()
-        #: The first slot that is frozen on this rank and has a gradient on other ranks, found by ``unpack``.
-        self.trained_elsewhere: Slot | None = None
-        #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
-        self.misplaced: Slot | None = None
-        #: The first slot whose gradient is sparse although only dense ones can be summed, found by ``pack``.
-        self.sparse: Slot | None = None
+        #: Slots that ``pack`` and ``unpack`` have found, and because of which this rank refuses the exchange.
+        self.refused = RefusedSlots()
         self._dense_only = order is not None and not transfer.sparse_as_dense
-        #: The first slot whose gradient or parameter has a new shape, found by ``pack``, which sends zeros for it.
-        self.reshaped: Slot | None = None
 
     def _use_memory(self) -> None:
         self.sum.use(self.memory.wire)
@@ -210,14 +205,14 @@ class Bucket:
         if (fresh := self._fresh_gradients()) is not None:
             self._copied = self.slots
             return self.slots, fresh
-        memory = self.memory
+        memory, refused = self.memory, self.refused
         low, high = memory.ranges[0][0], memory.ranges[-1][1]
         for slot in self.slots:
             p = slot.param
             grad = p.grad
             if grad is None:
                 if p.requires_grad and p.shape != slot.shape:
-                    self.reshaped = self.reshaped or slot
+                    refused.reshaped = refused.reshaped or slot
                 self._missing.append(slot)
                 # A parameter that was frozen after the layout was made contributes zeros and gets no gradient.
                 (self._copied if p.requires_grad else self._frozen).append(slot)
@@ -226,7 +221,7 @@ class Bucket:
                 address = grad.data_ptr()
             except RuntimeError:  # a sparse gradient has no address
                 address, grad = -1, grad.to_dense()
-                self.sparse = self.sparse or (slot if self._dense_only else None)
+                refused.sparse = refused.sparse or (slot if self._dense_only else None)
             if address == slot.address:
                 lazy = grad.is_conj() or grad.is_neg()
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype and not lazy:
@@ -235,11 +230,11 @@ class Bucket:
                 # The gradient lies in this part of the buffer, but its strides, shape, dtype, or conj or neg bit differ.
                 grad = grad.resolve_conj().resolve_neg().clone()
             if grad.shape != slot.shape:
-                self.reshaped = self.reshaped or slot
+                refused.reshaped = refused.reshaped or slot
                 self._missing.append(slot)
                 continue
             if address != slot.address and low <= address < high and memory.covers(address):
-                self.misplaced = self.misplaced or slot
+                refused.misplaced = refused.misplaced or slot
             self._copied.append(slot)
             slots.append(slot)
             grads.append(grad)
@@ -317,7 +312,7 @@ class Bucket:
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
-        self.trained_elsewhere = self._frozen_check.trained_elsewhere(self._frozen)
+        self.refused.trained_elsewhere = self._frozen_check.trained_elsewhere(self._frozen)
 
 
 def buffer_sizes(slots: Sequence[Slot], extra: int, transfer: Transfer) -> list[int]:

@@ -240,7 +240,7 @@ class Exchange:
         self._unpack_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
         if self.sparse.trained_elsewhere is not None:  # this rank refuses the next round
-            self.schedule.buckets[-1].trained_elsewhere = self.sparse.trained_elsewhere
+            self.schedule.buckets[-1].refused.trained_elsewhere = self.sparse.trained_elsewhere
 
     def changed_late(self) -> Slot | None:
         """Return a slot whose gradient the program has changed after it was sent. Call it before ``unpack``.

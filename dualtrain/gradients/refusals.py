@@ -21,6 +21,7 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks
 from dualtrain.gradients.parameters import Forms
+from dualtrain.gradients.refused_slots import RefusedSlots
 from dualtrain.gradients.sparse import has_values
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -82,30 +83,9 @@ class Refusals:
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
         """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
-        changed = self._forms.difference()
-        if changed is not None:
-            return changed
-        for bucket in buckets:
-            if bucket.misplaced is not None:
-                name = bucket.misplaced.name
-                return f"the gradient of {name!r} lies in the memory of another gradient: assign a copy of it (clone())"
-            if bucket.sparse is not None:
-                return (
-                    f"the gradient of {bucket.sparse.name!r} is sparse, and only dense ones have sums in a fixed order: "
-                    "give its module sparse=False, or leave sum_order (virtual_ranks) out"
-                )
-            if bucket.reshaped is not None:
-                slot = bucket.reshaped
-                return (
-                    f"parameter {slot.name!r} or its gradient no longer has the shape {tuple(slot.shape)}: "
-                    "change it back, or make a new optimizer after the change"
-                )
-            if bucket.trained_elsewhere is not None:
-                return (
-                    f"parameter {bucket.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
-                    "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
-                )
-        return self._unknown() or self._unaveraged() or self._lost() or self._dropped()
+        refused = (bucket.refused.reason() for bucket in buckets)
+        found = self._forms.difference() or next(filter(None, refused), None)
+        return found or self._unknown() or self._unaveraged() or self._lost() or self._dropped()
 
     def drop_gradients(self) -> None:
         """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
@@ -265,7 +245,7 @@ class Refusals:
         """Raise BackendError with the reason of the first rank that has one. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
-            bucket.misplaced = bucket.reshaped = bucket.sparse = bucket.trained_elsewhere = None
+            bucket.refused = RefusedSlots()
         _raise_first(self._exchange_reasons(backend, mine), backend.members)
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:

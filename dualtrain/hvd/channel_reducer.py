@@ -143,7 +143,7 @@ class ChannelReducer(HorovodReducer):
     def _ignore_frozen(self) -> None:
         """Ignore frozen parameters that other ranks have trained, because this rank takes no step."""
         for bucket in self._exchange.schedule.buckets:
-            bucket.trained_elsewhere = None
+            bucket.refused.trained_elsewhere = None
 
     def take_part(self, divide_by: str) -> None:
         """Send zeros for one exchange, because this rank has joined; do not wait for the sums.

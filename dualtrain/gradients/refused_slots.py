@@ -1,0 +1,46 @@
+"""The slots of a bucket because of which this rank refuses to average gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dualtrain.gradients.slots import Slot
+
+
+@dataclass
+class RefusedSlots:
+    """For each reason to refuse, the first slot of a bucket that was found to have it.
+
+    Attributes:
+        misplaced: its gradient lies in the memory of another gradient. Found by ``Bucket.pack``.
+        sparse: its gradient is sparse, although only dense ones can be summed. Found by ``Bucket.pack``.
+        reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
+        trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``.
+    """
+
+    misplaced: Slot | None = None
+    sparse: Slot | None = None
+    reshaped: Slot | None = None
+    trained_elsewhere: Slot | None = None
+
+    def reason(self) -> str | None:
+        """Return the first reason to refuse, for an error message; ``None`` if there is none."""
+        if self.misplaced is not None:
+            name = self.misplaced.name
+            return f"the gradient of {name!r} lies in the memory of another gradient: assign a copy of it (clone())"
+        if self.sparse is not None:
+            return (
+                f"the gradient of {self.sparse.name!r} is sparse, and only dense ones have sums in a fixed order: "
+                "give its module sparse=False, or leave sum_order (virtual_ranks) out"
+            )
+        if self.reshaped is not None:
+            return (
+                f"parameter {self.reshaped.name!r} or its gradient no longer has the shape {tuple(self.reshaped.shape)}: "
+                "change it back, or make a new optimizer after the change"
+            )
+        if self.trained_elsewhere is not None:
+            return (
+                f"parameter {self.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
+                "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
+            )
+        return None
