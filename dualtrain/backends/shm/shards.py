@@ -118,12 +118,11 @@ class Plan:
         targets = [result[begin:end] for result in results if result is not parts[0]]
         self.shard = mine[0]
         step = _PIECE_BYTES // self.own.element_size()
-        #: For each piece: its values in all parts, its elements to scale, and the other buffers that get the result.
-        self._pieces: list[tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
+        self._pieces = []
         for start in range(0, end - begin, step):
             values = [part[start : start + step] for part in mine]
             copies = [target[start : start + step] for target in targets]
-            self._pieces.append((values, values[0][: max(0, scaled - begin - start)], copies))
+            self._pieces.append(_Piece(values, values[0][: max(0, scaled - begin - start)], copies))
 
     @keep_subnormals
     def reduce(self, op: ReduceOp, factor: float) -> None:
@@ -131,31 +130,42 @@ class Plan:
 
         Elements after the first ``scaled`` ones of the buffer are not scaled.
         """
-        fold = FOLD[op]
-        for values, scaled, copies in self._pieces:
-            for target, source in self._additions:
-                fold(values[target], values[source], out=values[target])
-            if factor != 1:
-                scaled.mul_(factor)
-            for copy in copies:
-                copy.copy_(values[0])
+        for piece in self._pieces:
+            piece.reduce(op, self._additions)
+            piece.copy_to_all(factor)
 
     @keep_subnormals
     def reduce_on_host(self, op: ReduceOp) -> None:
         """Do the first half of :meth:`reduce`: reduce into ``shard``, without scaling."""
-        fold = FOLD[op]
-        for values, _, _ in self._pieces:
-            for target, source in self._additions:
-                fold(values[target], values[source], out=values[target])
+        for piece in self._pieces:
+            piece.reduce(op, self._additions)
 
     @keep_subnormals
     def copy_to_all(self, factor: float) -> None:
         """Do the second half of :meth:`reduce`: scale ``shard`` and write it into all results."""
-        for values, scaled, copies in self._pieces:
-            if factor != 1:
-                scaled.mul_(factor)
-            for copy in copies:
-                copy.copy_(values[0])
+        for piece in self._pieces:
+            piece.copy_to_all(factor)
+
+
+class _Piece(NamedTuple):
+    """A piece of a shard: its values in all parts, its elements to scale, and the other buffers that get the result."""
+
+    values: list[torch.Tensor]
+    scaled: torch.Tensor
+    copies: list[torch.Tensor]
+
+    def reduce(self, op: ReduceOp, additions: Sequence[Addition]) -> None:
+        """Reduce the values into the first one."""
+        fold, values = FOLD[op], self.values
+        for target, source in additions:
+            fold(values[target], values[source], out=values[target])
+
+    def copy_to_all(self, factor: float) -> None:
+        """Scale the result, and copy it into the other buffers."""
+        if factor != 1:
+            self.scaled.mul_(factor)
+        for copy in self.copies:
+            copy.copy_(self.values[0])
 
 
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:
