@@ -103,9 +103,7 @@ class Backend(Reductions, ObjectCalls):
         Raises:
             UserError: the process has a default group already, or this is not the torch backend.
         """
-        raise UserError(
-            f"default_group=True needs the torch backend, and this is {self.name}: choose torch, or leave default_group out"
-        )
+        raise no_default_group(self.name)
 
     def between_hosts(self) -> Backend:
         """Return the group of the ranks that have this rank's local rank, one per host. Collective; blocks.
@@ -256,6 +254,13 @@ class Backend(Reductions, ObjectCalls):
     def close_with(self, group: Backend) -> None:
         """Close ``group`` when this backend is closed."""
         self._groups_made = [one for one in self._groups_made if one._open] + [group]
+
+
+def no_default_group(name: str) -> UserError:
+    """Return the error for a backend that is not torch, and so cannot make torch.distributed's default process group."""
+    return UserError(
+        f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave default_group out"
+    )
 
 
 def check_backend(backend: object) -> None:

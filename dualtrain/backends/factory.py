@@ -11,7 +11,7 @@ from numbers import Real
 
 import torch
 
-from dualtrain.backends.collectives import Backend
+from dualtrain.backends.collectives import Backend, no_default_group
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError
 from dualtrain.backends.watch import Watch
 from dualtrain.differences import ranks_in_words, refuse_unlike
@@ -126,9 +126,7 @@ def connect(
             "--transport shm is for tensors on the CPU, and this rank's tensors are on a GPU: choose auto, or --device cpu"
         )
     if default_group and name != "torch":
-        raise UserError(
-            f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave default_group out"
-        )
+        raise no_default_group(name)
     backend = _open(name, world, own_device, timeout, groups or (transport == "shm" and not world.single_host))
     try:
         _refuse_other_world(name, (backend.rank, backend.size), world)
