@@ -153,7 +153,7 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool = True) -> Iterator[None]:
+def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool) -> Iterator[None]:
     """Average the buffers for the block, and restore each rank's own values after it. Collective.
 
     The average is over the ranks with ``trained=True``, since the other ranks' statistics contain no samples. If there are

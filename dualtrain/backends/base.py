@@ -274,7 +274,7 @@ class Primitives(Waits, ABC):
         gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
         return gathered
 
-    def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
+    def exchange_call(self, numbers: Sequence[int], data: Short | None) -> list[list[int]]:
         """Gather two numbers from every rank as :meth:`exchange_short` does, to compare the ranks' calls. Blocks.
 
         A backend may send short ``data`` in the same messages as the numbers. It then sets ``data.result``, either on every

@@ -303,7 +303,7 @@ class TorchBackend(Backend):
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
         return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
 
-    def exchange_call(self, numbers: Sequence[int], data: Short | None = None) -> list[list[int]]:
+    def exchange_call(self, numbers: Sequence[int], data: Short | None) -> list[list[int]]:
         # An exchange that has timed out still uses its buffers: reuse only the buffers of an exchange that has ended.
         buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._most), None
         short = data if is_sent_with_call(data, self.size, self._most) else None

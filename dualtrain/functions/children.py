@@ -142,7 +142,7 @@ def run_children(
     size: int,
     environments: Sequence[Mapping[str, str]],
     payload: bytes,
-    executable: str | None = None,
+    executable: str | None,
 ) -> list[bytes]:
     """Run a pickled call in a new process for each of ``ranks``; return the pickled results. Blocks until all have ended.
 
@@ -151,7 +151,7 @@ def run_children(
         size: number of ranks of the job.
         environments: all environment variables of each rank.
         payload: result of :func:`dualtrain.functions.payload.pickled_call`.
-        executable: the Python interpreter; by default, that of this process.
+        executable: the Python interpreter; ``None`` for that of this process.
 
     Raises:
         RankFailedError: the function failed on a rank, or a rank's process ended. The other ranks were ended.

@@ -48,8 +48,8 @@ class Bucket:
         slots: Sequence[Slot],
         extra: int,
         backend: Backend,
-        transfer: Transfer = AVERAGE,
-        order: SumOrder | None = None,
+        transfer: Transfer,
+        order: SumOrder | None,
     ) -> None:
         self.name = name
         self.slots = list(slots)

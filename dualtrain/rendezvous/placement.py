@@ -19,7 +19,7 @@ _REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused,
 
 
 def place_ranks(
-    store: KeyValueStore, world: World, limit: tuple[float, float], backend: str, obstacle: str | None = None
+    store: KeyValueStore, world: World, limit: tuple[float, float], backend: str, obstacle: str | None
 ) -> World:
     """Return ``world`` with local and cross ranks that follow from the hosts of all ranks. Collective; blocks.
 

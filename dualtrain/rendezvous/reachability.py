@@ -22,7 +22,7 @@ def check_all_reachable(
     hosts: Sequence[object],
     put: Callable[[str, str], object],
     take: Callable[[str], str],
-    obstacle: str | None = None,
+    obstacle: str | None,
 ) -> None:
     """Connect one rank of each host to one rank of every other host. Collective; blocks; does nothing on one host.
 

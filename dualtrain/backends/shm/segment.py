@@ -38,7 +38,7 @@ def map_on_host(
     hosts: Sequence[int],
     rank: int,
     nbytes: int,
-    prepare: Callable[[torch.Tensor], None] = lambda memory: None,
+    prepare: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
     """Map ``nbytes`` bytes that all ranks of a host share, as a uint8 tensor. Collective over all ranks; blocks.
 
