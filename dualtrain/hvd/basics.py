@@ -17,12 +17,10 @@ from dualtrain.hvd import compat
 from dualtrain.hvd.channels import Exchangers
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
-from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
+from dualtrain.hvd.process_sets import NOT_INITIALIZED, ProcessSet, attach, detach, ids_and_ranks
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import listening_address
 from dualtrain.rendezvous.meeting_point import world_of
-
-_NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 @dataclass
@@ -127,7 +125,7 @@ def is_initialized() -> bool:
 def engine() -> Engine:
     """Return the engine that carries out collective calls. Raises HorovodInternalError before ``init``."""
     if _current is None:
-        raise HorovodInternalError(_NOT_INITIALIZED)
+        raise HorovodInternalError(NOT_INITIALIZED)
     return _current.engine
 
 
@@ -138,7 +136,7 @@ def generation() -> int:
 
 def _world() -> Backend:
     if _current is None:
-        raise ValueError(_NOT_INITIALIZED)
+        raise ValueError(NOT_INITIALIZED)
     return _current.engine.backend
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from dualtrain.hvd.engine import Engine
 from dualtrain.rendezvous.meeting_point import ranks_in_world
 
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 _engine: Engine | None = None
 _attached: list[ProcessSet] = []
 
@@ -91,7 +92,7 @@ global_process_set.process_set_id = 0
 
 def _connected() -> Engine:
     if _engine is None:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
+        raise ValueError(NOT_INITIALIZED)
     return _engine
 
 
