@@ -46,7 +46,7 @@ from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.short_calls import CallBuffers, is_sent_with_call, longest
 from dualtrain.differences import refuse_unlike
-from dualtrain.errors import UserError, first_line
+from dualtrain.errors import BackendError, UserError, first_line
 from dualtrain.launchers import World, new_job
 from dualtrain.processes import LIMIT_CURE, start_thread
 from dualtrain.rendezvous.connection import open_control_channel
@@ -61,6 +61,7 @@ from dualtrain.torch_versions import asynchronous, shut_down
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _COMPARING = "comparing calls with the other ranks"
+_START = "the start of NCCL"
 _PLACE_BYTES = 128  # longest text of an address, a port and a key prefix
 
 #: The groups in use, each with the id of the process that made it. This list keeps the groups alive: after a peer has
@@ -365,6 +366,9 @@ class TorchBackend(Backend):
 
         Rank 0 serves the store, and sends its address and key prefix to the others. The first call is collective and
         blocks.
+
+        Raises:
+            BackendError: on every rank, if rank 0 cannot serve the store; or on a rank that cannot reach rank 0.
         """
         if self._native is not None:
             return self._native
@@ -372,21 +376,23 @@ class TorchBackend(Backend):
             self._native = dist.HashStore()
             return self._native
         wait, host = timedelta(seconds=self.timeout), listening_address(self.world)
-        address = ""
+        address, failure = "", None
         if self.rank == 0:
-            listening = listen(host, [0], self.size)
-            port, prefix = int(listening.getsockname()[1]), secrets.token_hex(32)
-            native = dist.TCPStore(
-                host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
-            address = f"{host} {port} {prefix}"
+            try:
+                native, address = _serve_native(host, self.size, wait)
+            except (OSError, RuntimeError) as error:  # raised below: the other ranks wait for the address
+                failure = error
         [address, *_] = exchange_text(self.exchange_short, address, _PLACE_BYTES)
+        if not address:
+            if failure is None:
+                raise BackendError(f"{_START} failed on rank 0: see its own message")
+            raise self.failure(_START, failure) from failure
         host, number, prefix = address.split()
         if self.rank != 0:
             try:
                 native = dist.TCPStore(host, int(number), None, False, wait, wait_for_workers=False)
             except RuntimeError as error:
-                raise self.failure("the start of NCCL", error) from error
+                raise self.failure(_START, error) from error
         self._native = dist.PrefixStore(prefix, native)
         return self._native
 
@@ -649,3 +655,15 @@ def _store_of_default_group(world: World) -> dist.Store | None:
     same = found[1] > world.size if world.name else found == (world.rank, world.size)
     # Private API of torch, the same in torch 2.5 to 2.15: there is no public way to get a default group's store.
     return distributed_c10d._get_default_store() if same else None
+
+
+def _serve_native(host: str, size: int, wait: timedelta) -> tuple[dist.Store, str]:
+    """Serve torch's C++ store to ``size`` ranks; return it, and its address and key prefix.
+
+    Raises:
+        OSError, RuntimeError: the store cannot be served.
+    """
+    listening = listen(host, [0], size)
+    port, prefix = int(listening.getsockname()[1]), secrets.token_hex(32)
+    native = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
+    return native, f"{host} {port} {prefix}"

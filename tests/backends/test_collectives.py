@@ -1135,6 +1135,23 @@ def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
     assert pool.run(counted_sums) == [(1, 0)] * 2
 
 
+def without_a_native_store(backend):
+    """Fail to serve the store of NCCL's threads on rank 0. The backend stays usable."""
+    listen = mock.patch("dualtrain.backends.torch.listen", side_effect=OSError(24, "Too many open files"))
+    with listen, pytest.raises(BackendError) as caught:
+        backend._native_store()
+    backend.barrier()
+    return str(caught.value)
+
+
+def test_every_rank_raises_if_rank_0_cannot_serve_the_store_of_nccl(pool):
+    pool.connect("torch", 2)
+    assert pool.run(without_a_native_store) == [
+        "the start of NCCL failed on rank 0 of 2: [Errno 24] Too many open files",
+        "the start of NCCL failed on rank 0: see its own message",
+    ]
+
+
 class OneGroup(ThreadsBackend):
     """Backend with one group for calls and sums of gradients, as NCCL has: all ranks must start them in the same order."""
 
