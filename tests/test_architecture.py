@@ -62,7 +62,7 @@ LAYERS = {
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum", "short_calls", "host_cores"},
-        {"shm.operation"},
+        {"shm.buffers", "shm.operation"},
         {"shm.reductions", "calls"},
         {"movement"},
         {"reductions", "object_calls"},

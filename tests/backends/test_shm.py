@@ -19,7 +19,7 @@ from dualtrain.backends import factory
 from dualtrain.backends.base import FOLD
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError, segment
-from dualtrain.backends.shm.reductions import SharedMemory
+from dualtrain.backends.shm.buffers import Buffers
 from dualtrain.backends.sum_order import sum_order
 from tests.short_waits import short_waits
 from tests.threads import run_threads
@@ -152,9 +152,9 @@ def frees_memory(backend):
     assert (held("maps"), len(held("descriptors"))) == (before[0] + 3, before[1])
     for buffer in buffers:
         backend.start_sum(buffer, "b").wait()
-    regions = len(backend.sums._regions)
+    regions = len(backend.sums.buffers._regions)
     del buffers, buffer
-    assert len(backend.sums._regions) == regions - 3
+    assert len(backend.sums.buffers._regions) == regions - 3
     assert held("maps") == before[0]
     # Ignore folders that `horovodize --prove` makes for Open MPI: a test in another pytest-xdist worker may use one now.
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name and not name.startswith("dualtrain-prove-")]
@@ -505,7 +505,7 @@ def memory_runs_out(backend):
     backend = share_memory(backend, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         if backend.rank == 0:
-            patch.setattr(SharedMemory, "_new_region", fails_to_share)
+            patch.setattr(Buffers, "new", fails_to_share)
         backend.barrier()
         buffer = backend.new_buffer(1000, torch.float32, CPU)
         backend.barrier()
@@ -522,7 +522,7 @@ def memory_runs_out(backend):
     assert newest.tolist() == [15.0] * 1000
 
 
-def fails_to_share(memory, nbytes):
+def fails_to_share(buffers, numel, dtype):
     raise UnsharedError("rank 1: no more")
 
 

@@ -140,7 +140,7 @@ class SharedMemoryBackend(DelegatingBackend):
         self.sums = SharedMemory(inner, None if across is None else across.gradient_path, self._memories)
         self.calls = SharedMemory(inner, across, self._memories)
         if reserved:
-            self.sums.reserve(reserved)
+            self.sums.buffers.reserve(reserved)
         # While this rank waits for another rank, that rank may wait for this rank's operations in shared memory.
         self.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
@@ -178,7 +178,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":
             try:
-                return self.sums.new_buffer(numel, dtype)
+                return self.sums.buffers.new(numel, dtype)
             except UnsharedError as reason:
                 if self.rank == 0 and not self._copies:
                     log.warning("gradients are copied for each reduction: no more memory can be shared (%s)", reason)

@@ -18,7 +18,6 @@ starts the next operation. If the ranks compute on all cores, an additional thre
 from __future__ import annotations
 
 import threading
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,10 +30,11 @@ import torch
 
 from dualtrain.backends.base import CLOSED, GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.host_cores import cores_of_host
+from dualtrain.backends.shm.buffers import Buffers, in_pages
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
-from dualtrain.backends.shm.segment import SecondMapping, UnsharedError, map_on_host
+from dualtrain.backends.shm.segment import map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
-from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
+from dualtrain.backends.shm.shards import Plan, Region, Tree
 from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into, reduced
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.waits import SLICE_SECONDS
@@ -59,6 +59,9 @@ class SharedMemory:
         progressing: function that returns the memories whose operations progress while this memory's operations wait; this
             memory may be one of them.
 
+    Attributes:
+        buffers: this rank's buffers that are reduced in place.
+
     Raises:
         UnsharedError: on every rank, if the ranks of one host cannot share memory.
     """
@@ -78,6 +81,7 @@ class SharedMemory:
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
         #: For each kind of signal, one condition per other rank: whether that rank has posted the signal.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
+        self.buffers = Buffers(self._new_region, self.rank)
         #: Buffers through which tensors outside shared memory are copied.
         self.stage = self._new_region(STAGE_BYTES)
         pairs = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
@@ -93,11 +97,6 @@ class SharedMemory:
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
         self._posted_ready, self._seen_ready = 0, 0  # operations for which "ready" was posted, and received from all ranks
-        self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
-        #: By the address of a buffer that :meth:`replace_buffer` replaces: the second mapping, and the new buffer in it;
-        #: ``None`` if the buffer was replaced.
-        self._replacing: dict[int, tuple[SecondMapping, torch.Tensor] | None] = {}
-        self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
@@ -107,77 +106,10 @@ class SharedMemory:
         self._failure: BackendError | None = None
         self._exchange = self.exchange_short
 
-    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks.
-
-        After :meth:`reserve` it does not block, and the ranks may call it at different times.
-
-        Raises:
-            UnsharedError: on every rank, if the ranks of a host cannot share this much memory, or if the rest of the memory
-                that :meth:`reserve` has mapped is too small.
-        """
-        if numel == 0:
-            return torch.zeros(0, dtype=dtype, device="cpu")
-        nbytes = numel * dtype.itemsize
-        region = self._new_region(nbytes) if self._reserved is None else self._take_reserved(self._reserved, nbytes)
-        return self._buffer_in(region, region.slots[self.rank], numel, dtype)
-
-    def _buffer_in(self, region: Region, memory: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):
-            buffer: torch.Tensor = memory[: numel * dtype.itemsize].view(dtype)
-        self._regions[buffer.data_ptr()] = region
-        weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
-        weakref.finalize(buffer, self._replacing.pop, buffer.data_ptr(), None)
-        return buffer
-
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
-        """Call ``use`` with a new tensor on the shared memory of ``buffer``, and move ``buffer`` to private memory.
-
-        The other ranks are not affected. Return ``False``, and do nothing, if ``buffer`` is not shared. If an interrupt
-        such as Ctrl-C has stopped this call, or code right after it, repeat it with the same ``buffer``. It then calls
-        ``use`` again, unless ``buffer`` was replaced already.
-
-        Raises:
-            OSError: the memory cannot be mapped again.
-        """
+        """See :meth:`Buffers.replace`. No operation progresses meanwhile."""
         with self._lock:
-            address = buffer.data_ptr()
-            region = self._regions.get(address)
-            if region is None:
-                return address in self._replacing
-            replacing = self._replacing.get(address)
-            if replacing is None:
-                with torch.inference_mode(False):
-                    second = SecondMapping(region.slots[self.rank])
-                new = self._buffer_in(region, second.memory, buffer.numel(), buffer.dtype)
-                self._replacing[address] = replacing = second, new
-            second, new = replacing
-            region.replace(self.rank, second.memory)
-            use(new)
-            # Until here, both mappings have the same pages.
-            second.separate()
-            self._replacing[address] = None
-            del self._regions[address]
-            return True
-
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Map memory for the next buffers, which have these sizes in bytes; more buffers are refused. Collective; blocks.
-
-        Raises:
-            UnsharedError: on every rank, if the ranks of a host cannot share this much memory.
-        """
-        self._reserved = self._new_region(sum(map(_in_pages, sizes)))
-
-    def _take_reserved(self, reserved: Region, nbytes: int) -> Region:
-        left, needed = reserved.slots[0].numel() if reserved.slots else 0, _in_pages(nbytes)
-        if left < needed:
-            raise UnsharedError("the gradients need more memory than was reserved for them")
-        part = reserved.part(0, needed)
-        if left == needed:
-            reserved.close()  # from now on, only the buffers keep the memory mapped
-        else:
-            self._reserved = reserved.part(needed, left)
-        return part
+            return self.buffers.replace(buffer, use)
 
     def start(
         self,
@@ -192,14 +124,14 @@ class SharedMemory:
     ) -> Work[None]:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
-        All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :meth:`new_buffer` is reduced
+        All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :attr:`buffers` is reduced
         without copies. If ``tensor`` is such a buffer on one rank, it must be one on every rank. With ``in_place=False``,
         such a buffer is copied like any other tensor. With ``tree``, which requires such a buffer, partial sums are added
         along the tree instead of in rank order.
         """
         with self._lock:
             flat = tensor if tensor.dim() == 1 else tensor.view(-1)  # making a view takes longer than a short copy
-            region = self._regions.get(flat.data_ptr()) if in_place else None
+            region = self.buffers.region_of(flat) if in_place else None
             work = Reduction(self, flat, region, op, name, factor, tail, tree)
             what = work.what
             self._raise_failure(what)
@@ -249,9 +181,9 @@ class SharedMemory:
     def tree(self, order: SumOrder, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> Tree | None:
         """Return the tree of ``order`` over partial sums in ``others`` and ``tensor``.
 
-        Return ``None`` if there are several hosts, or if any of these tensors is not a buffer of :meth:`new_buffer`.
+        Return ``None`` if there are several hosts, or if any of these tensors is not a buffer of :attr:`buffers`.
         """
-        regions = [self._regions.get(buffer.data_ptr()) for buffer in (*others, tensor)]
+        regions = [self.buffers.region_of(buffer) for buffer in (*others, tensor)]
         found = [region for region in regions if region is not None]
         # With several hosts, the tree may need each partial sum of a host, but a host sends only the sum of all of them.
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
@@ -331,10 +263,7 @@ class SharedMemory:
                     self.advance()
                 self._failure = BackendError(CLOSED)
             self._pending.clear()
-            self._regions.clear()
-            self._replacing.clear()
-            if self._reserved is not None:
-                self._reserved.close()
+            self.buffers.close()
             self._vectors.clear()
             self._tags.clear()
             self._others_tags.clear()
@@ -446,7 +375,7 @@ class SharedMemory:
 
     def _new_region(self, nbytes: int) -> Region:
         with torch.inference_mode(False):
-            return Region(self._map(self.size * _in_pages(nbytes)).view(self.size, -1).unbind(), self.rank)
+            return Region(self._map(self.size * in_pages(nbytes)).view(self.size, -1).unbind(), self.rank)
 
     def _map(self, nbytes: int, prepare: Callable[[torch.Tensor], None] = lambda memory: None) -> torch.Tensor:
         return map_on_host(self._exchange, self._library.hosts, self._library.rank, nbytes, prepare)
@@ -469,11 +398,6 @@ class SharedMemory:
         if isinstance(self._failure, PeerFailedError):
             raise PeerFailedError(message, self._failure.failure) from self._failure
         raise BackendError(message) from self._failure
-
-
-def _in_pages(nbytes: int) -> int:
-    """Return ``nbytes``, rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
 
 
 _has_posted = attrgetter("posted")
