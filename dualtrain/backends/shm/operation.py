@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 
 from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.shm.shards import Plan, Region, Tree
 
 STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
@@ -117,10 +117,7 @@ class Reduction(Work[None]):
             plan.own.copy_(piece)
             memory.post_ready(self)
             yield from memory.reduce_shard(plan, self)
-            # A tensor made in inference mode can be written only in that mode. Don't enter it for other tensors:
-            # entering takes longer than a short copy.
-            with torch.inference_mode() if piece.is_inference() else nullcontext():
-                piece.copy_(plan.own)
+            ordinary(piece).copy_(plan.own)
 
 
 @lru_cache(maxsize=4096)

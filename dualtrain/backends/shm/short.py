@@ -7,12 +7,12 @@ give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
 
 import torch
 
 from dualtrain.backends.base import FOLD, ReduceOp
+from dualtrain.backends.inference import ordinary
 from dualtrain.backends.subnormals import keep_subnormals
 
 SHORT_BYTES = 16 << 10  # size of the longest tensor whose whole reduction every rank computes
@@ -73,10 +73,8 @@ def reduce_into(
     tensor: torch.Tensor, values: Sequence[torch.Tensor], op: ReduceOp, factor: float = 1.0, scaled: int = 0
 ) -> None:
     """Reduce ``values`` in their order into ``tensor``, and multiply its first ``scaled`` elements by ``factor``."""
-    # A tensor made in inference mode can be written only in that mode. Don't enter it for other tensors: entering takes
-    # longer than a short copy.
-    with torch.inference_mode() if tensor.is_inference() else nullcontext():
-        # With one rank, ``reduce`` calls nothing, and ``tensor`` already holds the result.
-        reduce(partial(FOLD[op], out=tensor), values)
-        if factor != 1:
-            tensor[:scaled].mul_(factor)
+    tensor = ordinary(tensor)
+    # With one rank, ``reduce`` calls nothing, and ``tensor`` already holds the result.
+    reduce(partial(FOLD[op], out=tensor), values)
+    if factor != 1:
+        tensor[:scaled].mul_(factor)
