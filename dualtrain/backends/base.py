@@ -32,6 +32,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 #: Error of a call after ``close()``.
 CLOSED = "this backend is closed: make its last call before close()"
+#: What a rank waits for while it compares its call with those of the other ranks (``agreement.py``), for error messages.
+COMPARING = "comparing calls with the other ranks"
 
 
 class ReduceOp(enum.Enum):

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dualtrain.backends.base import Closed, ReduceOp, Work, refuse_other_devices
+from dualtrain.backends.base import COMPARING, Closed, ReduceOp, Work, refuse_other_devices
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.horovod_start import Meet, http_store, initialise
 from dualtrain.backends.inference import ordinary
@@ -252,7 +252,7 @@ class HorovodBackend(Backend):
         # Horovod caches negotiations by name: vectors of two lengths under one name would evict each other.
         name = f"{self._scope}agreement.{len(vector)}"
         issue = partial(self.library.allgather_async, name=name, process_set=self._set)
-        self._start("comparing calls with the other ranks", issue, vector[None], output=output).wait()
+        self._start(COMPARING, issue, vector[None], output=output).wait()
         return output
 
     def _start(

@@ -39,7 +39,17 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from dualtrain.backends.agreement import Call, agree, exchange_text
-from dualtrain.backends.base import Closed, Done, GradientPath, ReduceOp, Reduction, Short, Work, refuse_other_devices
+from dualtrain.backends.base import (
+    COMPARING,
+    Closed,
+    Done,
+    GradientPath,
+    ReduceOp,
+    Reduction,
+    Short,
+    Work,
+    refuse_other_devices,
+)
 from dualtrain.backends.call_channel import CallChannel
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.host_cores import cores_of_host
@@ -60,7 +70,6 @@ from dualtrain.torch_versions import asynchronous, shut_down
 #: For each address and name of a world, the number of worlds so far. All ranks of a world have the same number.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
-_COMPARING = "comparing calls with the other ranks"
 _START = "the start of NCCL"
 _PLACE_BYTES = 128  # longest text of an address, a port and a key prefix
 
@@ -326,7 +335,7 @@ class TorchBackend(Backend):
             self._channel.limit(seconds)
             return next(steps, ended) is ended
 
-        self.await_bounded(_COMPARING, finished)
+        self.await_bounded(COMPARING, finished)
 
     @property
     def gradient_path(self) -> GradientPath:

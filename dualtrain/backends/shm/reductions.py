@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dualtrain.backends.base import CLOSED, GradientPath, Primitives, ReduceOp, Work
+from dualtrain.backends.base import CLOSED, COMPARING, GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.shm.buffers import Buffers, in_pages
 from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
@@ -45,7 +45,6 @@ _TAGS = 128  # length of a ring buffer of tags; limits how many operations a ran
 _INTERRUPTED_AT = _TAGS * TAG_BYTES  # index of the byte that is 1 if an operation of this rank was interrupted
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
-_COMPARING = "comparing calls with the other ranks"
 
 
 class SharedMemory:
@@ -170,7 +169,7 @@ class SharedMemory:
         are written before this exchange, and read after it: no other signal is needed.
         """
         with self._lock:
-            self._raise_failure(_COMPARING)
+            self._raise_failure(COMPARING)
             values = self._short_compared.write(tensor, self._next_vector)
             compare()
             if not in_place:
@@ -227,7 +226,7 @@ class SharedMemory:
 
     def _exchange_here(self, numbers: Sequence[int]) -> list[list[int]] | None:
         with self._lock:
-            self._raise_failure(_COMPARING)
+            self._raise_failure(COMPARING)
             try:
                 # Double buffer: a peer that has posted exchange n+1 has finished reading n, so the slots of n can be reused
                 # for n+2.
@@ -242,9 +241,9 @@ class SharedMemory:
                 for need in self._posts[_VECTOR]:
                     need(True)
             except Exception as error:
-                raise self._fail(_COMPARING, error) from error
+                raise self._fail(COMPARING, error) from error
             except BaseException as error:
-                self._interrupted = _COMPARING, error.__class__
+                self._interrupted = COMPARING, error.__class__
                 self._tags[self.rank][_INTERRUPTED_AT] = 1
                 raise
             lengths = [vector[0] for vector in vectors]
@@ -333,7 +332,7 @@ class SharedMemory:
         if self._semaphores.try_wait(kind, other, spin=block):
             return True
         if block:
-            what = _COMPARING if kind == _VECTOR else self._pending[0].what
+            what = COMPARING if kind == _VECTOR else self._pending[0].what
             what = f"{what} (waiting for rank {self._ranks_here()[other]})"
             self._sleeping = True
             self._library.await_bounded(what, partial(self._wait_and_progress, kind, other), alone=True)
