@@ -161,12 +161,11 @@ class ThreadsBackend(Backend):
 
         return self._start("alltoall", (name,), (output, tensor, list(received), list(sent)), last)
 
-    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        assert vector.dtype is torch.int64
-        work = self._start("exchange", (vector.shape,), vector, lambda _: None, kind="control")
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        work = self._start("exchange", (len(numbers),), list(numbers), lambda _: None, kind="control")
         work.wait()
-        arrived = work._meeting.arrived  # the vectors of all ranks
-        return torch.stack([arrived[rank] for rank in range(self.size)])
+        arrived = work._meeting.arrived  # the numbers of all ranks
+        return [arrived[rank] for rank in range(self.size)]
 
     @property
     def gradient_path(self) -> ThreadsBackend:

@@ -32,7 +32,7 @@ _OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint if a second t
 _PLAIN = (ValueError, TypeError, UserError)  # their messages say enough without the name of the type
 _IN_SECOND_THREAD = " in a second thread, which needs a channel()"
 
-#: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
+#: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 

@@ -248,8 +248,8 @@ class Primitives(Waits, ABC):
         """
 
     @abstractmethod
-    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        """Gather each rank's short ``vector`` (CPU, int64, (n,), the same n on every rank) into (size, n). Blocks.
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Gather every rank's ``numbers`` (a few 64-bit integers, equally many on every rank), in rank order. Blocks.
 
         Uses connections or a name of its own, so that no library matches it with another rank's sum of gradients.
         """
@@ -271,19 +271,14 @@ class Primitives(Waits, ABC):
         """
         return 0
 
-    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Gather every rank's ``numbers`` (64-bit integers, equally many on every rank), in rank order. Blocks."""
-        gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
-        return gathered
-
     def exchange_call(self, numbers: Sequence[int], data: Short | None) -> list[list[int]]:
-        """Gather two numbers from every rank as :meth:`exchange_short` does, to compare the ranks' calls. Blocks.
+        """Gather two numbers from every rank as :meth:`exchange` does, to compare the ranks' calls. Blocks.
 
         A backend may send short ``data`` in the same messages as the numbers. It then sets ``data.result``, either on every
         rank or on no rank. It sets no result if the ranks' first numbers differ; a number and its bitwise complement count
         as equal.
         """
-        return self.exchange_short(numbers)
+        return self.exchange(numbers)
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:
@@ -300,9 +295,9 @@ class Primitives(Waits, ABC):
         return f"<{self.name} backend over {self.transport}: rank {self.rank} of {self.size}>"
 
     def compare_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Gather every rank's ``numbers`` as :meth:`exchange_short` does. Calls :meth:`abandon` on failure. Blocks."""
+        """Gather every rank's ``numbers`` as :meth:`exchange` does. Calls :meth:`abandon` on failure. Blocks."""
         try:
-            return self.exchange_short(numbers)
+            return self.exchange(numbers)
         except BackendError as error:
             self.abandon(error)
             raise

@@ -238,7 +238,7 @@ def _locate(backend: Backend) -> None:
     Raises:
         UserError: the ranks run different versions of dualtrain.
     """
-    gathered = backend.exchange(torch.tensor([identity(), *_as_numbers(__version__)], device="cpu")).tolist()
+    gathered = backend.exchange([identity(), *_as_numbers(__version__)])
     hosts = [host for host, *_ in gathered]
     first = list(dict.fromkeys(hosts))
     backend.hosts = tuple(first.index(host) for host in hosts)
@@ -261,7 +261,7 @@ def _compare_choices(backend: Backend, transport: str) -> None:
     """
     devices = ("cpu", "cuda")
     mine = [devices.index(backend.device.type), TRANSPORTS.index(transport)]
-    gathered = backend.exchange(torch.tensor(mine, device="cpu")).tolist()
+    gathered = backend.exchange(mine)
     compared = (
         ("device", [devices[index] for index, _ in gathered], "let every rank see a GPU, or give --device cpu to all"),
         ("transport", [TRANSPORTS[index] for _, index in gathered], "give the same --transport to all"),
@@ -286,7 +286,7 @@ def _take_device(backend: Backend) -> None:
         # Compare UUIDs, not indices: where each rank sees only one GPU, every index is 0.
         identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))
         own = [identifier >> 65, identifier & (1 << 62) - 1]
-    gathered = backend.exchange(torch.tensor(own, device="cpu")).tolist()
+    gathered = backend.exchange(own)
     hosts = backend.hosts
     mine = [rank for rank, theirs in enumerate(gathered) if theirs == own and hosts[rank] == hosts[backend.rank]]
     if backend.transport == "nccl" and len(mine) > 1:

@@ -247,13 +247,15 @@ class HorovodBackend(Backend):
         issue = partial(self.library.alltoall_async, name=self._scope + name, process_set=self._set)
         return self._start(f"alltoall of {name!r}", issue, tensor, splits, output=output)
 
-    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        output = vector.new_empty(self.size, vector.numel())
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        output = vector.new_empty(self.size, len(vector))
         # Horovod caches negotiations by name: vectors of two lengths under one name would evict each other.
         name = f"{self._scope}agreement.{len(vector)}"
         issue = partial(self.library.allgather_async, name=name, process_set=self._set)
         self._start(COMPARING, issue, vector[None], output=output).wait()
-        return output
+        gathered: list[list[int]] = output.tolist()
+        return gathered
 
     def _start(
         self, what: str, issue: Callable[..., int], *inputs: torch.Tensor, output: torch.Tensor | None = None

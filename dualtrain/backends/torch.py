@@ -280,7 +280,7 @@ class TorchBackend(Backend):
 
     def _cores(self) -> int:
         """Return how many cores the ranks may use together, if all of them are on one host. Collective; blocks."""
-        return cores_of_host(self.exchange_short, [0] * self.size, self.rank)
+        return cores_of_host(self.exchange, [0] * self.size, self.rank)
 
     def _set_longest(self, *, few_cores: bool) -> None:
         self._few_cores = few_cores
@@ -307,10 +307,7 @@ class TorchBackend(Backend):
     ) -> Work[None]:
         return _Operations(self, self._group_of).start_alltoall(output, tensor, received, sent, name)
 
-    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self.exchange_short(vector.tolist()), dtype=torch.int64, device="cpu").view(self.size, -1)
-
-    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None) -> list[list[int]]:
@@ -391,7 +388,7 @@ class TorchBackend(Backend):
                 native, address = _serve_native(host, self.size, wait)
             except (OSError, RuntimeError) as error:  # raised below: the other ranks wait for the address
                 failure = error
-        [address, *_] = exchange_text(self.exchange_short, address, _PLACE_BYTES)
+        [address, *_] = exchange_text(self.exchange, address, _PLACE_BYTES)
         if not address:
             if failure is None:
                 raise BackendError(f"{_START} failed on rank 0: see its own message")

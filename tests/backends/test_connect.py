@@ -326,7 +326,7 @@ def test_a_world_size_that_differs_from_the_launchers_world_size_is_refused(name
 
 
 class FakeBackend:
-    """Fake of a backend that has just joined; ``exchange`` returns ``rows``, with this rank's vector in place of None."""
+    """Fake of a backend that has just joined; ``exchange`` returns ``rows``, with this rank's numbers in place of None."""
 
     transport = "nccl"
 
@@ -334,8 +334,8 @@ class FakeBackend:
         self.rank, self.hosts, self.rows, self.device = rank, tuple(hosts), rows, torch.device(device)
         self.world = World(rank, len(hosts)).placed(rank, hosts)
 
-    def exchange(self, row):
-        return torch.tensor([row.tolist() if given is None else given for given in self.rows])
+    def exchange(self, numbers):
+        return [numbers if given is None else given for given in self.rows]
 
 
 GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
@@ -500,11 +500,11 @@ def test_waits_for_gpu_operations_have_no_timeout():
 
 def waits_shortly(backend):
     if backend.rank == 1:
-        backend.exchange_short([1])
+        backend.exchange([1])
     work = backend.start_allreduce(torch.ones(3), ReduceOp.SUM, "t")
     if backend.rank == 0:
         assert not work._wait_for(SLICE_SECONDS)
-        backend.exchange_short([1])
+        backend.exchange([1])
     work.wait()
 
 

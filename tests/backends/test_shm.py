@@ -114,7 +114,7 @@ def interleaved(backend):
             tensors[n].fill_(backend.rank + n + step)
             works.append((n, backend.start_sum(tensors[n], f"t{n}")))
         if step % 3 == 0:
-            assert backend.exchange_short([backend.rank, step]) == [[rank, step] for rank in range(backend.size)]
+            assert backend.exchange([backend.rank, step]) == [[rank, step] for rank in range(backend.size)]
         for index in torch.randperm(len(works), generator=generator).tolist():
             n, work = works[index]
             if step % 2:
@@ -123,7 +123,7 @@ def interleaved(backend):
             work.wait()
             want = sum(rank + n + step for rank in range(backend.size))
             assert bool((tensors[n] == want).all())
-    rows = backend.exchange_short([backend.rank] * 1000)  # too many numbers for the slots: the library exchanges them
+    rows = backend.exchange([backend.rank] * 1000)  # too many numbers for the slots: the library exchanges them
     assert rows == [[rank] * 1000 for rank in range(backend.size)]
 
 
@@ -177,7 +177,7 @@ def late(backend):
     assert work.done()
     with pytest.raises(BackendError, match="waited 1 s"):
         work.wait()
-    for call in (lambda: backend.start_sum(tensor, "next"), lambda: backend.exchange_short([1])):
+    for call in (lambda: backend.start_sum(tensor, "next"), lambda: backend.exchange([1])):
         with pytest.raises(BackendError, match="waited 1 s"):
             call()
 
@@ -199,7 +199,7 @@ def interrupted(backend, count):
         work = backend.start_sum(tensor, "first")
         with mock.patch.object(backend.sums._semaphores, "timed_wait", interrupt), pytest.raises(KeyboardInterrupt):
             work.wait()
-    library.exchange_short([0])
+    library.exchange([0])
     if backend.rank:
         work = backend.start_sum(tensor, "first")
     work.wait()
@@ -230,7 +230,7 @@ def late_for_the_comparison(backend):
         time.sleep(2.0)
     else:
         with pytest.raises(BackendError, match=r"comparing calls .*\(waiting for rank 0\)"):
-            backend.exchange_short([1])
+            backend.exchange([1])
 
 
 def test_when_a_comparison_of_calls_times_out_the_error_names_the_missing_rank():
@@ -361,7 +361,7 @@ def sum_beside_a_call(backend):
     """
     group = backend.group(range(backend.size))
     tensor = torch.ones(5000)
-    for call in (group.barrier, partial(backend.exchange_short, [1] * 1000)):
+    for call in (group.barrier, partial(backend.exchange, [1] * 1000)):
         if backend.rank:
             call()
         work = backend.start_sum(tensor, "t")

@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class DelegatingBackend(Backend):
-    """Backend that uses the primitives of another backend, ``inner``; ``close`` closes ``inner`` too."""
+    """Backend that uses another backend, ``inner``, for all primitives except those that a subclass implements.
+
+    ``close`` closes ``inner`` too.
+    """
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -69,9 +72,6 @@ class DelegatingBackend(Backend):
     def on_wait(self, function: Callable[[Any, str, float], None] | None) -> None:
         self.inner.on_wait = function
 
-    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        return self.inner.start_allreduce(tensor, op, name)
-
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         return self.inner.start_broadcast(tensor, root, name)
 
@@ -82,9 +82,6 @@ class DelegatingBackend(Backend):
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
         return self.inner.start_alltoall(output, tensor, received, sent, name)
-
-    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        return self.inner.exchange(vector)
 
     @property
     def gradient_path(self) -> GradientPath:
@@ -189,8 +186,8 @@ class SharedMemoryBackend(DelegatingBackend):
         if not self.sums.replace_buffer(buffer, use):
             self.inner.replace_buffer(buffer, use)
 
-    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
-        return self.calls.exchange_short(numbers)
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self.calls.exchange(numbers)
 
     def channel(self) -> Backend:
         library = super().channel()

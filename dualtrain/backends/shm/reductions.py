@@ -73,10 +73,10 @@ class SharedMemory:
         self._progressing = progressing
         self._host = library.hosts[library.rank]
         self.size, self.rank = library.local_size, library.local_rank
-        self._exchange = library.exchange_short  # replaced below, when this memory is ready
+        self._exchange = library.exchange  # replaced below, when this memory is ready
         memory = self._map(Semaphores.bytes_for(_KINDS, self.size), Semaphores.initialise)
         # Don't spin when ranks outnumber cores: the peer needs this core to post.
-        spin = cores_of_host(library.exchange_short, library.hosts, library.rank) >= self.size
+        spin = cores_of_host(library.exchange, library.hosts, library.rank) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
         #: For each kind of signal, one condition per other rank: whether that rank has posted the signal.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
@@ -103,7 +103,7 @@ class SharedMemory:
         #: Code that sets this must not call a function first: another KeyboardInterrupt may be raised at the call.
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
-        self._exchange = self.exchange_short
+        self._exchange = self.exchange
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
         """See :meth:`Buffers.replace`. No operation progresses meanwhile."""
@@ -165,7 +165,7 @@ class SharedMemory:
 
         Return the result: a new tensor, or ``tensor`` itself with ``in_place``.
 
-        ``compare`` calls :meth:`exchange_short` on every rank, and raises if the ranks are in different calls. The values
+        ``compare`` calls :meth:`exchange` on every rank, and raises if the ranks are in different calls. The values
         are written before this exchange, and read after it: no other signal is needed.
         """
         with self._lock:
@@ -213,7 +213,7 @@ class SharedMemory:
             if until is not None and not until.ended:
                 self._raise_failure(until.what)
 
-    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers``, through memory if all ranks are on this host and there are few numbers. Blocks.
 
         Raises:
@@ -221,7 +221,7 @@ class SharedMemory:
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
-            gathered = self._library.exchange_short(numbers)
+            gathered = self._library.exchange(numbers)
         return gathered
 
     def _exchange_here(self, numbers: Sequence[int]) -> list[list[int]] | None:
