@@ -10,7 +10,9 @@ so that all ranks run the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.wire import dense
-from dualtrain.shards import check_collective
+from dualtrain.errors import UserError
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
 
@@ -102,6 +104,28 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     return _with_backward(tensor, result, graded, backward)
 
 
+class _Thread(threading.local):
+    refusal: str | None = None  # the reason of the innermost block of :func:`without_collectives`
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def without_collectives(reason: str) -> Iterator[None]:
+    """Make the functions of this module raise UserError(``reason``) in the block, in this thread."""
+    before, _thread.refusal = _thread.refusal, reason  # blocks can be nested: a step may evaluate another trainer
+    try:
+        yield
+    finally:
+        _thread.refusal = before
+
+
+def _check_allowed() -> None:
+    if _thread.refusal is not None:
+        raise UserError(_thread.refusal)
+
+
 def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
     try:
         chosen = ReduceOp.of(op)
@@ -113,7 +137,7 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 
 
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-    check_collective()
+    _check_allowed()
     try:
         return dense(tensor)
     except (TypeError, ValueError) as problem:  # the other ranks wait for this rank's call
@@ -122,7 +146,7 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
     """Return the result of ``call``, and whether the ``tensor`` of any rank requires a gradient."""
-    check_collective()
+    _check_allowed()
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
 

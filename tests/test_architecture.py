@@ -38,7 +38,6 @@ TOP_LEVEL = [
     "wrapped_steps",
     "optimizer",
     "state",
-    "shards",
     "functional",
     "batchnorm",
     "on_ranks",

@@ -27,7 +27,7 @@ from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.data.seeding import seed_cpu
 from dualtrain.errors import UserError
-from dualtrain.shards import without_collectives
+from dualtrain.functional import without_collectives
 from dualtrain.trainer.common_buffers import CommonBuffers
 from dualtrain.trainer.fixed_state import FixedState
 from dualtrain.trainer.machine import warn_once
