@@ -301,7 +301,9 @@ class Exchange:
             self.reduced = False
         elif any(buffer.is_cpu and buffer._version != version for buffer, version in self._results):
             # The gradients were clipped in place, or zeroed. Values on a GPU are not read: the CPU would wait for them.
-            self.reduced = any(has_values(slot.param.grad) for slot in self.slots)
+            # With several shards on a rank, they were not zeroed, since the shards could not be sent again.
+            several = self._order is not None and self._order.shards > len(self._order.ranges)
+            self.reduced = several or any(has_values(slot.param.grad) for slot in self.slots)
         return self.reduced
 
     @property

@@ -348,3 +348,18 @@ def with_constant_gradients(backend, shards=8):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_partial_sums_are_not_added_to_gradients_that_the_program_keeps(size):
     run_threads(size, with_constant_gradients)
+
+
+def with_gradients_of_zeros(backend):
+    """Take steps in which all gradients are zeros, since there is only one class; return the weights."""
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    trainer = trainer_with(model, backend, clip_norm=1.0)
+    for _ in range(2):
+        trainer.step(trainer.split((torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))), 8.0)
+    return model.weight.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_that_are_zeros_are_clipped_and_used(size):
+    assert run_threads(size, with_gradients_of_zeros) == [[[1.0, 1.0, 1.0]]] * size
