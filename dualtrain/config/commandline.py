@@ -69,7 +69,7 @@ def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[s
     dropped: set[str] = set()
     if "batch_size" in flags or "global_batch_size" in flags:
         dropped |= {"batch_size", "global_batch_size"}
-    if flags.get("optimizer", recipe.get("optimizer")) != recipe.get("optimizer"):
+    if flags.get("optimizer", recipe["optimizer"]).lower() != recipe["optimizer"]:
         dropped |= {"momentum", "weight_decay", "optimizer_options"}  # these belong to the recipe's optimizer
     return {name: value for name, value in recipe.items() if name not in dropped}
 

@@ -45,6 +45,7 @@ def test_another_optimizer_does_not_get_the_recipes_momentum():
     assert parse([]).step.momentum == 0.9
     assert parse(["--optimizer", "adam"]).step.momentum == 0
     assert parse(["--optimizer", "rmsprop", "--momentum", "0.5"]).step.momentum == 0.5
+    assert parse(["--optimizer", "SGD"]).step.momentum == parse([]).step.momentum == 0.9  # the same optimizer
 
 
 def test_the_recipes_are_listed(capsys):
