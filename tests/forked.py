@@ -42,8 +42,8 @@ def server() -> ForkServerContext:
 
 
 @dataclass(frozen=True)
-class End:
-    """Exit status of one process (-N if signal N ended it), its output and its rank."""
+class Completed:
+    """Result of a process that has ended: exit status (-N if signal N ended it), output and rank."""
 
     returncode: int
     stdout: str
@@ -100,9 +100,13 @@ class Forked:
         )
         return self.process.exitcode
 
-    def end(self, seconds: float) -> End:
+    def wait_and_kill(self, seconds: float) -> Completed:
+        """Wait until the process ends, and return its result; then kill what is left of its process group.
+
+        Raises AssertionError after ``seconds``.
+        """
         try:
-            return End(self.wait(seconds), self.output, self.errors, self.rank)
+            return Completed(self.wait(seconds), self.output, self.errors, self.rank)
         finally:
             self.kill()
 
@@ -114,9 +118,9 @@ class Forked:
         self.process.join(10)
 
 
-def run(command: Sequence[str | Path], folder: Path, seconds: float = 120, **settings: Any) -> End:
+def run(command: Sequence[str | Path], folder: Path, seconds: float = 120, **settings: Any) -> Completed:
     """Run a program until it ends."""
-    return Forked(command, folder, **settings).end(seconds)
+    return Forked(command, folder, **settings).wait_and_kill(seconds)
 
 
 def run_ranks(
@@ -126,21 +130,21 @@ def run_ranks(
     seconds: float = 120,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
-) -> list[End]:
+) -> list[Completed]:
     """Run ``command`` on loopback ranks; return each rank's exit status and output, in rank order.
 
     ``ranks`` is the number of ranks, or the launcher variables of each rank.
     """
-    given = places(ranks) if isinstance(ranks, int) else ranks
+    given = rank_variables(ranks) if isinstance(ranks, int) else ranks
     running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in given]
     try:
-        return [rank.end(seconds) for rank in running]
+        return [rank.wait_and_kill(seconds) for rank in running]
     finally:
         for rank in running:
             rank.kill()
 
 
-def places(size: int, **more: str) -> list[dict[str, str]]:
+def rank_variables(size: int, **more: str) -> list[dict[str, str]]:
     """Return the launcher variables of each rank of a world of ``size`` on loopback."""
     from tests.pool import free_port
 
@@ -149,7 +153,7 @@ def places(size: int, **more: str) -> list[dict[str, str]]:
 
 
 @contextmanager
-def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
+def torchrun_variables(size: int) -> Iterator[list[dict[str, str]]]:
     """Yield torchrun's variables for each rank of a world of ``size`` on loopback, while the agent's store is running."""
     from torch.distributed import TCPStore
 
@@ -158,7 +162,8 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
     elastic = {"MAX_RESTARTS": "0", "RESTART_COUNT": "0", "RUN_ID": "forked", "USE_AGENT_STORE": "True"}
     shared = group | {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
     shared["MASTER_PORT"] = str(store.port)
-    yield [place | {"LOCAL_RANK": place["RANK"], "ROLE_RANK": place["RANK"]} for place in places(size, **shared)]
+    ranks = rank_variables(size, **shared)
+    yield [variables | {"LOCAL_RANK": variables["RANK"], "ROLE_RANK": variables["RANK"]} for variables in ranks]
 
 
 def in_child(function: Callable[[], object]) -> int:
@@ -180,7 +185,7 @@ def in_child(function: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
     """Wait up to ``seconds`` until ``condition`` holds, and return whether it holds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.forked import ROOT, End, Forked, places
+from tests.forked import ROOT, Completed, Forked, rank_variables
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # limit of each wait, enough on a busy machine
@@ -92,11 +92,11 @@ def kills(first: int) -> list[tuple[int, str, int]]:
     return [(rank, phase, 1 if phase in ONCE else 2) for rank, phase in zip(ranks, PHASES, strict=True)]
 
 
-def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
+def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[Completed]:
     """Run two ranks, and kill the rank that ``kill`` names (-1: kill none)."""
     arguments = (*FLAGS, *flags, "--run-dir", str(folder), "--resume", "auto")
     command, output = ("-c", PROGRAM, *map(str, kill), *arguments), folder.with_name("output")
-    ranks = [Forked(command, output, env={**ENV, **place}) for place in places(2)]
+    ranks = [Forked(command, output, env={**ENV, **variables}) for variables in rank_variables(2)]
     try:
         victim = kill[0]
         if kill[1] in ONCE:
@@ -104,7 +104,7 @@ def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
             # In the phase "end" the signal is not needed, and has no effect.
             ranks[victim].wait(SECONDS)
             ranks[1 - victim].send_signal(signal.SIGTERM)
-        return [rank.end(SECONDS) for rank in ranks]
+        return [rank.wait_and_kill(SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

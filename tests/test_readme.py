@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT, run, run_ranks, torchrun
+from tests.forked import ROOT, run, run_ranks, torchrun_variables
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 FOLDERS = ("launch", "docker", "dualtrain", "tests")
@@ -33,7 +33,7 @@ PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
 NAMES = {"main": "train"} | {
     name: name for name in ("train", "compare", "report", "predict", "doctor", "bench", "drill", "horovodize")
 }
-#: HVD: the import of dualtrain.hvd, and in a comment the Horovod import that it replaces. OWN: functions that build a
+#: HVD imports dualtrain.hvd; its comment contains the import of Horovod that it replaces. OWN has functions that build a
 #: model and data.
 HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]
 
@@ -45,8 +45,8 @@ def test_every_example_is_tested():
 
 def loss_of(command, folder, ranks):
     """Run a program that prints ``loss VALUE`` on rank 0, and return the value."""
-    with torchrun(ranks) as places:
-        ends = run_ranks(places if ranks > 1 else [{}], command, folder, env=ENV)
+    with torchrun_variables(ranks) as variables:
+        ends = run_ranks(variables if ranks > 1 else [{}], command, folder, env=ENV)
     assert [end.returncode for end in ends] == [0] * ranks, ends[0].stderr
     (loss,) = re.findall(r"loss (\S+)", "".join(end.stdout for end in ends))
     return float(loss)
@@ -60,13 +60,13 @@ def test_example_programs_reduce_the_loss(tmp_path, ranks, program):
     assert loss_of((script,), tmp_path / "printed", ranks) < 1e-6
 
 
-def test_the_script_on_the_page_runs_under_horovodize_with_horovods_import(tmp_path):
+def test_the_script_on_the_page_of_hvd_runs_under_horovodize_with_horovods_import(tmp_path):
     new, old = re.fullmatch(r"(import .*?)  # was: (import .*)\n", HVD).groups()
-    changed = PROGRAMS["hvd-1"]
-    assert changed.count(f"{new}\n") == 1
+    ported = PROGRAMS["hvd-1"]
+    assert ported.count(f"{new}\n") == 1
     assert f"-{old}\n+{new}\n" in README
     script = tmp_path / "train.py"
-    script.write_text(changed.replace(new, old))
+    script.write_text(ported.replace(new, old))
     check = run(("-m", "dualtrain.horovodize", "--check", script), tmp_path / "check", env=ENV)
     assert check.returncode == 0
     assert f"{check.stdout.replace(f'{tmp_path}/', '')}```" in PAGES["dualtrain/hvd/README.md"]
@@ -126,8 +126,8 @@ def test_links_and_files_mentioned_on_pages_exist(name):
     links = [link if link[0] != "#" else Path(name).name + link for link in re.findall(r"\]\(([^)]+)\)", page)]
     assert [link for link in links if "://" not in link and missing(link, folder)] == []
     named = re.findall(r"`((?:launch|tests|docker|backends|training|config|horovodize)/[\w./-]*\w)`", page)
-    places = ROOT, ROOT / "dualtrain", folder
-    assert [path for path in named if not any((place / path).exists() for place in places)] == []
+    folders = ROOT, ROOT / "dualtrain", folder
+    assert [path for path in named if not any((each / path).exists() for each in folders)] == []
 
 
 def test_the_docker_image_of_the_tests_has_all_files_that_the_top_pages_link():

@@ -19,7 +19,7 @@ from dualtrain.rendezvous import meeting_point
 from dualtrain.rendezvous.meeting_point import within
 from dualtrain.rendezvous.store import listen, serve
 from tests.conftest import require_horovod
-from tests.forked import Forked, holds, places, run_ranks, torchrun
+from tests.forked import Forked, rank_variables, run_ranks, torchrun_variables, wait_until
 from tests.pool import ROOT, free_port
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -153,8 +153,8 @@ rank = int(os.environ.get("RANK") or os.environ["HOROVOD_RANK"])
 sys.exit(main(["--backend", ("torch", "horovod", "torch")[(rank + int(sys.argv[1])) % 3], "--timeout", "60"]))
 """
 LAUNCHED = {
-    "by hand": lambda: nullcontext(places(3)),
-    "torchrun": lambda: torchrun(3),
+    "by hand": lambda: nullcontext(rank_variables(3)),
+    "torchrun": lambda: torchrun_variables(3),
     "horovodrun": lambda: horovodrun(3),
 }
 
@@ -266,7 +266,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
     arguments = ["--backend", backend, "--nproc", "2", "--epochs", "10000", "--run-dir", tmp_path / "run"]
     job = Forked(("-c", SPAWNING, *arguments), tmp_path, env=ENV)
     try:
-        assert holds(lambda: "epoch 1/" in job.output or job.poll() is not None)
+        assert wait_until(lambda: "epoch 1/" in job.output or job.poll() is not None)
         assert job.poll() is None, job.errors
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 2

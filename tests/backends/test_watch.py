@@ -27,7 +27,7 @@ from dualtrain.backends.watch import Watch
 from dualtrain.errors import PeerFailedError, PeerFailure
 from dualtrain.rendezvous.connection import Connection, cut_off, frame
 from tests.conftest import require_horovod
-from tests.forked import holds, in_child
+from tests.forked import in_child, wait_until
 from tests.pool import Pool
 from tests.short_waits import short_waits
 from tests.test_pool import await_end
@@ -165,7 +165,7 @@ class _Multiline:
 
 def reported(backend):
     """Wait until another rank has failed, and return the report."""
-    assert holds(lambda: backend.watch.failure is not None)
+    assert wait_until(lambda: backend.watch.failure is not None)
     return backend.watch.failure.describe()
 
 
@@ -262,7 +262,7 @@ def outsider_leaves(backend):
     group = backend.group([0, 1])
     if group is None:
         return backend.close()
-    assert holds(lambda: 2 in backend.watch.left)
+    assert wait_until(lambda: 2 in backend.watch.left)
     if backend.rank == 1:
         time.sleep(1.5)
     return group.allreduce(torch.tensor([backend.rank]), "sum").item()
@@ -272,7 +272,7 @@ def outsider_and_member_leave(backend):
     group = backend.group([0, 1])
     if backend.rank == 2:
         return backend.close()
-    assert holds(lambda: 2 in backend.watch.left)
+    assert wait_until(lambda: 2 in backend.watch.left)
     if backend.rank == 1:
         return backend.close()
     return call_until_failure(group, group.barrier)[0]
@@ -294,7 +294,7 @@ def test_a_group_still_works_after_a_rank_outside_of_it_has_left(pool, name):
 def arrives_after_its_sender_left(backend):
     if backend.rank == 1:
         return backend.close()
-    assert holds(lambda: 1 in backend.watch.left)
+    assert wait_until(lambda: 1 in backend.watch.left)
     polls = iter([False, False, True])
 
     def arrives(seconds):
@@ -316,7 +316,7 @@ def fails_after_a_rank_left(backend):
     if backend.rank == 1:
         backend.close()
         return
-    assert holds(lambda: 1 in backend.watch.left)
+    assert wait_until(lambda: 1 in backend.watch.left)
     polls = []
     with mock.patch.object(backend.watch, "wait_for_report") as waits_for_the_cause:
         for call in (breaks, breaks, polls.append):
@@ -336,7 +336,7 @@ def misses_a_call(backend, folder):
     failed = [folder / str(rank) for rank in range(1, backend.size)]
     try:
         if backend.rank == 0:
-            assert holds(lambda: all(file.exists() for file in failed), 60)
+            assert wait_until(lambda: all(file.exists() for file in failed), 60)
             return
         with pytest.raises(BackendError, match="waited 4 s for rank 0, which has not reached this operation, or hangs"):
             backend.barrier()
@@ -398,7 +398,7 @@ def test_a_library_error_names_the_ranks_that_have_not_reached_the_operation():
         """Simulate an error of the library on ranks 0 and 1. Rank 2 reports nothing, like a process that hangs."""
         watch, said = backend.watch, ""
         if backend.rank < 2:
-            watch.wait_for_report = lambda seconds: holds(lambda: watch.waiting.keys() == {0, 1})
+            watch.wait_for_report = lambda seconds: wait_until(lambda: watch.waiting.keys() == {0, 1})
             said = str(backend.failure("sum of 'b'", RuntimeError("it was shut down"), waited=True))
             failed.release()
         else:

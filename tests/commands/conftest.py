@@ -11,13 +11,13 @@ from tests.commands.setups import Setup
 
 
 @pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which the fake interpreters keep the outputs of ``python -c``; see ``setups.ONCE``."""
-    return tmp_path_factory.mktemp("answers")
+    return tmp_path_factory.mktemp("outputs")
 
 
 @pytest.fixture
-def setup(tmp_path: Path, answers: Path) -> Iterator[Setup]:
-    setup = Setup(tmp_path, answers)
+def setup(tmp_path: Path, outputs: Path) -> Iterator[Setup]:
+    setup = Setup(tmp_path, outputs)
     yield setup
     setup.end()

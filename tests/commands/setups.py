@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.forked import ROOT, holds
+from tests.forked import ROOT, wait_until
 
 SECONDS = 60.0
 
@@ -53,7 +53,7 @@ esac
 ONCE = """
 once() {{
   local name=$*
-  name={answers}/${{name//[^a-z0-9]/_}}
+  name={outputs}/${{name//[^a-z0-9]/_}}
   [ -e "$name" ] || {{ {real} -S "$@" >"$name.$$" || exit; mv "$name.$$" "$name"; }}
   cat "$name"
 }}
@@ -73,9 +73,9 @@ esac
 """
 
 
-def once(answers: Path) -> str:
-    """Return the shell function ``ONCE``, which keeps Python's outputs in the folder ``answers``."""
-    return ONCE.format(answers=answers, real=sys.executable)
+def once(outputs: Path) -> str:
+    """Return the shell function ``ONCE``, which keeps Python's outputs in the folder ``outputs``."""
+    return ONCE.format(outputs=outputs, real=sys.executable)
 
 
 class Runs:
@@ -114,15 +114,15 @@ class Runs:
 
 
 class Setup(Runs):
-    """Runs of setup.sh that make an environment in ``folder``. Python's outputs are kept in the folder ``answers``."""
+    """Runs of setup.sh that make an environment in ``folder``. Python's outputs are kept in the folder ``outputs``."""
 
-    def __init__(self, folder: Path, answers: Path) -> None:
+    def __init__(self, folder: Path, outputs: Path) -> None:
         super().__init__(folder)
         self.venv = folder / "venv"
         self.cache = folder / "cache"
         self.root = ROOT
         python = folder / "python"
-        python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(outputs)))
         python.chmod(0o755)
         self._program("bin/nvidia-smi", SMI.format(folder=folder))
         self.horovod("PyTorch", "MPI", "Gloo")
@@ -187,4 +187,4 @@ class Setup(Runs):
 
 
 def until(condition: Callable[[], bool]) -> None:
-    assert holds(condition, SECONDS)
+    assert wait_until(condition, SECONDS)

@@ -18,7 +18,7 @@ from dualtrain.doctor.facts import has_bf16, ignored
 from dualtrain.doctor.probe import MARGIN_SECONDS, Probe, bus_bandwidth
 from dualtrain.launchers import World, detect_world, spawned
 from tests.conftest import require_horovod
-from tests.forked import run, run_ranks, torchrun
+from tests.forked import run, run_ranks, torchrun_variables
 from tests.pool import ROOT, free_port
 
 DOCTOR = ("-m", "dualtrain.doctor")
@@ -100,8 +100,8 @@ def assert_that_both_work(said, chosen):
 
 def test_two_ranks_reach_each_other_on_both_backends(tmp_path):
     require_horovod()
-    with torchrun(2) as places:
-        first, second = run_ranks(places, DOCTOR, tmp_path, env=ENV)
+    with torchrun_variables(2) as ranks:
+        first, second = run_ranks(ranks, DOCTOR, tmp_path, env=ENV)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert_that_both_work(first.stdout, "torch")
     assert second.stdout == ""
@@ -251,8 +251,8 @@ ONE_WITHOUT = WITHOUT_HOROVOD.replace(
 def test_a_rank_that_cannot_import_horovod_is_named(backend, seconds, statuses, tmp_path):
     require_horovod()
     command = ("-c", ONE_WITHOUT, "--backend", backend, "--timeout", seconds)
-    with torchrun(2) as places:
-        first, second = run_ranks(places, command, tmp_path, env=ENV)
+    with torchrun_variables(2) as ranks:
+        first, second = run_ranks(ranks, command, tmp_path, env=ENV)
     assert [first.returncode, second.returncode] == statuses
     if backend == "all":
         assert "Horovod is not installed" in first.stdout

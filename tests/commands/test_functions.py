@@ -21,7 +21,7 @@ from dualtrain.functions import children, horovod_run, run
 from dualtrain.functions.outcome import outcome_of
 from dualtrain.functions.payload import dumps, pickled_call
 from dualtrain.launchers import detect_world
-from tests.forked import ROOT, has_ended, holds
+from tests.forked import ROOT, has_ended, wait_until
 
 SECONDS = 60.0  # longest wait for a process on a busy machine
 
@@ -246,7 +246,7 @@ def test_no_process_of_a_failed_job_remains(tmp_path, monkeypatch):
         run(broken, nproc=2)
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / f"pids.{rank}").read_text().split()]
     assert len(pids) == 4
-    assert holds(lambda: all(has_ended(pid) for pid in pids))
+    assert wait_until(lambda: all(has_ended(pid) for pid in pids))
 
 
 def test_an_interrupt_ends_the_ranks(tmp_path):
@@ -256,7 +256,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         time.sleep(SECONDS)
 
     def interrupt():
-        holds(lambda: (tmp_path / "pid").exists())
+        wait_until(lambda: (tmp_path / "pid").exists())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     # A shell starts background jobs with SIGINT ignored. Pytest may be such a job, so set Python's default handler.
@@ -283,7 +283,7 @@ def test_ranks_end_when_their_caller_is_killed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", source], env=env, stdout=subprocess.PIPE, text=True) as caller:
         pids = [int(caller.stdout.readline()) for _ in range(2)]
         caller.kill()
-    assert holds(lambda: all(has_ended(pid) for pid in pids))
+    assert wait_until(lambda: all(has_ended(pid) for pid in pids))
 
 
 def test_run_works_without_standard_streams(tmp_path):

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from tests.conftest import require_horovod
-from tests.forked import Forked, holds, places, run_ranks
+from tests.forked import Forked, rank_variables, run_ranks, wait_until
 from tests.pool import ROOT
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -37,9 +37,9 @@ def test_the_default_job_learns_and_only_rank_0_prints(tmp_path):
 def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
     victim = {"torch": 0, "horovod": 1}[backend]  # test_spawn.py kills each rank with each backend
     command = (*MAIN, "--backend", backend, "--epochs", "5000", "--run-dir", tmp_path / "run")
-    ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]
+    ranks = [Forked(command, tmp_path, env=ENV | variables) for variables in rank_variables(2)]
     try:
-        assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
+        assert wait_until(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
         assert ranks[0].poll() is None, ranks[0].errors
         ranks[victim].send_signal(signal.SIGKILL)
         assert ranks[1 - victim].wait(60) == 1
@@ -72,9 +72,9 @@ def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, rank
     (tmp_path / "mine.py").write_text(INTERRUPTED)
     env = ENV | {"INTERRUPTED": ranks, "SECONDS": seconds}
     command = (*MAIN, "--model", "mine:model")
-    job = [Forked(command, tmp_path / "output", env | place, tmp_path) for place in places(2)]
+    job = [Forked(command, tmp_path / "output", env | variables, tmp_path) for variables in rank_variables(2)]
     try:
-        assert holds(lambda: [rank.errors for rank in job] == said), [rank.errors for rank in job]
+        assert wait_until(lambda: [rank.errors for rank in job] == said), [rank.errors for rank in job]
         assert {job[int(rank)].wait(30) for rank in ranks} == {130}
         assert [rank.errors for rank in job] == said
     finally:
@@ -84,9 +84,9 @@ def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, rank
 
 def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_path):
     command = (*MAIN, "--backend", backend, "--epochs", "5000", "--run-dir", tmp_path / "run", "--timeout", "6")
-    ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]
+    ranks = [Forked(command, tmp_path, env=ENV | variables) for variables in rank_variables(2)]
     try:
-        assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
+        assert wait_until(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(60) == 1
         # The timeout of 6 s starts with rank 0's next operation. With Horovod, Gloo's own timeout of 9 s starts when

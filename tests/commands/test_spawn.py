@@ -18,7 +18,7 @@ from dualtrain import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN
 from dualtrain.spawn import TRANSIENT, _next_wait, spawn
 from tests.conftest import require_horovod
-from tests.forked import ROOT, Forked, has_ended, holds, run_ranks
+from tests.forked import ROOT, Forked, has_ended, run_ranks, wait_until
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # longest wait for a job on a busy machine
@@ -57,7 +57,7 @@ class Job(Forked):
         return {int(rank): int(pid) for rank, pid in re.findall(r"pid (\d+) (\d+);", self.output)}
 
     def await_ranks(self, count: int) -> None:
-        assert holds(lambda: len(self.pids) == count), self.errors
+        assert wait_until(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
         """Send a signal; return whether the job ends within 2 s.
@@ -65,7 +65,7 @@ class Job(Forked):
         Tests repeat the call, because this signal and an earlier one may arrive as one signal.
         """
         self.send_signal(number)
-        return holds(lambda: self.poll() is not None, 2)
+        return wait_until(lambda: self.poll() is not None, 2)
 
 
 Start = Callable[..., Job]
@@ -94,7 +94,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for job in jobs:
         job.kill()
-        assert holds(lambda job=job: all(has_ended(pid) for pid in job.pids.values()))  # type: ignore[misc]
+        assert wait_until(lambda job=job: all(has_ended(pid) for pid in job.pids.values()))  # type: ignore[misc]
 
 
 def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
@@ -168,8 +168,8 @@ def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
     job = start(IGNORE_SIGTERM + WAIT, settings=QUICK)
     job.await_ranks(2)
     job.send_signal(signal.SIGTERM)
-    assert not holds(lambda: job.poll() is not None, 0.3)
-    assert holds(lambda: job.ended_by(signal.SIGTERM))
+    assert not wait_until(lambda: job.poll() is not None, 0.3)
+    assert wait_until(lambda: job.ended_by(signal.SIGTERM))
     assert job.wait(SECONDS) == 143
 
 
@@ -229,7 +229,7 @@ def test_a_killed_parent_leaves_no_ranks_behind(start):
     job = start(IGNORE_SIGTERM + WAIT)
     job.await_ranks(2)
     job.kill()
-    assert holds(lambda: all(has_ended(pid) for pid in job.pids.values()))
+    assert wait_until(lambda: all(has_ended(pid) for pid in job.pids.values()))
 
 
 def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restored(monkeypatch):
@@ -429,11 +429,11 @@ def test_a_killed_rank_is_named_by_the_others_and_gives_the_status(start, tmp_pa
     flags = ("--backend", backend, "--epochs", "5000", "--run-dir", str(tmp_path / "run"))
     restarts = int(backend == "torch" and victim == 1)
     job = start(None, *flags, settings=SHOW_PIDS, function="shown", restarts=restarts)
-    assert holds(lambda: "epoch 2/" in job.output), job.errors
+    assert wait_until(lambda: "epoch 2/" in job.output), job.errors
     os.kill(job.pids[victim], signal.SIGKILL)
     if restarts:
         recovered = f"recovered: rank {victim} died: its process ended without a report, after step "
-        assert holds(lambda: recovered in job.output), job.errors
+        assert wait_until(lambda: recovered in job.output), job.errors
         os.kill(job.pids[victim], signal.SIGKILL)
     assert job.wait(SECONDS) == 137
     assert job.errors.count(f"stopping, since rank {victim} died") == 1 + restarts

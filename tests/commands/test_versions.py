@@ -53,12 +53,12 @@ JOB = 'while [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; echo \'{summa
 class Versions(Runs):
     """Runs of ``tests/versions.sh`` in the tree ``root``, with fakes and environments in ``folder``."""
 
-    def __init__(self, folder: Path, root: Path, answers: Path) -> None:
+    def __init__(self, folder: Path, root: Path, outputs: Path) -> None:
         super().__init__(folder)
         self.into, self.temporary, self.root = folder / "the user's folder", folder / "tmp", root
         self.temporary.mkdir()
         python = folder / "python"
-        python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(answers)))
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable, once=once(outputs)))
         python.chmod(0o755)
         self.env = {**os.environ, "PYTHON": str(python), "TMPDIR": str(self.temporary)}
         self.set(pip=PIP.format(index=INDEX, install="true"))
@@ -88,8 +88,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def versions(tmp_path: Path, tree: Path, answers: Path) -> Iterator[Versions]:
-    versions = Versions(tmp_path, tree, answers)
+def versions(tmp_path: Path, tree: Path, outputs: Path) -> Iterator[Versions]:
+    versions = Versions(tmp_path, tree, outputs)
     yield versions
     versions.end()
 

@@ -28,7 +28,7 @@ from dualtrain.data.worker_waits import Waits
 from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
 from tests.data.test_data import write_idx
-from tests.forked import holds, in_child
+from tests.forked import in_child, wait_until
 
 CPU = torch.device("cpu")
 
@@ -405,7 +405,7 @@ def test_the_start_of_the_workers_has_a_limit(monkeypatch, stopped, said):
     monkeypatch.setattr(processes, "_starters", {os.getpid()})
     if stopped:
         os.kill(server.pid, signal.SIGSTOP)
-        assert holds(lambda: processes.is_stopped(server.pid))
+        assert wait_until(lambda: processes.is_stopped(server.pid))
     monkeypatch.setattr(worker_waits, "START_SECONDS", 0.3)
     waits = Waits(list, 0.2)
     try:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.forked import ROOT, run_ranks, torchrun
+from tests.forked import ROOT, run_ranks, torchrun_variables
 from tests.horovodize.test_horovodize import CLEAN_ENV
 
 ENV = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -56,8 +56,8 @@ def start(folder, script, *arguments, ranks=2):
     (folder / "helpers.py").write_text(HELPERS)
     (folder / "script.py").write_text(script)
     command = ("-m", "dualtrain.horovodize", folder / "script.py", *arguments)
-    with torchrun(ranks) as places:
-        ends = run_ranks(places if ranks > 1 else [{}], command, folder / "printed", env=ENV, cwd=folder)
+    with torchrun_variables(ranks) as variables:
+        ends = run_ranks(variables if ranks > 1 else [{}], command, folder / "printed", env=ENV, cwd=folder)
     for end in ends:
         assert end.returncode == 0, end.stderr
     lines = [line for end in ends for line in end.stdout.splitlines()]

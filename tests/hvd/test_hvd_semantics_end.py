@@ -19,7 +19,7 @@ from torch import nn
 import dualtrain
 from dualtrain.hvd.timeline import Timeline
 from dualtrain.launchers import World
-from tests.forked import holds, in_child, run_ranks
+from tests.forked import in_child, run_ranks, wait_until
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
 from tests.pool import ROOT, free_port
 from tests.short_waits import short_waits
@@ -85,7 +85,7 @@ def too_slow(backend, gradients):
             optimizer.zero_grad()
         if hvd.rank() == 1:
             # The other ranks wait too long, which shuts the world down before this rank makes its call.
-            assert holds(lambda: hvd.mpi_ops._basics.engine().down is not None)
+            assert wait_until(lambda: hvd.mpi_ops._basics.engine().down is not None)
             what = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
         else:
             what = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")

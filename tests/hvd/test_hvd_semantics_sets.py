@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.forked import holds
+from tests.forked import wait_until
 from tests.hvd.worlds import OURS, OURS_3, PAIR, check, library, ours, same, worlds
 
 
@@ -129,7 +129,7 @@ def barriers(backend, folder):
             (folder / "enters 1").touch()
         if me == 2:
             # Ranks 0 and 1 must leave the barrier of their set before rank 2 enters its next barrier.
-            assert holds(lambda: all((folder / f"leaves {rank}").exists() for rank in pair.ranks), 30)
+            assert wait_until(lambda: all((folder / f"leaves {rank}").exists() for rank in pair.ranks), 30)
             time.sleep(0.15)
             (folder / "enters 2").touch()
         else:

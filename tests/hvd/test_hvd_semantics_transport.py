@@ -13,7 +13,7 @@ from torch import nn
 
 from dualtrain.backends.shm import segment
 from dualtrain.hvd import engine
-from tests.forked import holds
+from tests.forked import wait_until
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -119,8 +119,8 @@ def away(backend, folder):
             sent, stepped = marks / f"sent.{step}", marks / f"stepped.{step}"
             if hvd.rank() == 0:
                 sent.touch()
-                assert holds(stepped.exists)
-            assert holds(sent.exists)
+                assert wait_until(stepped.exists)
+            assert wait_until(sent.exists)
             optimizer.step()
             optimizer.zero_grad()
             stepped.touch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import require_horovod
-from tests.forked import Forked, places
+from tests.forked import Forked, rank_variables
 from tests.hvd.test_hvd_semantics_hangs import BODIES
 from tests.launch.jobs import ENV, ROOT
 
@@ -31,11 +31,13 @@ def test_horovod_hangs_or_crashes_in_calls_that_dualtrain_handles(tmp_path):
         (
             body,
             Forked(
-                ("-c", WITH_HOROVOD, body.__name__), tmp_path / body.__name__, env={**ENV, "PYTHONPATH": str(ROOT), **place}
+                ("-c", WITH_HOROVOD, body.__name__),
+                tmp_path / body.__name__,
+                env={**ENV, "PYTHONPATH": str(ROOT), **variables},
             ),
         )
         for body in BODIES
-        for place in places(2)
+        for variables in rank_variables(2)
     ]
     try:
         for _, rank in ranks:

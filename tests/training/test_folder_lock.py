@@ -21,7 +21,7 @@ from dualtrain.errors import UserError
 from dualtrain.run_folder import folder_lock, generation
 from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock
-from tests.forked import Forked, holds
+from tests.forked import Forked, wait_until
 from tests.training.runs import content, train_alone
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0")
@@ -173,7 +173,7 @@ def test_only_one_of_many_processes_trains_in_a_folder(tmp_path, resume):
     folder = tmp_path / "run"
     flags = ["--run-dir", str(folder), "--checkpoint-every", "1", *resume]
     started = [Forked((*COMMAND, *flags), tmp_path / f"{number}") for number in range(6)]
-    ends = [process.end(120) for process in started]
+    ends = [process.wait_and_kill(120) for process in started]
     trained = [end for end in ends if "epoch 1/1" in end.stdout]
     assert len(trained) == 1
     for end in ends:
@@ -194,11 +194,11 @@ def test_only_one_of_many_processes_trains_in_a_folder(tmp_path, resume):
 def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
     first = Forked((*COMMAND, "--epochs", "100000", "--run-dir", str(tmp_path / "run")), tmp_path / "first")
     try:
-        assert holds(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")))
+        assert wait_until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")))
         first.send_signal(signal.SIGSTOP)
         time.sleep(0.1)
         before = content(tmp_path / "run")
-        second = Forked((*COMMAND, "--run-dir", str(tmp_path / "run")), tmp_path / "second").end(60)
+        second = Forked((*COMMAND, "--run-dir", str(tmp_path / "run")), tmp_path / "second").wait_and_kill(60)
         assert second.returncode == 2
         assert f"is used by process {first.pid} on" in second.stderr
         assert content(tmp_path / "run") == before
@@ -206,7 +206,7 @@ def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
         first.kill()
     flags = ("--resume", "auto", "--log-seconds", "0", "--run-dir", str(tmp_path / "run"))
     third = Forked((*COMMAND, *flags), tmp_path / "third")
-    end = third.end(60)
+    end = third.wait_and_kill(60)
     assert end.returncode == 0, end.stderr
     assert "resuming from step" in end.stdout.splitlines()[0]
 

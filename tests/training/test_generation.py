@@ -25,7 +25,7 @@ from dualtrain.run_folder import checkpoint, folder_lock, generation
 from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 from dualtrain.training.resume import set_aside
-from tests.forked import ROOT, Forked, holds, places, run
+from tests.forked import ROOT, Forked, rank_variables, run, wait_until
 from tests.training.runs import content, train_alone
 from tests.training.starts import LIMIT, ROUNDS, STARTS, renew
 
@@ -356,11 +356,11 @@ def test_a_job_that_continues_after_it_was_replaced_ends_and_changes_nothing(tmp
     folder = tmp_path / "run"
     flags = (*FLAGS, "--run-dir", str(folder), "--checkpoint-every", "1")
     old = [
-        Forked(("-c", PROGRAM, "1", *flags, "--epochs", "100000"), tmp_path / "old", env={**os.environ, **place})
-        for place in places(2)
+        Forked(("-c", PROGRAM, "1", *flags, "--epochs", "100000"), tmp_path / "old", env={**os.environ, **variables})
+        for variables in rank_variables(2)
     ]
     try:
-        assert holds(lambda: checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST) is not None)
+        assert wait_until(lambda: checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST) is not None)
         for process in old:
             process.send_signal(signal.SIGSTOP)
         time.sleep(0.1)
@@ -368,7 +368,7 @@ def test_a_job_that_continues_after_it_was_replaced_ends_and_changes_nothing(tmp
         second = Forked(("-c", PROGRAM, "2", *new), tmp_path / "new")
         try:
             newest = max(map(checkpoint.step_of_name, checkpoint.found(folder / "checkpoints")))
-            assert holds(lambda: checkpoint.path_of(folder / "checkpoints", newest + 3).exists())
+            assert wait_until(lambda: checkpoint.path_of(folder / "checkpoints", newest + 3).exists())
             second.send_signal(signal.SIGTERM)
             assert second.wait(60) == 143, second.errors
         finally:
@@ -377,7 +377,7 @@ def test_a_job_that_continues_after_it_was_replaced_ends_and_changes_nothing(tmp
         before = content(folder)
         for process in old:
             process.send_signal(signal.SIGCONT)
-        ends = [process.end(60) for process in old]
+        ends = [process.wait_and_kill(60) for process in old]
     finally:
         for process in old:
             process.kill()

@@ -156,14 +156,14 @@ def test_the_store_of_torchruns_agent_keeps_the_jobs_name(tmp_path):
     def name(place: dict[str, str]) -> str:
         return job_of(detect_world(place), 20.0)
 
-    with forked.torchrun(2) as places, forked.torchrun(1) as [other]:
-        names = [name(place) for place in (*places, *places)]
+    with forked.torchrun_variables(2) as ranks, forked.torchrun_variables(1) as [other]:
+        names = [name(variables) for variables in (*ranks, *ranks)]
         assert len(set(names)) == 1
         assert names[0]
-        assert name({**places[0], "TORCHELASTIC_RUN_ID": "other"}) != names[0]
+        assert name({**ranks[0], "TORCHELASTIC_RUN_ID": "other"}) != names[0]
         assert name(other) != names[0]
-        assert name({**places[0], "TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
-        assert name({**places[0], "DUALTRAIN_JOB": "mine"}) == "mine"
+        assert name({**ranks[0], "TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+        assert name({**ranks[0], "DUALTRAIN_JOB": "mine"}) == "mine"
     with pytest.raises(UserError, match=r"the store of torchrun's agents at 127\.0\.0\.1:.* does not answer"):
         job_of(detect_world(other), 0.2)
 
@@ -191,9 +191,9 @@ def test_ranks_that_torchrun_restarts_resume_without_a_flag(tmp_path):
     command = "-c", PROGRAM, *FLAGS, "--epochs", "2"
     (tmp_path / "whole" / "died").touch()
     for name in ("whole", "killed"):
-        with forked.torchrun(2) as places:
+        with forked.torchrun_variables(2) as ranks:
             for _ in range(1 if name == "whole" else 2):
-                ends = forked.run_ranks(places, command, tmp_path / "output" / name, cwd=tmp_path / name)
+                ends = forked.run_ranks(ranks, command, tmp_path / "output" / name, cwd=tmp_path / name)
         assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
     assert "restart of job" in ends[0].stdout
     [one], [other] = ([*(tmp_path / name / "runs").iterdir()] for name in ("whole", "killed"))
