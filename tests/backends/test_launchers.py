@@ -118,13 +118,10 @@ def test_a_rank_of_spark_or_ray_reads_its_world_from_the_engines_variables():
     for world, launcher in ((spark, "spark"), (ray, "ray")):
         assert (world.launcher, world.rank, world.size, world.local_rank, world.local_size) == (launcher, 3, 4, 1, 2)
         assert (world.rendezvous, world.secret, world.job, world.single_host) == (("node1", 4000), "s", "j", False)
-    # `served` is True if a process other than rank 0 serves the store. With Spark, the task that started rank 0 serves it.
-    assert (spark.served, ray.served, detect_world(SPAWN).served, detect_world(TORCHRUN).served) == (
-        True,
-        False,
-        True,
-        False,
-    )
+    # `served` is True if a parent process of a rank serves the store that all worlds of the job share. With Spark, that
+    # process is the task that started rank 0.
+    assert [world.served for world in (spark, detect_world(SPAWN))] == [True, True]
+    assert [world.served for world in (ray, detect_world(TORCHRUN))] == [False, False]
 
 
 def test_a_ray_train_worker_is_recognised_unless_it_starts_another_launcher():
@@ -148,8 +145,8 @@ def test_a_slurm_batch_script_is_not_a_launched_rank():
 
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291"])
-def test_a_shell_of_salloc_on_a_node_is_not_a_launched_rank(step):
-    # Slurm 22.05 sets these variables in a shell of salloc. Such a shell is not a task of the job.
+def test_a_reserved_slurm_step_is_not_a_launched_rank(step):
+    # Slurm's step numbers of salloc's shell on a node, and of a batch script. Neither is a task of the job.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
     assert detect_world(shell) == World()
 
@@ -180,7 +177,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize(("launcher", "name"), [(launcher, name) for launcher in NEEDED for name in NEEDED[launcher]])
-def test_a_missing_variable_is_named(launcher, name):
+def test_the_error_names_a_missing_variable(launcher, name):
     env = {key: value for key, value in LAUNCHERS[launcher].items() if key != name}
     with pytest.raises(UserError, match=f"{name} is not set, but .* would train alone") as caught:
         detect_world(env)
@@ -202,13 +199,13 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("launcher", "name"), NUMBERS)
-def test_a_variable_that_is_no_number_is_named(launcher, name):
+def test_the_error_names_a_variable_that_is_no_number(launcher, name):
     with pytest.raises(UserError, match=f"{name}='x' is not a whole number"):
         detect_world({**LAUNCHERS[launcher], name: "x"})
 
 
 @pytest.mark.parametrize("tasks", ["x", "x(x2)", "x,3"])
-def test_an_invalid_tasks_per_node_variable_is_named(tasks):
+def test_the_error_names_an_invalid_tasks_per_node_variable(tasks):
     with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE='x"):
         detect_world({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks})
 
@@ -245,7 +242,7 @@ RANKS = {"torchrun": "RANK", "horovodrun --gloo": "HOROVOD_RANK", "mpirun": "OMP
 
 @pytest.mark.parametrize("launcher", RANKS)
 @pytest.mark.parametrize("rank", ["8", "-1"])
-def test_a_rank_outside_the_world_is_refused_and_the_variable_is_named(launcher, rank):
+def test_a_rank_outside_the_world_is_refused_and_the_error_names_the_variable(launcher, rank):
     with pytest.raises(UserError, match=f"{launcher} gave rank {rank} in a world of 8 .*{RANKS[launcher]}={rank}"):
         detect_world({**LAUNCHERS[launcher], RANKS[launcher]: rank})
 
@@ -257,13 +254,13 @@ def test_a_size_that_does_not_fit_into_a_signed_32_bit_integer_is_refused():
         detect_world({"RANK": "0", "WORLD_SIZE": "2147483648", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
 
-@pytest.mark.parametrize("place", [("0", "2"), (None, 2), (0, 2.0)])
-def test_a_world_made_by_the_program_needs_whole_numbers(place):
+@pytest.mark.parametrize("numbers", [("0", "2"), (None, 2), (0, 2.0)])
+def test_a_world_made_by_the_program_needs_whole_numbers(numbers):
     with pytest.raises(UserError, match="are not two whole numbers: give World whole numbers"):
-        World(*place)
+        World(*numbers)
 
 
-def test_a_rank_that_is_not_in_the_world_of_the_program_is_refused():
+def test_a_rank_outside_a_world_made_by_the_program_is_refused():
     with pytest.raises(UserError, match=r"^rank 2 in a world of 2 does not exist: ranks go from 0 .* give World the rank"):
         World(2, 2)
 
@@ -332,7 +329,7 @@ def test_the_environment_can_name_the_job(launcher):
             detect_world({**LAUNCHERS[launcher], "DUALTRAIN_JOB": bad})
 
 
-def test_the_job_name_stays_the_same_when_workers_restart():
+def test_the_job_name_stays_the_same_after_restarts_and_requeues():
     assert new_job() != new_job()
     agents = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert detect_world(agents).job_key == "dualtrain/job/none"

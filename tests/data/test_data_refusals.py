@@ -115,11 +115,11 @@ def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, m
     assert "\n" not in str(refusal.value)
 
 
-def build_with(one, two, three):
+def build_from_three_arguments(one, two, three):
     raise AssertionError("the function must not be called")
 
 
-def build_by_name(*, folder):
+def build_from_a_keyword_argument(*, folder):
     raise AssertionError("the function must not be called")
 
 
@@ -132,7 +132,7 @@ def test_a_data_folder_that_cannot_be_made_is_refused(tmp_path):
         load_data("mnist", folder)
 
 
-@pytest.mark.parametrize("name", ["build_with", "build_by_name"])
+@pytest.mark.parametrize("name", ["build_from_three_arguments", "build_from_a_keyword_argument"])
 def test_a_data_or_model_function_with_wrong_parameters_is_refused_with_its_signature(name):
     from dualtrain.models import build
 
@@ -178,7 +178,7 @@ def test_samples_that_cannot_be_batched_are_refused_in_one_line():
 
 
 def build_targets():
-    """Build training data in which the target of sample 7 is too large, and validation data with float targets."""
+    """Build data: training target 2 is ignored (-100), training target 7 is too large, validation targets are floats."""
     inputs, classes = torch.zeros(9, 2), torch.arange(9).clamp(max=1)
     classes[2], classes[7] = -100, 2
     return [*zip(inputs, classes, strict=True)], [*zip(inputs, classes.float(), strict=True)]
@@ -287,8 +287,8 @@ def build_task(change=lambda inputs, targets: (inputs, targets), **options):
     ],
 )
 def test_batches_of_the_users_own_source_are_checked(monkeypatch, change, problem):
-    monkeypatch.setattr(f"{__name__}.build_now", lambda: build_task(change), raising=False)
-    task = load_data("tests.data.test_data_refusals:build_now")
+    monkeypatch.setattr(f"{__name__}.build_for_this_test", lambda: build_task(change), raising=False)
+    task = load_data("tests.data.test_data_refusals:build_for_this_test")
     with pytest.raises(UserError, match=f"the source of the training data .*{problem}") as refusal:
         list(task.train.stream([Batch(torch.tensor([1, 2, 3]))], torch.device("cpu")))
     assert ("no such shard" in str(refusal.value)) == ("raise_error" in refusal.value.trace)
@@ -299,9 +299,9 @@ def test_batches_of_the_users_own_source_are_checked(monkeypatch, change, proble
     [({"shape": "2"}, "of shape '2'"), ({"classes": "2"}, "classes '2'"), ({"kind": "values"}, "kind 'values'")],
 )
 def test_a_task_with_unusable_values_is_refused(monkeypatch, options, problem):
-    monkeypatch.setattr(f"{__name__}.build_now", lambda: build_task(**options), raising=False)
+    monkeypatch.setattr(f"{__name__}.build_for_this_test", lambda: build_task(**options), raising=False)
     with pytest.raises(UserError, match=problem):
-        load_data("tests.data.test_data_refusals:build_now")
-    monkeypatch.setattr(f"{__name__}.build_now", lambda: Task(Table(2), Table(2), (2,), 2))
+        load_data("tests.data.test_data_refusals:build_for_this_test")
+    monkeypatch.setattr(f"{__name__}.build_for_this_test", lambda: Task(Table(2), Table(2), (2,), 2))
     with pytest.raises(UserError, match=r"a Task with a Table, not a dualtrain\.data\.Source"):
-        load_data("tests.data.test_data_refusals:build_now")
+        load_data("tests.data.test_data_refusals:build_for_this_test")

@@ -12,7 +12,7 @@ from tests.threads import run_threads
 
 
 def zero_data(model):
-    """Zero the gradients without a change of their version counters."""
+    """Zero the gradients without changing their version counters."""
     for p in model.parameters():
         p.grad.data.zero_()
 

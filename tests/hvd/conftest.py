@@ -9,9 +9,9 @@ from tests.conftest import Spmd
 
 @pytest.fixture
 def fresh(real: Spmd) -> Spmd:
-    """The world ``real``. A world of Horovod is opened again before the test.
+    """The world ``real``. A Horovod world is closed first, so that the test's first call opens a new one.
 
-    Other tests can leave behind process sets, and counters of calls that differ between ranks. With these counters,
+    Other tests can leave process sets behind, and counters of calls that differ between ranks. With these counters,
     Horovod's unnamed calls would hang.
     """
     if real.name == "horovod":

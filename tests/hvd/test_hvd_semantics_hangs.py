@@ -64,18 +64,18 @@ def test_calls_that_hang_in_horovod_do_not_hang_in_dualtrain(real):
 
 
 def other_parameters(backend):
-    """Step with models that have other shapes or parameters on rank 1. A step fails, and so does a second try."""
+    """Step with models whose shapes or parameters are different on rank 1. Every step fails, also the second one."""
     with library(backend) as hvd, mock.patch("dualtrain.hvd.pending.BLOCKED_SECONDS", 0.1):
         from dualtrain.hvd import HorovodInternalError
 
-        other = int(hvd.rank() == 1)
+        differs = hvd.rank() == 1
         weight = r"'bias'.*: weight \(float32, \(4, 3\).* on rank 0, weight \(float32, \(5, 3\).* on rank 1"
-        for options, bias, text in (
+        for options, other_shape, text in (
             ({}, True, weight),
             ({"op": hvd.Max}, True, r"bias.*: shape \(4,\) on rank 0, \(5,\) on rank 1"),
             ({}, False, r"'bias'.*: bias \(float32, \(4,\).* on rank 0, nothing on rank 1"),
         ):
-            model = torch.nn.Linear(3, 4 + (other and bias), bias=not other or bias)
+            model = torch.nn.Linear(3, 5 if differs and other_shape else 4, bias=other_shape or not differs)
             inner = torch.optim.SGD(model.parameters(), 1.0)
             optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
             model(torch.ones(1, 3)).sum().backward()
@@ -92,7 +92,7 @@ def test_optimizers_with_other_parameters_on_a_rank_fail_on_all_ranks(real):
 
 
 def calls_of_a_second_thread(backend):
-    """Let the main threads wait for each other, while a second thread of rank 0 is about to make a call."""
+    """Let rank 0's main thread wait for "main" and rank 1 for "later", until a second thread of rank 0 calls "later"."""
     with library(backend) as hvd, mock.patch("dualtrain.hvd.pending.BLOCKED_SECONDS", 0.1):
 
         def total(name):

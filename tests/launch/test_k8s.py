@@ -21,7 +21,7 @@ def start(container: dict[str, Any], run: Path, **variables: str) -> subprocess.
     env |= {each["name"]: each["value"] for each in container["env"] if "value" in each}
     env |= {"RUN": str(run), "HOME": str(run.parent), "DUALTRAIN_SECRET": "0" * 64, **variables}
     # Kubernetes replaces $(NAME) in commands by the variable's value.
-    command = [re.sub(r"\$\((\w+)\)", lambda name: env[name[1]], word) for word in pod_command(container)]
+    command = [re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], word) for word in pod_command(container)]
     return subprocess.Popen([*command, "--epochs", "2"], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 

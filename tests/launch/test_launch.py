@@ -39,9 +39,11 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
         deadline = time.monotonic() + 120
         while "epoch 2/" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
+        # rank_of() is None for launchers and their shells.
         pids = [pid for pid in processes(str(folder)) if rank_of(pid) == victim]
         assert pids, log.read_text()
-        os.kill(max(pids), signal.SIGKILL)  # pids has one entry: rank_of() is None for launchers and their shells
+        (pid,) = pids
+        os.kill(pid, signal.SIGKILL)
         status = process.wait(timeout=60)
     finally:
         for pid in [process.pid, *processes(str(folder))]:
@@ -66,7 +68,7 @@ def test_the_demo_ends_with_the_line_same_weights_yes(tmp_path):
     require_horovod()
     end = script(tmp_path, "demo.sh", "--epochs", "1")
     assert end.returncode == 0, end.stderr
-    assert end.stdout.splitlines()[0] == "with tree"
+    assert end.stdout.splitlines()[0] == "with tree"  # demo.sh sets DUALTRAIN_WITH=tree by default
     assert end.stdout.splitlines()[-1].startswith("same weights: yes")
     assert {"horovod", "torch"} == {path.name for path in (tmp_path / "runs").iterdir()}
 

@@ -74,15 +74,15 @@ def test_sums_and_gradients_of_the_parts_add_up_to_those_of_the_batch(parts):
     inputs, targets = batch()
     targets[0] = -100
     whole, split = WithLoss(model(), 0.1), WithLoss(model(), 0.1)
-    one = whole(inputs, targets)
+    expected = whole(inputs, targets)
     chunks = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
     gathered = torch.cat([split(*part) for part in chunks])
-    assert (one.shape, gathered.shape) == ((1, 4), (parts, 4))
-    torch.testing.assert_close(gathered.sum(0), one[0])
-    one[0, 0].backward()
+    assert (expected.shape, gathered.shape) == ((1, 4), (parts, 4))
+    torch.testing.assert_close(gathered.sum(0), expected[0])
+    expected[0, 0].backward()
     gathered.sum(0)[0].backward()
-    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for part, full in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(part.grad, full.grad)
 
 
 def test_wrapping_a_model_with_its_loss_adds_no_parameters():
@@ -116,8 +116,8 @@ def test_on_gpus_the_loss_inside_the_model_has_the_same_sums_and_gradients():
     torch.testing.assert_close(result.sum(0), expected)
     expected[0].backward()
     result.sum(0)[0].backward()
-    for ours, theirs in zip(spread.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for part, full in zip(spread.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(part.grad, full.grad)
 
 
 @pytest.mark.gpu

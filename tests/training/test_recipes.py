@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="session")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Make data for the recipes that need files; return the paths."""
     from PIL import Image
 
@@ -75,8 +75,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"data": str(folder), "text": str(folder / "words.txt"), "tree": str(folder / "tree")}
 
 
-def flags(case: str, places: dict[str, str], run: Path) -> list[str]:
-    return [flag.format(run=run, **places) for flag in (*SMALL, *CASES[case])]
+def flags(case: str, paths: dict[str, str], run: Path) -> list[str]:
+    return [flag.format(run=run, **paths) for flag in (*SMALL, *CASES[case])]
 
 
 def train(backend, arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> dict[str, Any] | str:
@@ -106,9 +106,9 @@ def train_alone(arguments: list[str], stop_after: int | None = None, by: int = s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupted_run_ends_with_the_same_bits(case, places, tmp_path):
-    whole = train_alone(flags(case, places, tmp_path / "whole"))
-    part = flags(case, places, tmp_path / "part")
+def test_an_interrupted_run_ends_with_the_same_bits(case, paths, tmp_path):
+    whole = train_alone(flags(case, paths, tmp_path / "whole"))
+    part = flags(case, paths, tmp_path / "part")
     said = train_alone(part, stop_after=3)
     assert "SIGTERM ended the run after step 3 of" in said
     resumed = train_alone([*part, "--resume"])
@@ -134,30 +134,30 @@ def test_a_frozen_model_trains_only_its_head(tmp_path, monkeypatch):
         assert name.startswith("fc.") or torch.equal(tensor, before[name]), name
 
 
-def test_ranks_are_interrupted_together_and_resume_to_the_same_bits(processes, places, tmp_path):
+def test_ranks_are_interrupted_together_and_resume_to_the_same_bits(processes, paths, tmp_path):
     # The model has BatchNorm and dropout, so each rank must get its own statistics and random state back.
-    whole = processes(train, flags("dropout", places, tmp_path / "whole"))[0]
-    part = flags("dropout", places, tmp_path / "part")
+    whole = processes(train, flags("dropout", paths, tmp_path / "whole"))[0]
+    part = flags("dropout", paths, tmp_path / "part")
     said = processes(train, part, 3)
     assert len(set(said)) == 1
     assert "after step 3" in said[0]
     assert processes(train, [*part, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_a_run_resumes_on_the_other_backend_with_the_same_bits(pool: Pool, places, tmp_path):
+def test_a_run_resumes_on_the_other_backend_with_the_same_bits(pool: Pool, paths, tmp_path):
     require_horovod()
-    arguments = flags("mnist-convnet", places, tmp_path / "part")
+    arguments = flags("mnist-convnet", paths, tmp_path / "part")
     pool.connect("torch", 2)
-    whole = pool.run(train, flags("mnist-convnet", places, tmp_path / "whole"))[0]
+    whole = pool.run(train, flags("mnist-convnet", paths, tmp_path / "whole"))[0]
     pool.run(train, arguments, 5)
     pool.connect("horovod", 2)
     assert pool.run(train, [*arguments, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_a_run_resumes_at_another_world_size(processes, places, tmp_path):
+def test_a_run_resumes_at_another_world_size(processes, paths, tmp_path):
     # Each step has 300 samples on any number of ranks, so all runs have the same batches.
-    arguments = [*flags("digits", places, tmp_path / "part")[:-1], "300"]
-    whole = train_alone([*flags("digits", places, tmp_path / "whole")[:-1], "300"])
+    arguments = [*flags("digits", paths, tmp_path / "part")[:-1], "300"]
+    whole = train_alone([*flags("digits", paths, tmp_path / "whole")[:-1], "300"])
     assert "after step 4" in train_alone(arguments, stop_after=4)
     resumed = processes(train, [*arguments, "--resume"])[0]
     assert resumed["val_accuracy"] == whole["val_accuracy"]
@@ -167,15 +167,15 @@ def test_a_run_resumes_at_another_world_size(processes, places, tmp_path):
 
 
 @pytest.mark.parametrize(("by", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_saves_and_ends_the_run(places, tmp_path, by, name):
-    said = train_alone(flags("digits", places, tmp_path), 2, by)
+def test_a_signal_saves_and_ends_the_run(paths, tmp_path, by, name):
+    said = train_alone(flags("digits", paths, tmp_path), 2, by)
     assert said.startswith(f"{name} ended the run after step 2 of 16, saved in {tmp_path}")
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
 
 
-def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tmp_path):
-    whole = train_alone(flags("digits", places, tmp_path / "whole"))
-    part = flags("digits", places, tmp_path / "part")
+def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(paths, tmp_path):
+    whole = train_alone(flags("digits", paths, tmp_path / "whole"))
+    part = flags("digits", paths, tmp_path / "part")
     assert "after step 16 of 16" in train_alone(part, stop_after=16)
     resumed = train_alone([*part, "--resume"])
     kept = ("weights_sha256", "val_loss", "train_loss", "best", "epochs")
@@ -292,32 +292,32 @@ def nothing():
     return samples, []
 
 
-def test_sigusr1_saves_and_the_run_continues(places, tmp_path):
-    summary = train_alone([*flags("digits", places, tmp_path), "--keep", "9"], 2, signal.SIGUSR1)
+def test_sigusr1_saves_and_the_run_continues(paths, tmp_path):
+    summary = train_alone([*flags("digits", paths, tmp_path), "--keep", "9"], 2, signal.SIGUSR1)
     assert summary["steps"] == 16
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
 
 
-def test_the_newest_checkpoints_and_the_best_one_are_kept(places, tmp_path):
-    summary = train_alone([*flags("digits", places, tmp_path), "--epochs", "5", "--keep", "2", "--best", "val_accuracy"])
+def test_the_newest_checkpoints_and_the_best_one_are_kept(paths, tmp_path):
+    summary = train_alone([*flags("digits", paths, tmp_path), "--epochs", "5", "--keep", "2", "--best", "val_accuracy"])
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["best.safetensors", "step-00000032.safetensors", "step-00000040.safetensors"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     best = max((line for line in lines if line["kind"] == "epoch"), key=lambda line: line["val_accuracy"])
     assert summary["best"]["step"] == best["step"]
     best_one = str(tmp_path / "checkpoints" / "best.safetensors")
-    resumed = train_alone([*flags("digits", places, tmp_path / "more"), "--epochs", "5", "--resume", best_one])
+    resumed = train_alone([*flags("digits", paths, tmp_path / "more"), "--epochs", "5", "--resume", best_one])
     assert resumed["steps"] == 40
     assert (tmp_path / "model-best.safetensors").exists()
 
 
-def test_training_stops_early_if_the_metric_does_not_improve(places, tmp_path):
-    arguments = [*flags("digits", places, tmp_path), "--lr", "1e-9", "--momentum", "0", "--best", "val_accuracy"]
+def test_training_stops_early_if_the_metric_does_not_improve(paths, tmp_path):
+    arguments = [*flags("digits", paths, tmp_path), "--lr", "1e-9", "--momentum", "0", "--best", "val_accuracy"]
     summary = train_alone([*arguments, "--epochs", "50", "--early-stop", "2"])
     assert summary["epochs"] < 10
 
 
-def test_a_full_disk_is_reported_and_training_continues(places, tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_reported_and_training_continues(paths, tmp_path, monkeypatch, caplog):
     write, failed = loop.checkpoint.Packed.write, []
 
     def full(packed, path, lock):
@@ -327,17 +327,17 @@ def test_a_full_disk_is_reported_and_training_continues(places, tmp_path, monkey
         write(packed, path, lock)
 
     monkeypatch.setattr(loop.checkpoint.Packed, "write", full)
-    summary = train_alone(flags("digits", places, tmp_path))
+    summary = train_alone(flags("digits", paths, tmp_path))
     assert failed
     assert summary["steps"] == 16
     assert "the checkpoint of step 8 could not be written" in caplog.text
     assert (tmp_path / "checkpoints" / "step-00000016.safetensors").exists()
 
 
-def test_tensorboard_gets_the_metrics(places, tmp_path):
+def test_tensorboard_gets_the_metrics(paths, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    summary = train_alone([*flags("digits", places, tmp_path), "--tensorboard"])
+    summary = train_alone([*flags("digits", paths, tmp_path), "--tensorboard"])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("epoch/val_loss")] == [8, 16]

@@ -28,7 +28,7 @@ RUNS = {
         *("--model", "tests.training.virtual:dropping", "--batch-size", "359", "--accumulate", "2", "--epochs", "3"),
         *("--virtual-ranks", "4", "--ema", "0.9", "--momentum", "0.9", "--lr", "0.02", "--lr-scale", "linear"),
     ),
-    # Each of the two shards is evaluated in several batches.
+    # Each of the two shards of the evaluation data takes several batches.
     "evaluation": (
         *("--model", "tests.training.virtual:relative", "--batch-size", "70", "--max-steps", "3", "--virtual-ranks", "2"),
     ),
@@ -130,8 +130,8 @@ def test_an_interrupted_run_resumes_on_another_backend_and_world_size(name, pool
     for number, (world, size) in enumerate(CHAIN, 1):
         last = number == len(CHAIN)
         spmd = Spmd(world, size, None if world == "local" else pool)
-        for said in spmd(train, flags, None if last else number):
-            assert last or f"SIGTERM ended the run after step {number} of" in said
+        for returned in spmd(train, flags, None if last else number):
+            assert last or f"SIGTERM ended the run after step {number} of" in returned
         flags = [*arguments(name, texts, tmp_path), "--resume"]
     assert result(tmp_path) == alone[name]
 
@@ -168,8 +168,8 @@ def test_a_number_of_virtual_ranks_out_of_bounds_is_refused(value):
         parse(["--virtual-ranks", value])
 
 
-def few(folder):
-    """Build a training dataset, and a validation dataset with fewer samples than there are shards."""
+def few_samples(folder):
+    """Build training data, and validation data of two samples."""
     return [TensorDataset(torch.linspace(-1, 1, n * 4).view(n, 4), torch.arange(n) % 3) for n in (8, 2)]
 
 
@@ -178,6 +178,6 @@ def linear(shape, classes):
 
 
 def test_a_validation_set_may_be_smaller_than_the_number_of_shards(tmp_path):
-    own = ["--dataset", f"{__name__}:few", "--model", f"{__name__}:linear", "--classes", "3", "--max-steps", "2"]
+    own = ["--dataset", f"{__name__}:few_samples", "--model", f"{__name__}:linear", "--classes", "3", "--max-steps", "2"]
     train_alone([*own, *COMMON, "--batch-size", "2", "--virtual-ranks", "4", "--run-dir", str(tmp_path)])
     assert 0 <= json.loads((tmp_path / "summary.json").read_text())["val_accuracy"] <= 1
