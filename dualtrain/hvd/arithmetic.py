@@ -26,7 +26,7 @@ PLAIN = {
 
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = 1 << 63
-_SMALLEST_NORM = sys.float_info.min**0.5
+_SMALLEST_SQUARED_NORM = sys.float_info.min**0.5
 _LARGEST_DENOMINATOR = 1 << 20
 _SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch splits a longer sum into one part per thread
 
@@ -59,7 +59,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         return tensor * int(factor)
     result = (tensor.double() * factor).trunc().to(tensor.dtype)
     if tensor.dtype == torch.int64:
-        # A double has 53 bits of precision, so larger numbers are multiplied one by one as fractions.
+        # A double represents integers exactly only up to magnitude 2**53: multiply larger ones one by one, as fractions.
         exact = _fraction(factor)
         for index in (tensor.abs() >= _EXACT_IN_DOUBLE).nonzero():
             result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
@@ -79,7 +79,7 @@ def _fraction(factor: float) -> Fraction:
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
     """Return the result of a reduction: ``total`` times ``factor``, for an average also divided by ``divisor``.
 
-    ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent.
+    ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent. It may be overwritten or returned.
     """
     if op != Average:
         return scaled(total, factor)
@@ -115,8 +115,8 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the adaptive sum of one tensor per rank: neighbours are combined in a binary tree. Any number of ranks works.
 
-    Equal gradients are averaged, and orthogonal gradients are summed. From any other two gradients, a part of their common
-    component is subtracted before they are summed.
+    Equal gradients are averaged, and orthogonal gradients are summed. For any other gradients a and b, half of b's
+    projection onto a is subtracted from a, and half of a's projection onto b from b, before they are summed.
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
     ``ops/adasum/adasum.h`` for the order of additions and for vectors of norm zero.
     """
@@ -128,10 +128,10 @@ def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    dot, norm_a, norm_b = _sum_of(a * b), _sum_of(a * a), _sum_of(b * b)
-    share_a = 1 - dot / norm_a / 2 if norm_a >= _SMALLEST_NORM else 1.0
-    share_b = 1 - dot / norm_b / 2 if norm_b >= _SMALLEST_NORM else 1.0
-    return share_a * a + share_b * b
+    dot, squared_norm_a, squared_norm_b = _sum_of(a * b), _sum_of(a * a), _sum_of(b * b)
+    scale_a = 1 - dot / squared_norm_a / 2 if squared_norm_a >= _SMALLEST_SQUARED_NORM else 1.0
+    scale_b = 1 - dot / squared_norm_b / 2 if squared_norm_b >= _SMALLEST_SQUARED_NORM else 1.0
+    return scale_a * a + scale_b * b
 
 
 def _sum_of(values: torch.Tensor) -> float:

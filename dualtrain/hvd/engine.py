@@ -281,7 +281,7 @@ class Engine:
         if event == "negotiate":
             self.timeline.begin(what, activity)
         elif event == "ready":
-            self.timeline.mark(what, str(rank))
+            self.timeline.mark(what, rank)
         else:
             self.timeline.end(what, activity)
 

@@ -26,9 +26,10 @@ class Timeline:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._path = ""
-        self._lines: dict[str, int] = {}  # tensor → index of its line in the chart
+        self._lines: dict[str, int] = {}  # call or gradient → index of its line in the chart
         self._open: set[tuple[str, str]] = set()  # activities in progress; also kept up to date while no file is open
-        self._start, self._end = 0.0, 0
+        self._start_time = 0.0
+        self._size = 0  # bytes written so far
         self.mark_cycles = False
 
     @property
@@ -47,10 +48,10 @@ class Timeline:
                 self._give_up(error)
                 return
             self._lines, self.mark_cycles = {}, mark_cycles
-            self._start = time.time()
-            self._end = 0
+            self._start_time = time.time()
+            self._size = 0
             self._write(
-                name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start * 1e6)}
+                name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start_time * 1e6)}
             )
             for what, activity in sorted(self._open):  # calls that were made before the file was opened
                 self._write(name=activity, ph="B", pid=self._line(what))
@@ -68,7 +69,7 @@ class Timeline:
                 self._file = None
 
     def begin(self, what: str, activity: str) -> None:
-        """Record that ``activity`` (such as ALLREDUCE) starts on the tensor ``what`` (such as allreduce.loss)."""
+        """Record that ``activity`` (such as ALLREDUCE) starts for the call or gradient ``what``, such as allreduce.loss."""
         with self._lock:
             if (what, activity) in self._open:
                 return
@@ -85,11 +86,11 @@ class Timeline:
             if self._file is not None:
                 self._write(name=activity, ph="E", pid=self._line(what))
 
-    def mark(self, what: str, name: str) -> None:
-        """Record that a rank, whose number is ``name``, has requested the call ``what``."""
+    def mark(self, what: str, rank: int) -> None:
+        """Record that ``rank`` has requested the call ``what``."""
         with self._lock:
             if self._file is not None:
-                self._write(name=name, ph="X", pid=self._line(what), dur=0)
+                self._write(name=str(rank), ph="X", pid=self._line(what), dur=0)
 
     def cycle(self) -> None:
         """Record that rank 0 looks for matching calls."""
@@ -108,13 +109,13 @@ class Timeline:
         if self._file is None:
             return
         if event["ph"] != "M":
-            event |= {"ts": int((time.time() - self._start) * 1e6), "tid": 0}
+            event |= {"ts": int((time.time() - self._start_time) * 1e6), "tid": 0}
         # Overwrite the bracket that closes the list, and add a new one: the file is valid JSON at any moment.
         try:
-            self._file.seek(max(self._end - 2, 0))
-            self._file.write((",\n" if self._end else "[\n") + json.dumps(event) + "\n]")
+            self._file.seek(max(self._size - 2, 0))
+            self._file.write((",\n" if self._size else "[\n") + json.dumps(event) + "\n]")
             self._file.flush()
-            self._end = self._file.tell()
+            self._size = self._file.tell()
         except OSError as error:
             self._give_up(error)
 
