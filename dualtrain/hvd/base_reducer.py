@@ -82,7 +82,8 @@ class HorovodReducer(ABC):
         self.hooks = ParameterHooks(keep_nodes=True)  # as Horovod does
         self.ready = 0
         self.dirty = False
-        #: The value of ``drops_exchange()`` when ``dirty`` last became true.
+        #: Whether the current exchange was already discarded when ``dirty`` became true. This rank's gradients then belong
+        #: to a later exchange.
         self._dirty_after_drop = False
         self.closed = False
         self._generation = 0
@@ -155,7 +156,8 @@ class HorovodReducer(ABC):
 
     def _complete_dropped(self) -> None:
         """Complete the exchanges whose results a rank discards. Collective; blocks."""
-        while self.drops_exchange():
+        while self.exchange_is_discarded():
+            # This rank needs the result if it began backward before a rank discarded the exchange.
             if self.exchanging or (self.dirty and not self._dirty_after_drop):
                 basics.engine().require_unused(self.current)
             self.exchange_zeros()
@@ -186,9 +188,12 @@ class HorovodReducer(ABC):
         return count
 
     def reset_passes(self) -> None:
-        """Count backward passes from zero again, because gradients are synchronized."""
+        """Count backward passes from zero again, and apply the value of :meth:`set_passes`.
+
+        Does nothing if no backward pass has run since the last reset.
+        """
         if not self.dirty:
-            return  # no backward pass since the last reset
+            return
         self.dirty, self.ready = False, 0
         self._count_from_zero()
 
@@ -250,7 +255,7 @@ class HorovodReducer(ABC):
         """Return the channel name and the number of the exchange that is in progress or comes next."""
         return self.channel_name, basics.exchangers.done.get(self.channel_name, 0) + 1
 
-    def drops_exchange(self) -> bool:
+    def exchange_is_discarded(self) -> bool:
         """Return whether a rank discards the result of the current exchange."""
         dropped = basics.exchangers.dropped
         return bool(dropped) and self.current in dropped
@@ -305,7 +310,7 @@ class HorovodReducer(ABC):
                 check_supported(name, p)
         self.close_replaced(named, self.process_set)
         for _, p in named:
-            remove_freed(p)  # the next ``reduce`` adds the hooks of this reducer
+            remove_freed(p)  # this reducer's hooks are added by _add_late()
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
@@ -330,9 +335,10 @@ class HorovodReducer(ABC):
                 compat.note(compat.FROZEN)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse exchanges if ``optimizer`` has trained parameters that were not added to this reducer.
+        """Refuse exchanges if ``optimizer`` contains parameters that require gradients but were not added to this reducer.
 
-        Copies that the program steps in place of the trained parameters are allowed, as on Horovod.
+        Copies that the optimizer updates instead of the model's parameters (apex's float32 copies) are allowed, as on
+        Horovod.
         """
         self.refusals.optimizer, self.refusals.allows_copies = optimizer, True
 
@@ -350,7 +356,10 @@ class HorovodReducer(ABC):
 
     @staticmethod
     def close_replaced(named: Named, process_set: ProcessSet) -> None:
-        """Close the reducers of earlier optimizers that share a trained parameter and a name with a new reducer.
+        """Close the earlier optimizers' reducers that a new reducer of ``named`` replaces.
+
+        These are the reducers of the same process set that contain one of the trained parameters in ``named``, and a
+        parameter with the same name as one of them.
 
         Horovod fails in this case, because both optimizers send gradients under the same name. The earlier optimizer often
         exists only because garbage collection has not freed it yet: Lightning, for example, wraps the optimizer in each
@@ -387,7 +396,8 @@ class HorovodReducer(ABC):
     def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
         """Record that parameter ``name``, or a module that has it, was replaced in ``attribute``.
 
-        Exchanges are refused as long as the replacement has trained parameters without a reducer.
+        Exchanges are refused while the replacement contains parameters that require gradients and have no reducer. (A
+        module is ignored until one of these parameters has a gradient.)
         """
         self.refusals.replace(attribute, name)
 
@@ -396,7 +406,7 @@ class HorovodReducer(ABC):
         self.enter_world()
         self.renew()
         if not self.dirty:
-            self.dirty, self._dirty_after_drop = True, self.drops_exchange()
+            self.dirty, self._dirty_after_drop = True, self.exchange_is_discarded()
         slot.passes += 1
         if slot.passes > self.passes:
             raise AssertionError(
@@ -406,5 +416,5 @@ class HorovodReducer(ABC):
             )
         if slot.passes == self.passes:
             self.ready += 1
-            if not self.drops_exchange():
+            if not self.exchange_is_discarded():
                 self.slot_ready(slot)

@@ -151,7 +151,7 @@ class ChannelReducer(HorovodReducer):
         If a backward pass has begun the exchange, send this rank's gradients instead.
         """
         self.enter_world()
-        if self.drops_exchange() or not self.exchanging:
+        if self.exchange_is_discarded() or not self.exchanging:
             self._forget_gradients()
         self._is_left_out = divide_by == "active" and not self.exchanging
         self.refusals.dropped = False  # an exchange of zeros is allowed even if the last exchange was refused
@@ -282,7 +282,7 @@ class ChannelReducer(HorovodReducer):
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """Make and send all buckets, in the engine's thread: the main thread may wait for another optimizer's gradients."""
         self._use(channel, sparse)
-        while self._exchange.schedule.has_unsent and not self.drops_exchange():
+        while self._exchange.schedule.has_unsent and not self.exchange_is_discarded():
             self._send_next()
 
     def _agree(self) -> None:
