@@ -348,7 +348,7 @@ def test_the_verdict_on_equal_runs_is_same_bits(simulated):
     assert distance(one, other) == (0.0, STEPS)
     evidence = Evidence([one, other], [one, other])
     verdict = verdict_of(evidence, ["a cause"])
-    assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
+    assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× Horovod's speed")
 
 
 def test_tensors_that_differ_after_the_last_step_are_found(simulated):
@@ -472,7 +472,7 @@ def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank
     assert 1e-7 < found.relative < 1
     evidence = Evidence([one, one], [other, other])
     verdict = verdict_of(evidence, ["train.py:3: clip_grad_norm_ comes before synchronize()"])
-    begin = f"from step {step}" if step else "before the first step"
+    begin = f"from step {step} on" if step else "before the first step"
     assert verdict.status == 1
     assert verdict.line.startswith(f"differs {begin} in 'weight'")
     cause = f"'{options[0][0]}' is {options[0][1]} on Horovod" if options else "launcher" if not step else "train.py:3"
@@ -510,13 +510,14 @@ def test_a_difference_that_no_defect_explains_is_found_by_time_not_step_number(s
     assert "once these defects of Horovod are reproduced (it takes a step): " in verdict.line
     apart, step = distance(evidence.horovod[0], compat)
     assert (
-        verdict.details[-1] == f"all weights together differ by {apart:.1e} relative after step {step}, with these defects"
+        verdict.details[-1]
+        == f"all weights together differ by {apart:.1e} relative after step {step}, with these defects reproduced"
     )
 
 
 def test_the_verdict_describes_runs_that_end_differently(simulated):
     short = simulated(until=3)
-    assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} and 3 steps"
+    assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} steps on Horovod and 3 with dualtrain"
     assert verdict_of(Evidence([simulated()], [short]), []).status == 1
     verdict = verdict_of(Evidence([short], [], failure="the script failed"), [])
     assert (verdict.status, verdict.line) == (1, "fails with dualtrain, but not on Horovod: the script failed")
@@ -544,7 +545,7 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     evidence.compat = simulated(both, defects=met)
     verdict = verdict_of(evidence, ["another cause"])
     assert verdict.difference.step == 4
-    assert verdict.line.startswith("differs from step 4 in 'weight', 'bias' by ")
+    assert verdict.line.startswith("differs from step 4 on in 'weight', 'bias' by ")
     assert "once these defects of Horovod are reproduced (it takes a step): the optimizer's 'lr' is 0.1" in verdict.line
     assert any("without these defects, the weights differ before the first step" in line for line in verdict.details)
 
@@ -591,7 +592,7 @@ def test_the_distance_between_unrepeatable_runs_names_the_compared_step(simulate
     between = [distance(a, b) for a in horovod for b in (simulated(), short[1])]
     apart, step = sorted(between)[2]
     assert step == 2
-    assert f"differ by {apart:.1e} after step 2, two runs" in verdict.line
+    assert f"differ by {apart:.1e} after step 2, and two runs" in verdict.line
 
 
 def test_a_script_that_is_repeatable_only_on_horovod_fails_the_proof(simulated):
@@ -612,7 +613,7 @@ def test_a_script_that_is_repeatable_only_on_horovod_fails_the_proof(simulated):
 
 
 @pytest.mark.parametrize(("apart", "status"), [(1e-5, 0), (0.1, 1)])
-def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, status, simulated):
+def test_a_record_of_another_platform_is_compared_within_a_tolerance(apart, status, simulated):
     here, there = simulated(scaled_by(1 + apart)), simulated()
     there.ranks[0].start["processor"] = "another"
     verdict = verdict_of(Evidence([there], [here], recorded=True), [])
@@ -624,7 +625,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
-def test_optimizer_options_must_equal_those_in_the_record_of_another_machine(simulated):
+def test_optimizer_options_must_equal_those_in_the_record_of_another_platform(simulated):
     """Compare options at each recorded step; if Horovod's defects change them, use the run that reproduces the defects."""
 
     def rate_at(last, rate):
@@ -668,7 +669,7 @@ def test_a_difference_comparable_to_the_weight_updates_is_not_tolerated(simulate
     assert 5e-5 < distance(there, here)[0] < moved(there) < 1e-3
     there.ranks[0].start["processor"] = "another"
     verdict = verdict_of(Evidence([there], [here], recorded=True), [])
-    assert (verdict.status, "and all steps changed the weights by only" in verdict.line) == (1, True)
+    assert (verdict.status, "and all steps together changed the weights by only" in verdict.line) == (1, True)
     assert verdict_of(Evidence([there], [same], recorded=True), []).status == 0
     verdict = verdict_of(Evidence([there, here], [here]), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (1, "not repeatable, so nothing is proven")
@@ -1174,14 +1175,19 @@ ONCE = "once these defects of Horovod are reproduced (it takes a step)"
         (Script("start", "start", "", first_defect=1), 3, [("plain", 10), *SPEED], DEFECTS),
         (Script("start", "start", "", first_defect=1), 1, [("plain", 37)], DEFECTS),
         (Script("step 30", "step 30", "", first_defect=30), 3, [("plain", 37), ("plain", 5), ("Horovod", 5)], DEFECTS),
-        (Script(compat="step 3", plain="step 3"), 3, [("Horovod", 37), ("plain", 5)], "differs from step 3 in 'weight'"),
-        (Script(compat="step 3", plain="step 3"), 1, [("Horovod", 37)], "differs from step 3 in 'weight'"),
-        (Script(compat="step 40", plain="step 40"), 3, [("Horovod", 41), ("plain", 8)], "differs from step 40 in 'weight'"),
+        (Script(compat="step 3", plain="step 3"), 3, [("Horovod", 37), ("plain", 5)], "differs from step 3 on in 'weight'"),
+        (Script(compat="step 3", plain="step 3"), 1, [("Horovod", 37)], "differs from step 3 on in 'weight'"),
+        (
+            Script(compat="step 40", plain="step 40"),
+            3,
+            [("Horovod", 41), ("plain", 8)],
+            "differs from step 40 on in 'weight'",
+        ),
         (
             Script("", "step 3", "start", first_defect=1),
             3,
             [("plain", 5), ("Horovod", 37), ("plain", 5)],
-            f"differs from step 3 in 'weight' by 1e-04 relative at step 5, {ONCE}",
+            f"differs from step 3 on in 'weight' by 1e-04 relative at step 5, {ONCE}",
         ),
         (
             Script("", "start", "start", again="other start"),
@@ -1199,7 +1205,7 @@ ONCE = "once these defects of Horovod are reproduced (it takes a step)"
             Script(compat="fewer steps", plain="fewer steps"),
             3,
             [],
-            "ends differently: optimizer 0 of rank 0 takes 50 and 30",
+            "ends differently: optimizer 0 of rank 0 takes 50 steps on Horovod and 30 with dualtrain",
         ),
         (Script(compat="fails"), 3, [("plain", 50), *SPEED], SAME),
         (
@@ -1210,12 +1216,12 @@ ONCE = "once these defects of Horovod are reproduced (it takes a step)"
         ),
         (Script(recorded=True), 3, [("plain", 8), ("plain", 8)], SAME),
         (Script("start", "start", "", first_defect=1, recorded=True), 3, [("plain", 50), *[("plain", 8)] * 2], DEFECTS),
-        (Script(compat="step 3", plain="step 3", recorded=True), 3, [("plain", 50)], "differs from step 3 in 'weight'"),
+        (Script(compat="step 3", plain="step 3", recorded=True), 3, [("plain", 50)], "differs from step 3 on in 'weight'"),
         (
             Script("", "step 3", "start", first_defect=1, recorded=True),
             3,
             [("plain", 50), ("plain", 37)],
-            f"differs from step 3 in 'weight' by 1e-04 relative at step 5, {ONCE}",
+            f"differs from step 3 on in 'weight' by 1e-04 relative at step 5, {ONCE}",
         ),
     ],
 )
@@ -1262,7 +1268,7 @@ def test_the_verdict_shows_how_far_horovods_defects_change_the_weights(collected
         run.ranks[0].seconds = [(number, 0.1 if step < 37 else 9.0) for step in range(50) for number in (0, 1)]
     evidence.dualtrain[0].ranks[0].seconds = [(number, 0.05) for number in (0, 1)] * 37
     del evidence.horovod[1:]
-    assert verdict_of(evidence, []).line.endswith("it takes a step, 2.00× the speed")
+    assert verdict_of(evidence, []).line.endswith("it takes a step, 2.00× Horovod's speed")
 
 
 def test_the_verdict_notes_that_repeatability_of_dualtrain_was_not_checked(collected, capsys):
@@ -1278,8 +1284,10 @@ def test_tensors_that_only_one_side_has_are_noted(simulated):
     one, other = simulated(), simulated()
     other.ranks[1].state[-1] = other.ranks[1].state[-1]._replace(name="mean")
     [note] = verdict_of(Evidence([one], [other]), []).details
-    assert note.endswith("on one side only: 'average' only on Horovod, 'mean' only with dualtrain")
+    assert note.endswith("on the two sides: only on Horovod: 'average'; only with dualtrain: 'mean'")
     del other.ranks[1].state[-1]
     assert (
-        verdict_of(Evidence([one], [other]), []).details[0].endswith("'average' only on Horovod, none only with dualtrain")
+        verdict_of(Evidence([one], [other]), [])
+        .details[0]
+        .endswith("only on Horovod: 'average'; only with dualtrain: none")
     )

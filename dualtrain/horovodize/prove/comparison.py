@@ -85,8 +85,8 @@ def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] 
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):
-            here, there = (Counter(each[:3] for each in run.state) for run in (a, b))
-            only = [next((name for _, name, _ in more), "") for more in (here - there, there - here)]
+            first, second = (Counter(each[:3] for each in run.state) for run in (a, b))
+            only = [next((name for _, name, _ in more), "") for more in (first - second, second - first)]
             return rank, only[0], only[1]
     return None
 
@@ -233,14 +233,14 @@ def _norm(values: list[float]) -> float:
     return math.sqrt(sum(value * value for value in values))
 
 
-def different_end(one: RunRecord, other: RunRecord) -> str | None:
-    """Return a description of how two runs end differently (optimizers, parameters, steps, exit status), or ``None``."""
-    for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
+def different_end(horovod: RunRecord, dualtrain: RunRecord) -> str | None:
+    """Return a description of how the sides end differently (optimizers, parameters, steps, exit status), or ``None``."""
+    for rank, (a, b) in enumerate(zip(horovod.ranks, dualtrain.ranks, strict=True)):
         if [each.names for each in a.optimizers] != [each.names for each in b.optimizers]:
             return f"the optimizers of rank {rank} have different parameters"
         for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=True)):
             if x.steps != y.steps:
-                return f"optimizer {number} of rank {rank} takes {x.steps} and {y.steps} steps"
+                return f"optimizer {number} of rank {rank} takes {x.steps} steps on Horovod and {y.steps} with dualtrain"
         if a.end is not None and b.end is not None and a.end.status != b.end.status:
-            return f"rank {rank} ends with exit status {a.end.status} and {b.end.status}"
+            return f"rank {rank} ends with exit status {a.end.status} on Horovod and {b.end.status} with dualtrain"
     return None

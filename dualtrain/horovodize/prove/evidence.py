@@ -32,7 +32,7 @@ class Evidence:
 
     @property
     def full(self) -> RunRecord:
-        """The run with dualtrain that should take all steps; if there are two, the one without Horovod's defects."""
+        """The run with dualtrain that was planned to take all steps; of two, the one without Horovod's defects."""
         plain = self.dualtrain[0]
         return plain if self.compat is None or plain.planned >= self.horovod[0].planned else self.compat
 
@@ -47,8 +47,8 @@ class Evidence:
         return None
 
     @property
-    def other_hardware(self) -> list[str]:
-        """Differences from the machine of --against that may affect bits, such as "torch 1.13, here 2.15"."""
+    def other_platform(self) -> list[str]:
+        """Differences from the platform of --against's record that may affect bits, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
         there, here = self.horovod[0].platform, self.dualtrain[0].platform

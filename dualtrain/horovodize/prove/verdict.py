@@ -21,15 +21,15 @@ from dualtrain.horovodize.prove.comparison import (
 from dualtrain.horovodize.prove.evidence import Evidence, agrees
 from dualtrain.horovodize.prove.records import RunRecord
 
-#: Up to this relative value, the first difference of a run may be rounding.
+#: Up to this relative value, the first difference between the sides may be rounding.
 ROUNDING = 1e-5
-#: Up to this relative value, the difference at the end of a run on other hardware counts as rounding.
-OTHER_HARDWARE = 1e-3
+#: Up to this relative value, the difference at the end of a run on another platform counts as rounding.
+OTHER_PLATFORM = 1e-3
 #: If two runs with the same library differ by more than this relative value, nothing is proven: such a large
 #: difference could hide an error of a library.
 LARGEST_SPREAD = 1e-2
-#: A second limit for the difference of two runs with the same library, and for the difference between the libraries on
-#: other hardware: this fraction of the distance by which all steps have moved the weights.
+#: A second limit on the difference between two runs with the same library, and between the libraries on different
+#: platforms: this fraction of the change of the weights over all steps together.
 PART_OF_TRAINING = 0.1
 
 
@@ -40,7 +40,7 @@ class Verdict:
     Attributes:
         line: the verdict in one line.
         status: the exit status: 0 if the script gives the same result, else 1.
-        details: more lines: causes, defects and their places, the distance of the weights.
+        details: more lines: causes, defects and their lines in the script, the distance between the weights.
         difference: the first difference, or ``None``.
     """
 
@@ -70,10 +70,10 @@ def _not_compared(evidence: Evidence) -> list[str]:
     found = different_tensors(evidence.horovod[0], evidence.full)
     if found is None:
         return []
-    here, there = (repr(name) if name else "none" for name in found[1:])
+    on_horovod, with_dualtrain = (repr(name) if name else "none" for name in found[1:])
     return [
-        f"note: the tensors at the end of the script were not compared, because rank {found[0]} broadcast some tensors on "
-        f"one side only: {here} only on Horovod, {there} only with dualtrain"
+        f"note: the tensors at the end of the script were not compared, because rank {found[0]} broadcast different "
+        f"tensors on the two sides: only on Horovod: {on_horovod}; only with dualtrain: {with_dualtrain}"
     ]
 
 
@@ -91,14 +91,14 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     horovod, dualtrain = evidence.horovod[0], evidence.dualtrain[0]
     other_end = different_end(horovod, evidence.full)
     if other_end is not None:
-        return Verdict(f"ends differently: {other_end} (Horovod, dualtrain)", 1, list(causes))
+        return Verdict(f"ends differently: {other_end}", 1, list(causes))
     difference = first_difference(horovod, dualtrain)
-    steps = f"{horovod.steps} steps{_short(horovod)}"
+    steps = f"{horovod.steps} steps{_all_steps_note(horovod)}"
     if evidence.spread is not None:
         return _by_spread(evidence, evidence.spread)
     if difference is None:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
-    if evidence.other_hardware:
+    if evidence.other_platform:
         compat = _compat_with_equal_options(evidence)
         options = unequal_options(horovod, dualtrain)
         if compat is not None or not options:
@@ -109,18 +109,19 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     return _differs(evidence, difference, causes)
 
 
-def _short(run: RunRecord) -> str:
+def _all_steps_note(run: RunRecord) -> str:
+    """Return a note for the number of steps, if the script ended before the requested number."""
     return "" if all(rank.end and rank.end.reason == "steps" for rank in run.ranks) else ", all that the script takes"
 
 
 def speed(evidence: Evidence) -> str:
-    """Return a text such as ", 1.40× the speed"; an empty string if the sides were not measured on one machine."""
+    """Return a text such as ", 1.40× Horovod's speed"; an empty string if the sides were not measured on one machine."""
     found = ratios(evidence)
-    return f", {statistics.median(found):.2f}× the speed" if found else ""
+    return f", {statistics.median(found):.2f}× Horovod's speed" if found else ""
 
 
 def ratios(evidence: Evidence) -> list[float]:
-    """Return the ratio of dualtrain's to Horovod's steps per second, for each round, in the steps that both runs took."""
+    """Return, for each round, dualtrain's steps per second divided by Horovod's, over the steps that both runs took."""
     if evidence.recorded:
         return []
     pairs = [
@@ -139,7 +140,7 @@ def _by_defects(evidence: Evidence, difference: Difference, steps: str) -> Verdi
     apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
     details.append(
         f"without these defects (dualtrain reproduces them only with DUALTRAIN_HVD_COMPAT=1), the weights differ from "
-        f"step {difference.step} on, and {_by(apart)} after step {step}"
+        f"step {difference.step} on, and {_amount(apart)} after step {step}"
     )
     return Verdict(line, 0, details, difference)
 
@@ -154,50 +155,54 @@ def _places(run: RunRecord) -> list[str]:
 
 
 def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) -> Verdict:
-    details, once = [], ""
+    details, with_defects = [], ""
     if evidence.compat is not None and evidence.compat.defects:
         after = first_difference(evidence.horovod[0], evidence.compat)
         details += _places(evidence.compat)
         if after is not None and after.order > difference.order:
             # The defects explain the first difference. Report the first one that remains with the defects reproduced.
             details.append(f"without these defects, the weights differ {where(difference)}")
-            difference, once = after, f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
+            difference = after
+            with_defects = f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
         elif after is not None:
             details.append(f"with these defects of Horovod reproduced, the weights still differ {where(after)}")
-    own = evidence.changed or _own_cause(evidence, difference)
-    likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists all findings")
+    recorded_cause = evidence.changed or _cause_in_records(evidence, difference)
+    likely = recorded_cause or (
+        causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists all findings"
+    )
     details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
-    compared = evidence.compat if once and evidence.compat is not None else evidence.dualtrain[0]
+    compared = evidence.compat if with_defects and evidence.compat is not None else evidence.dualtrain[0]
     apart, step = distance(evidence.horovod[0], compared)
     if not any(run.steps >= difference.step for run in evidence.dualtrain[1:]):
         details.append(
             f"not checked: whether dualtrain's own runs agree up to step {difference.step}; --rounds 4 adds a run of "
             "each side with all steps"
         )
-    details.append(f"all weights together differ {_by(apart)} after step {step}{once and ', with these defects'}")
-    return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
+    reproduced = ", with these defects reproduced" if with_defects else ""
+    details.append(f"all weights together differ {_amount(apart)} after step {step}{reproduced}")
+    return Verdict(f"differs {where(difference)}{with_defects}: {likely}", 1, details, difference)
 
 
 def where(difference: Difference) -> str:
-    """Return a description such as "from step 7 in 'fc.weight' by 3e-04 relative"."""
+    """Return a description such as "from step 7 on in 'fc.weight' by 3e-04 relative"."""
     names = ", ".join(repr(name) for name in difference.names[:3])
     more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
-    step = f"from step {difference.step}" if difference.step else "before the first step"
+    step = f"from step {difference.step} on" if difference.step else "before the first step"
     step = f"at the end, after step {difference.step}," if difference.at_end else step
     by = ""
     if difference.relative is not None:
         when = "" if difference.measured == difference.step else f" at step {difference.measured}"
-        by = f" {_by(difference.relative, digits=0)}{when}" if difference.relative else " in the last bits"
+        by = f" {_amount(difference.relative, digits=0)}{when}" if difference.relative else " in the last bits"
     rank = f" on rank {difference.rank}" if difference.rank else ""
     return f"{step} in {names}{more}{by}{rank}"
 
 
-def _by(apart: float, digits: int = 1) -> str:
+def _amount(apart: float, digits: int = 1) -> str:
     """Return a text such as "by 3.0e-04 relative"."""
     return f"by {apart:.{digits}e} relative" if math.isfinite(apart) else "in values that are NaN or infinite"
 
 
-def _own_cause(evidence: Evidence, difference: Difference) -> str:
+def _cause_in_records(evidence: Evidence, difference: Difference) -> str:
     if difference.options:
         name, one, other = difference.options[0]
         return f"the optimizer's {name!r} is {one} on Horovod and {other} with dualtrain; find what sets it in the script"
@@ -227,25 +232,28 @@ def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord 
     """Compare Horovod's run with dualtrain's first run, or with ``compat`` if that is closer or if ``required`` is set."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
-    machines = "; ".join(evidence.other_hardware)
-    details = [f"first bits that differ: {where(difference)}"]
-    once = ""
+    differences = "; ".join(evidence.other_platform)
+    details = [f"first difference: {where(difference)}"]
+    with_defects = ""
     if compat is not None and (required or distance(horovod, compat)[0] < apart):
-        details += [*_places(compat), f"without these defects, weights differ {_by(apart)} after step {step}"]
-        apart, once = distance(horovod, compat)[0], f", once these defects of Horovod are reproduced: {_defects(compat)}"
-    if apart <= min(OTHER_HARDWARE, PART_OF_TRAINING * moved(horovod)):
-        line = f"same weights within {apart:.1e} relative after step {step}, on another machine ({machines}){once}"
-        return Verdict(line, 0, details, difference)
-    if apart <= OTHER_HARDWARE:
+        details += [*_places(compat), f"without these defects, weights differ {_amount(apart)} after step {step}"]
+        apart, _ = distance(horovod, compat)
+        with_defects = f", once these defects of Horovod are reproduced: {_defects(compat)}"
+    if apart <= min(OTHER_PLATFORM, PART_OF_TRAINING * moved(horovod)):
         line = (
-            f"differs {_by(apart)} after step {step}, and all steps changed the weights by only {moved(horovod):.1e}; "
-            f"{PART_OF_TRAINING:.0%} of that is allowed for another machine ({machines}): compare more --steps, or find "
-            "the cause of the difference"
+            f"same weights within {apart:.1e} relative after step {step}, on another platform ({differences}){with_defects}"
+        )
+        return Verdict(line, 0, details, difference)
+    if apart <= OTHER_PLATFORM:
+        line = (
+            f"differs {_amount(apart)} after step {step}, and all steps together changed the weights by only "
+            f"{moved(horovod):.1e}; {PART_OF_TRAINING:.0%} of that is allowed for another platform ({differences}): "
+            "compare more --steps, or find the cause of the difference"
         )
         return Verdict(line, 1, details, difference)
     line = (
-        f"differs {_by(apart)} after step {step}; {OTHER_HARDWARE:g} is allowed for another "
-        f"machine ({machines}): record on a machine like this one, or compare on the machine with Horovod"
+        f"differs {_amount(apart)} after step {step}; {OTHER_PLATFORM:g} is allowed for another platform ({differences}): "
+        "record on a machine like this one, or compare on the machine that made the record"
     )
     return Verdict(line, 1, details, difference)
 
@@ -253,34 +261,37 @@ def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord 
 def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     """Compare the sides by distance, because the script is not repeatable.
 
-    The limit is twice the largest distance between two runs on Horovod. With --against there is only one such run; the
-    largest distance between two runs with dualtrain is used instead. ``spread`` is the first difference between such runs.
+    The limit is twice the largest distance between two runs on Horovod. With --against there is only one run on Horovod;
+    the largest distance between two runs with dualtrain is used instead. ``spread`` is the first difference between two
+    runs of the same side.
     """
     only_dualtrain = not any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
-    who = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"
+    pair = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"
     details = [
-        f"not repeatable: {who} differ {where(spread)}",
+        f"not repeatable: {pair} differ {where(spread)}",
         "to compare bits, make the script repeatable: set OMP_NUM_THREADS=1, and give --seed 1, which seeds torch, numpy "
         "and random on each rank before the script starts",
     ]
     if only_dualtrain and len(evidence.horovod) > 1:
-        line = f"repeatable on Horovod, but not with dualtrain: {who} differ {where(spread)}"
+        line = f"repeatable on Horovod, but not with dualtrain: {pair} differ {where(spread)}"
         return Verdict(line, 1, details[1:], spread)
     runs = evidence.dualtrain if only_dualtrain else evidence.horovod
-    compared, once = evidence.dualtrain, ""
+    compared, with_defects = evidence.dualtrain, ""
     if evidence.full is evidence.compat:
         apart, step, widest = _distances(evidence.horovod, evidence.dualtrain, runs)
         details += _places(evidence.compat)
         details.append(f"without these defects, Horovod and dualtrain differ by {apart:.1e} after step {step}")
-        compared, once = [evidence.compat], f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
+        compared = [evidence.compat]
+        with_defects = f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
     apart, step, widest = _distances(evidence.horovod, compared, runs)
-    measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, {who} by up to {widest:.1e}"
+    measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, and {pair} differ by up to {widest:.1e}"
     if widest > min(LARGEST_SPREAD, PART_OF_TRAINING * moved(evidence.horovod[0])):
-        details.append(f"all steps change the weights by {moved(evidence.horovod[0]):.1e}")
+        details.append(f"all steps together changed the weights by {moved(evidence.horovod[0]):.1e}")
         return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)
     if apart <= 2 * widest:  # twice, because the spread is known from a few runs only
-        return Verdict(f"within twice the script's own spread{once}{speed(evidence)}: {measured}", 0, details, spread)
-    return Verdict(f"differs by more than twice the script's own spread{once}: {measured}", 1, details, spread)
+        line = f"within twice the script's own spread{with_defects}{speed(evidence)}: {measured}"
+        return Verdict(line, 0, details, spread)
+    return Verdict(f"differs by more than twice the script's own spread{with_defects}: {measured}", 1, details, spread)
 
 
 def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
