@@ -9,8 +9,8 @@ from dualtrain.horovodize.averaging import averages_in_step, is_collective
 from dualtrain.horovodize.nodes import calls_in, last_name, variables_in
 from dualtrain.horovodize.source import Source
 
-#: Methods that change a tensor. Zeroing does not count: scripts zero gradients before backward, and those of frozen
-#: parameters.
+#: Methods that change a tensor. Zeroing does not count: scripts zero all gradients before backward, and may zero the
+#: gradients of frozen parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
 _PASSES = re.compile(r"backward|^step$")
@@ -19,7 +19,8 @@ _PASSES = re.compile(r"backward|^step$")
 def is_change(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` changes the gradient ``p.grad`` of a parameter.
 
-    It may do so by a method, or by an assignment whose value uses the old gradient.
+    It may do so by a method, or by an assignment whose value uses the old gradient and calls no function that may average
+    it.
     """
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and _is_gradient(source, node.func.value)
@@ -32,7 +33,7 @@ def is_change(source: Source, node: ast.AST) -> bool:
 
 
 def changing_functions(source: Source) -> set[str]:
-    """Return the names of the program's functions, without methods, that change gradients and do not average them."""
+    """Return the names of the program's functions (not methods) that change gradients and do not average them."""
     return {name for file in source.files for name in file.once(_changing_functions_of)}
 
 
@@ -52,7 +53,10 @@ def _may_average(node: ast.AST) -> bool:
 
 
 def _is_gradient(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is ``p.grad``, ``p.grad.data`` or a part of them, and ``p`` is certainly a parameter."""
+    """Return whether ``node`` is ``p.grad``, ``p.grad.data`` or a part of them, and the names show that p is a parameter.
+
+    These names are ``….weight``, ``….bias``, and the variable of a loop over something with "param" in it.
+    """
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
         node = node.value
     if not isinstance(node, ast.Attribute) or node.attr != "grad":

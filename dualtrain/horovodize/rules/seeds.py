@@ -34,8 +34,8 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
     drawn = _drawn_for_samples(source)
     if drawn and _draws_in_workers(source):
         drawn = {"torch"}
-    own = [call for call in source.calls if source.name(call.func) in _SEEDS and call.args]
-    drawn -= {_SEEDS[source.name(call.func)] for call in own if _depends_on_rank(source, guards, call.args[0])}
+    seed_calls = [call for call in source.calls if source.name(call.func) in _SEEDS and call.args]
+    drawn -= {_SEEDS[source.name(call.func)] for call in seed_calls if _depends_on_rank(source, guards, call.args[0])}
     if "worker_init_fn" in source.code:
         return
     for call in source.calls:
@@ -44,8 +44,8 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
         if runs_on_driver(source, call) or _depends_on_rank(source, guards, call.args[0]):
             continue
         message = (
-            "all ranks start with the same random numbers, so that the samples of different ranks may be augmented alike; "
-            "add hvd.rank() to the seed, after hvd.init()"
+            "all ranks start with the same random numbers, so the samples of different ranks may be augmented in the same "
+            "way; add hvd.rank() to the seed, after hvd.init()"
         )
         yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
 
@@ -63,19 +63,23 @@ def _draws_in_workers(source: Source) -> bool:
     return any(not (isinstance(value, ast.Constant) and value.value == 0) for value in (*given, *by_dict))
 
 
-_BY_NAME = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
+#: Names, or parts of names, of functions that seed all generators.
+_SEEDS_ALL = re.compile(r"seed_everything|set_seed|fix_seed|seed_all")
 #: Names of functions that seed generators, such as set_random_seed and init_seeds.
-_SEEDING = re.compile(
+_SEEDING_FUNCTIONS = re.compile(
     r"(set|setup|init|fix|make|apply|configure|manual|seed)_?\w*seed|^seed_\w+|^seed$|(make|set)_\w*determinis|reproduc"
 )
 
 
 def seeds_torch(source: Source) -> bool:
-    """Return whether the script seeds torch's default generator, itself or by a function whose name says so."""
-    return _seeds_by_name(source) or any(True for _ in _seeding(source))
+    """Return whether the script may seed torch's default generator.
+
+    It may do so itself, or by a function whose name or argument suggests it.
+    """
+    return _seeds_by_name(source) or any(True for _ in _manual_seed_uses(source))
 
 
-def _seeding(source: Source) -> Iterator[ast.AST]:
+def _manual_seed_uses(source: Source) -> Iterator[ast.AST]:
     """Yield the uses of manual_seed and manual_seed_all, except those of a torch.Generator."""
     for node in source.nodes:
         of_generator = isinstance(node, ast.Attribute) and _is_generator(source, node.value)
@@ -88,7 +92,7 @@ def seeds_ranks_alike(source: Source) -> bool:
     guards = Guards.of(source)
     calls = [call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and call.args]
     ranked = [call.func for call in calls if any(guards.rank(part) for part in _expressions(call.args[0]))]
-    return _seeds_by_name(source) or any(node not in ranked for node in _seeding(source))
+    return _seeds_by_name(source) or any(node not in ranked for node in _manual_seed_uses(source))
 
 
 def _expressions(value: ast.expr) -> Iterator[ast.expr]:
@@ -106,12 +110,12 @@ def seeds_random(source: Source) -> bool:
 
 
 def _seeds_by_name(source: Source) -> bool:
-    """Return whether the script uses a function whose name or argument says that it may seed all generators."""
-    if any(_BY_NAME.search(last_name(node)) for node in source.nodes):
+    """Return whether the script uses a function whose name or argument suggests that it seeds all generators."""
+    if any(_SEEDS_ALL.search(last_name(node)) for node in source.nodes):
         return True
     if any(_gets_seed(source, call) for call in source.calls):
         return True
-    named = (call for call in source.calls if _SEEDING.search(last_name(call.func)))
+    named = (call for call in source.calls if _SEEDING_FUNCTIONS.search(last_name(call.func)))
     return any(
         not source.name(call.func).startswith(("torch.", "numpy.", "random.")) and _may_seed_all(call) for call in named
     )
@@ -158,6 +162,7 @@ def _drawn_for_samples(source: Source) -> set[str]:
     return found
 
 
+#: Functions whose results differ between processes.
 _OF_PROCESS = re.compile(r"\brandom|rand(int|bits|bytes)|time\b|\bnow$|secrets|getpid|uuid|initial_seed|torch\.seed$")
 
 
