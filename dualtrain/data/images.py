@@ -18,7 +18,7 @@ from dualtrain.data.transforms import v2
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
 
-_COMPARED_BYTES = 64 << 20
+_COMPARED_BYTES = 64 << 20  # ``ImageFiles.contents`` returns at most this many bytes; the ranks compare them
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Geometry:
     ``augment`` is one of:
 
     - "imagenet": a random resized crop, flipped with probability 0.5.
-    - "crop-flip": the shorter side is resized to ``resize`` pixels and ``pad`` zeros are added on each side; then a random
-      crop, flipped with probability 0.5.
+    - "crop-flip": the shorter side is resized to ``resize`` pixels, and each border is padded with ``pad`` zero pixels;
+      then a random crop, flipped with probability 0.5.
     - "none": the shorter side is resized to ``resize`` pixels; then a centre crop.
     """
 
@@ -40,7 +40,7 @@ class Geometry:
     interpolation: str = "bilinear"
 
     def check(self, image: Any) -> None:
-        """Raise an error if scaling the shorter side of ``image`` would fill the memory.
+        """Raise an error if ``image``, with its shorter side scaled to ``resize``, would exceed PIL's pixel limit.
 
         Raises:
             UserError: ``resize`` is too large for any image.
@@ -60,7 +60,7 @@ class Geometry:
             )
         raise ValueError(
             f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} pixels if the shorter side is scaled to "
-            f"{self.resize}"
+            f"{self.resize}; the limit is {limit}"
         )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
@@ -111,7 +111,7 @@ class ImageFiles:
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)
 
     def contents(self, number: int) -> tuple[str, int, bytes]:
-        """Return the last two parts of an image's path (usually CLASS/FILE), its class index, and the file's bytes."""
+        """Return the last two parts of an image's path (usually CLASS/FILE), its class index, and its first 64 MiB."""
         path, label = self.samples[number]
         return "/".join(Path(path).parts[-2:]), label, _bytes_of(path)
 
@@ -124,6 +124,6 @@ class ImageFiles:
 
 
 def _bytes_of(path: str) -> bytes:
-    """Return the first ``_COMPARED_BYTES`` of a file, usually the whole file. Raises OSError."""
+    """Return the file's first 64 MiB, usually the whole file. Raises OSError."""
     with open_regular(path) as file:
         return file.read(_COMPARED_BYTES)

@@ -31,7 +31,7 @@ _TOO_MANY_FILES = re.compile("too many open files|items of ancdata", re.I)
 class Waits:
     """Limit on each wait for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
 
-    If no worker has started yet, the thread kills the fork server, which has to start them.
+    If no worker has started yet, the thread kills the fork server, which was to start them.
 
     DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
     killed. There is no thread if ``limit`` is 0.
@@ -40,14 +40,14 @@ class Waits:
     def __init__(self, workers: Callable[[], Sequence[BaseProcess]], limit: float) -> None:
         self._workers, self._limit = workers, limit
         self._since: float | None = None  # when the current wait began
-        self._late = ""
-        self._ended = threading.Event()
+        self._late = ""  # description of the wait that was too long
+        self._stop = threading.Event()
         if limit:
             start_thread(self._watch, "dualtrain-data")
 
     def end(self) -> None:
         """End the thread."""
-        self._ended.set()
+        self._stop.set()
 
     def bound(self, wait: Callable[[], T]) -> T:
         """Return ``wait()``. Raises UserError if a worker failed, the wait was too long, or too many files are open."""
@@ -66,13 +66,13 @@ class Waits:
 
     def each(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches, and limit the wait for each."""
-        none: Any = object()
-        while (batch := self.bound(lambda: next(batches, none))) is not none:
+        exhausted: Any = object()
+        while (batch := self.bound(lambda: next(batches, exhausted))) is not exhausted:
             yield batch
 
     def _watch(self) -> None:
         tick, waited, before = min(1.0, self._limit), 0.0, None
-        while not self._ended.wait(tick):
+        while not self._stop.wait(tick):
             # Add up ticks, not clock time: time in which this process is stopped (Ctrl-Z, a suspended job) must not count.
             since = self._since
             began = since is not None and since != before
@@ -116,7 +116,10 @@ class Waits:
         stopped = [name for worker, name in named.items() if is_stopped(worker.pid or 0)]
         what = f"waited {seconds:g} s for a batch from {', '.join(stopped or named.values())}"
         if stopped:
-            return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
+            verb, pronoun = ("is", "it") if len(stopped) == 1 else ("are", "them")
+            return (
+                f"{what}, which {verb} stopped: find out what has stopped {pronoun} (SIGSTOP, a debugger), then start again"
+            )
         return f"{what}: the storage hangs or is slow; repair it, or give a longer --timeout"
 
 

@@ -11,6 +11,7 @@ import time
 from functools import partial
 from multiprocessing import forkserver
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -392,6 +393,13 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
         assert error.value.transient
     finally:
         source.close()
+
+
+def test_the_error_names_all_stopped_workers(monkeypatch):
+    monkeypatch.setattr(worker_waits, "is_stopped", lambda pid: pid > 1)
+    waits = Waits(lambda: [Mock(pid=pid) for pid in (1, 2, 3)], 0)
+    workers = "data worker 1 (process 2), data worker 2 (process 3)"
+    assert f"from {workers}, which are stopped: find out what has stopped them (" in waits._describe(0.5)
 
 
 @pytest.mark.parametrize(
