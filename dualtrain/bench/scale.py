@@ -16,7 +16,7 @@ from dualtrain.bench.forked_ranks import fork_server, run_forked
 from dualtrain.bench.host_facts import host_facts, load, now
 from dualtrain.bench.plan import missing_package
 from dualtrain.bench.result_files import CHART, JSON, PAGE, write_files
-from dualtrain.bench.scale_page import charted, page, picture, plain, plain_ratios, text
+from dualtrain.bench.scale_page import charted, milliseconds_of, page, picture, ratios_of, text
 from dualtrain.bench.scale_plan import (
     CONTENDERS,
     JOBS,
@@ -122,8 +122,8 @@ def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, st
     """Yield names and contents of the files. The JSON file is first, so that it is not lost if the chart fails."""
     values = {
         "machine": machine,
-        "milliseconds": plain(growth),
-        "ratios": plain_ratios(growth),
+        "milliseconds": milliseconds_of(growth),
+        "ratios": ratios_of(growth),
         "missing": growth.missing,
         "unavailable": {str(layout): reason for layout, reason in growth.unavailable.items()},
     }

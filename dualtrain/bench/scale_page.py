@@ -16,7 +16,7 @@ from dualtrain.report.document import text as escaped
 
 WIDTH, COLUMNS, HEIGHT = 900, 3, 250  # the chart's width, panels per row, height of a panel; in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 34, 34  # margins of a panel
-ASIDE = 3  # distance between two contenders' intervals, so that they do not cover each other
+OFFSET = 3  # distance in pixels between two contenders' intervals, so that they do not cover each other
 LABEL = 22  # smallest distance between the x coordinates of two labels of the horizontal axis, in pixels
 EXPLANATION = (
     "each time is the median, over the rounds, of the slowest rank's time. All ranks are forked from a process that has "
@@ -37,11 +37,11 @@ def rows_of(growth: Growth) -> Rows:
         for name, entry in CONTENDERS.items():
             times = [growth.seconds(measure, name, layout) for layout in growth.layouts]
             if any(times):
-                rows.append([entry.title, *("–" if one is None else milliseconds(one.value) for one in times)])
-        for one, other in COMPARED:
-            ratios = [growth.ratio(measure, one, other, layout) for layout in growth.layouts]
+                rows.append([entry.title, *("–" if time is None else milliseconds(time.value) for time in times)])
+        for first, second in COMPARED:
+            ratios = [growth.ratio(measure, first, second, layout) for layout in growth.layouts]
             if any(ratios):
-                named = f"{CONTENDERS[one].title} / {CONTENDERS[other].title}"
+                named = f"{CONTENDERS[first].title} / {CONTENDERS[second].title}"
                 rows.append([named, *map(_ratio, ratios)])
     return rows
 
@@ -53,21 +53,21 @@ def _ratio(ratio: Estimate | None) -> str:
     return f"× {ratio.value:.2f} {interval}" if is_shown(ratio) else f"not shown {interval}"
 
 
-def plain_ratios(growth: Growth) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
+def ratios_of(growth: Growth) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
     """Return each ratio and its interval, by measure, then by pair of contenders, then by layout."""
     found: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
     for measure in MEASURES:
-        for one, other in COMPARED:
+        for first, second in COMPARED:
             for layout in growth.layouts:
-                ratio = growth.ratio(measure, one, other, layout)
+                ratio = growth.ratio(measure, first, second, layout)
                 if ratio is not None:
                     values = {**asdict(ratio), "shown": is_shown(ratio)}
-                    found.setdefault(measure, {}).setdefault(f"{one} / {other}", {})[str(layout)] = values
+                    found.setdefault(measure, {}).setdefault(f"{first} / {second}", {})[str(layout)] = values
     return found
 
 
-def plain(growth: Growth) -> dict[str, dict[str, dict[str, float | str]]]:
-    """Return the milliseconds by measure, contender and layout, or the reason of a failure."""
+def milliseconds_of(growth: Growth) -> dict[str, dict[str, dict[str, float | str]]]:
+    """Return the milliseconds by measure, contender and layout, or the reason for the failure."""
     found: dict[str, dict[str, dict[str, float | str]]] = {}
     for measure in MEASURES:
         for layout, name in [*growth.rounds, *growth.failures]:
@@ -78,7 +78,7 @@ def plain(growth: Growth) -> dict[str, dict[str, dict[str, float | str]]]:
 
 
 def remarks(growth: Growth) -> Iterator[str]:
-    """Yield the remarks below the table: the method, then contenders and layouts left out, then failures."""
+    """Yield remarks on the results: the method, the intervals' confidence level, what was left out, and failures."""
     yield EXPLANATION
     levels = {len(times): estimate(range(len(times))).level for times in growth.rounds.values() if len(times) > 1}
     if levels:
@@ -122,7 +122,7 @@ def picture(growth: Growth) -> str:
 
 
 def charted(growth: Growth) -> list[Layout]:
-    """Return the layouts of the chart: those on one host, if any of them was measured."""
+    """Return the layouts of the chart: those without virtual nodes, if any of them was measured."""
     found = [layout for layout in growth.layouts if layout.nodes == 1]
     return found if any(layout in found for layout, _ in growth.rounds) else []
 
@@ -130,7 +130,7 @@ def charted(growth: Growth) -> list[Layout]:
 def chart(growth: Growth) -> str:
     """Return one SVG element with a panel per measure: milliseconds by number of ranks, both axes logarithmic.
 
-    Shows the layouts on one host, at least one of which must have been measured.
+    Shows the layouts without virtual nodes, at least one of which must have been measured.
     """
     layouts = charted(growth)
     measured = [name for name in CONTENDERS if any((layout, name) in growth.rounds for layout in layouts)]
@@ -158,12 +158,12 @@ def _style(name: str) -> str:
 def _panel(
     growth: Growth, measure: str, layouts: Sequence[Layout], names: Sequence[str], corner: tuple[float, float]
 ) -> Iterator[str]:
-    """Yield the lines of one measure, in the panel whose upper left corner is ``corner``."""
+    """Yield the SVG elements of one measure's panel, whose upper left corner is ``corner``."""
     lines = {
         name: [(each.ranks, seconds) for each in layouts if (seconds := growth.seconds(measure, name, each))]
         for name in names
     }
-    values = [1e3 * value for points in lines.values() for _, one in points for value in (one.low, one.high)]
+    values = [1e3 * value for points in lines.values() for _, time in points for value in (time.low, time.high)]
     if not values:
         return
     left, top = corner[0] + LEFT, corner[1] + TOP
@@ -182,19 +182,21 @@ def _panel(
     yield f'<text class="unit" x="{left - 40:g}" y="{bottom + 18:g}">ranks</text>'
     yield from _numbers_of_ranks([(layout.ranks, across(layout.ranks)) for layout in layouts], bottom + 18)
     for number, (name, points) in enumerate(lines.items()):
-        aside = ASIDE * (number - (len(lines) - 1) / 2)
+        offset = OFFSET * (number - (len(lines) - 1) / 2)
         yield f'<g class="{_style(name)}">'
-        for count, one in points:
-            x, bottom_end, top_end = across(count) + aside, up(1e3 * one.low), up(1e3 * one.high)
+        for count, time in points:
+            x, bottom_end, top_end = across(count) + offset, up(1e3 * time.low), up(1e3 * time.high)
             yield f'<line x1="{x:.1f}" y1="{bottom_end:.1f}" x2="{x:.1f}" y2="{top_end:.1f}"/>'
-        yield from _line(name, [(across(count) + aside, up(1e3 * one.value), _tip(count, one)) for count, one in points])
+        yield from _line(
+            name, [(across(count) + offset, up(1e3 * time.value), _tip(count, time)) for count, time in points]
+        )
         yield "</g>"
 
 
-def _numbers_of_ranks(places: Sequence[tuple[int, float]], y: float) -> Iterator[str]:
+def _numbers_of_ranks(positions: Sequence[tuple[int, float]], y: float) -> Iterator[str]:
     """Yield the labels of the horizontal axis; leave out a label that would cover the label before it."""
     drawn = -math.inf
-    for count, x in places:
+    for count, x in positions:
         if x - drawn > LABEL:
             drawn = x
             yield f'<text class="number" x="{x:.1f}" y="{y:g}">{count}</text>'

@@ -703,7 +703,7 @@ def test_a_contender_that_fails_with_4_ranks_is_reported_and_the_rest_is_measure
     assert growth.seconds("barrier", "native", FOUR).value == 8e-3  # the time of the slowest rank
     assert growth.ratio("metric", "hvd", "horovod", TWO).value == 0.5
     assert growth.ratio("metric", "shm", "torch", FOUR) is None
-    assert scale_page.plain(growth)["barrier"]["shm"] == {"2": 4.0, "4": "no <memory>"}
+    assert scale_page.milliseconds_of(growth)["barrier"]["shm"] == {"2": 4.0, "4": "no <memory>"}
     assert said[0].startswith("this will take roughly 1 minute on ")
     assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
     assert len([line for line in said if "failed: no <memory>" in line]) == 2
@@ -740,7 +740,7 @@ def test_a_ratio_whose_interval_contains_1_shows_no_difference():
     cells = {row[0]: row[1:] for row in scale_page.rows_of(growth)}
     assert cells["dualtrain, native / raw torch"] == ["not shown (0.50–1.50)"]
     assert cells["dualtrain.hvd / raw torch"] == ["× 0.10 (0.05–0.15)"]
-    ratios = scale_page.plain_ratios(growth)["barrier"]
+    ratios = scale_page.ratios_of(growth)["barrier"]
     assert ratios["native / torch"]["2"] == {"value": 1, "low": 0.5, "high": 1.5, "pairs": 3, "level": 0.75, "shown": False}
     assert ratios["hvd / horovod"]["2"]["pairs"] == 2  # the rounds that both contenders completed
     assert "probability of 75.0 % (3 rounds), 50.0 % (2 rounds)" in scale_page.text(growth, MACHINE)
