@@ -17,7 +17,7 @@ WINDOWS = 1 << 16  # number of windows in the vector of random numbers
 STRIDE = 40503
 SHAPE = (3, 224, 224)
 CLASSES = 1000
-VAL_SHARE = 5
+VAL_DIVISOR = 5  # one validation sample for this many training samples
 
 
 class SyntheticSource(Source):
@@ -32,7 +32,7 @@ class SyntheticSource(Source):
         self._shape = shape
         self._classes = classes
         self._seed = seed
-        self._row = torch.empty(0)
+        self._vector = torch.empty(0)
 
     def __len__(self) -> int:
         return self._samples
@@ -40,10 +40,10 @@ class SyntheticSource(Source):
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield the batches. A sample is the same in every epoch and on every device."""
         size = math.prod(self._shape)
-        if not len(self._row) or self._row.device != device:
-            row = draws.bits(self._seed, torch.zeros(1, dtype=torch.int64, device=device), size + WINDOWS - 1)[0]
-            self._row = ((draws.uniform(row) - 0.5) * math.sqrt(12)).float()
-        windows = self._row.unfold(0, size, 1)
+        if not len(self._vector) or self._vector.device != device:
+            random_bits = draws.bits(self._seed, torch.zeros(1, dtype=torch.int64, device=device), size + WINDOWS - 1)[0]
+            self._vector = ((draws.uniform(random_bits) - 0.5) * math.sqrt(12)).float()
+        windows = self._vector.unfold(0, size, 1)
         for batch in batches:
             numbers = batch.numbers.to(device)
             inputs = windows[numbers * STRIDE % WINDOWS].reshape(len(numbers), *self._shape)
@@ -54,5 +54,5 @@ def load_synthetic(options: Options) -> Task:
     """Make synthetic training and evaluation data with the shape, classes and number of samples in ``options``."""
     shape, classes = options.input_shape(SHAPE), options.classes or CLASSES
     train = SyntheticSource(options.samples, shape, classes, seed=0)
-    val = SyntheticSource(max(1, options.samples // VAL_SHARE), shape, classes, seed=2)
+    val = SyntheticSource(max(1, options.samples // VAL_DIVISOR), shape, classes, seed=2)
     return Task(train, val, shape, classes)

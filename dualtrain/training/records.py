@@ -1,4 +1,4 @@
-"""The records of a run: progress and lines on the screen, metrics.jsonl, TensorBoard. On rank 0 alone."""
+"""The records of a run: progress and lines on the screen, metrics.jsonl, TensorBoard. Only rank 0 keeps them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Records:
         shown: whether this is rank 0.
         launcher: the launcher that started the process.
         total: optimizer steps in the whole run.
-        done: steps before this start.
+        done: optimizer steps that the run took before this start.
         lock: the folder's lock. If it is superseded, because another process uses the folder, nothing is written.
 
     Attributes:
@@ -109,7 +109,10 @@ class Records:
 
     @contextmanager
     def _reported(self, what: str, then: str = "") -> Iterator[None]:
-        """Log a warning if a write in the block fails; ``then`` says what follows. No error ends the run."""
+        """Log a warning if a write in the block raises OSError, which must not end the run.
+
+        ``then``, such as ``_CONTINUES``, is appended to the reason in the warning.
+        """
         try:
             yield
         except OSError as error:

@@ -17,12 +17,13 @@ def check_state(model: nn.Module, name: str) -> None:
     """Raise UserError if the model's state cannot be saved, or cannot be restored."""
     with user_code(f"state_dict() of --model {name}"):
         state = model.state_dict()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # also buffers that are not persistent
+    # Also buffers that are not persistent: a checkpoint has them in each rank's own state (local_state).
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with saveable(f"the state of --model {name}"):
         check({**tensors, **state})
     for tensor_name, tensor in tensors.items():
         if not is_lazy(tensor) and any(
-            not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+            not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         ):
             raise UserError(
                 f"--model {name} has {tensor_name!r}, whose elements share memory, as after expand(), so that it cannot be "
