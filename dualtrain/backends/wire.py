@@ -10,9 +10,10 @@ that sums keep their precision:
 | float16, bfloat16, float8 | float32 | Horovod has no bfloat16; 16-bit sums overflow; the result is rounded only once |
 | int8, uint8, int16, uint16, uint32 | int32 or int64 | Gloo has no int16; the sum cannot overflow before the average |
 | bool | int32 | SUM and MAX are "any", PRODUCT and MIN are "all" |
-| complex | its real view | SUM and AVERAGE only: complex numbers have no order |
+| complex | that of its real and imaginary parts | SUM and AVERAGE only: see below |
 
-uint64 tensors cannot be reduced. All backends use the same table, so that they round at the same places.
+Complex numbers have no order, and the product of their parts is not their product. uint64 tensors cannot be reduced. All
+backends use the same table, so that they round at the same places.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` if its elements can be sent.
 
     Raises:
-        TypeError: ``tensor`` is no tensor.
+        TypeError: ``tensor`` is not a torch.Tensor.
         ValueError: ``tensor`` is not dense.
     """
     if not isinstance(tensor, torch.Tensor):
@@ -86,7 +87,9 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
-    """Return the primitives' operation that implements ``op`` for tensors of ``dtype``.
+    """Return the operation with which the primitives of a backend (``base.py``) compute ``op`` on tensors of ``dtype``.
+
+    AVERAGE gives SUM, which :func:`average_` then divides.
 
     Raises:
         ValueError: the operation has no meaning for the dtype, or no wire dtype holds sums of this dtype.
@@ -125,7 +128,7 @@ def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def average_(total: torch.Tensor, size: int) -> torch.Tensor:
     """Divide a sum over ``size`` ranks, in place, the same way on every backend.
 
-    Floating-point sums are multiplied by 1/size in their own precision. Integers are divided exactly and truncated toward
+    Floating-point sums are multiplied by 1/size in their own precision. Integers use integer division, truncated toward
     zero, as Horovod documents (Horovod itself multiplies in floating point; its result is one too small for some sizes).
     """
     if total.is_floating_point() or total.is_complex():
@@ -134,7 +137,7 @@ def average_(total: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @cache
-@torch.inference_mode(False)  # callers in any mode use the cached tensor
+@torch.inference_mode(False)  # a cached inference tensor would raise an error in callers that need autograd
 def _reciprocal(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return 1/size as a tensor: multiplying a short tensor by a Python number takes three times as long."""
     return torch.tensor(1.0 / size, dtype=dtype, device="cpu")

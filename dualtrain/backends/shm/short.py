@@ -23,14 +23,15 @@ class ShortTensors:
     """Two slots of ``SHORT_BYTES`` per rank: a rank writes to one while other ranks may still read its other slot.
 
     Args:
-        slots: for each rank, in rank order, memory of ``2 * SHORT_BYTES`` bytes that all ranks share, as uint8.
+        memory: for each rank, in rank order, ``2 * SHORT_BYTES`` bytes that all ranks share, as uint8.
         rank: this process's rank.
     """
 
-    def __init__(self, slots: Sequence[torch.Tensor], rank: int) -> None:
-        self._slots = [list(slot.view(2, -1)) for slot in slots]
+    def __init__(self, memory: Sequence[torch.Tensor], rank: int) -> None:
+        self._slots = [list(both.view(2, -1)) for both in memory]  # by rank, then by number
         self._rank = rank
-        self._values: dict[tuple[torch.dtype, torch.Size], list[list[torch.Tensor]]] = {}
+        #: For each dtype and shape: views of all slots, by number, then by rank.
+        self._views: dict[tuple[torch.dtype, torch.Size], list[list[torch.Tensor]]] = {}
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is short enough for a slot."""
@@ -42,23 +43,23 @@ class ShortTensors:
         Read another rank's slot only after that rank has signalled that it has written to the slot.
         """
         key = tensor.dtype, tensor.shape
-        if (slots := self._values.get(key)) is None:
-            if len(self._values) == _LAYOUTS:
-                self._values.clear()
-            slots = self._values[key] = self._new_values(*key)
-        values = slots[number]
+        if (views := self._views.get(key)) is None:
+            if len(self._views) == _LAYOUTS:
+                self._views.clear()
+            views = self._views[key] = self._new_views(*key)
+        values = views[number]
         values[self._rank].copy_(tensor)
         return values
 
-    @torch.inference_mode(False)  # callers in any mode use the cached views
-    def _new_values(self, dtype: torch.dtype, shape: torch.Size) -> list[list[torch.Tensor]]:
+    @torch.inference_mode(False)  # views made in inference mode could not be written outside it
+    def _new_views(self, dtype: torch.dtype, shape: torch.Size) -> list[list[torch.Tensor]]:
         nbytes = shape.numel() * dtype.itemsize
         return [[slots[number][:nbytes].view(dtype).view(shape) for slots in self._slots] for number in range(2)]
 
     def close(self) -> None:
         """Drop the references to the memory."""
         self._slots.clear()
-        self._values.clear()
+        self._views.clear()
 
 
 @keep_subnormals
@@ -74,7 +75,8 @@ def reduce_into(
 ) -> None:
     """Reduce ``values`` in their order into ``tensor``, and multiply its first ``scaled`` elements by ``factor``."""
     tensor = ordinary(tensor)
-    # With one rank, ``reduce`` calls nothing, and ``tensor`` already holds the result.
+    # With one rank, the only value is a copy of ``tensor``: ``reduce`` calls nothing, and ``tensor`` already holds the
+    # result.
     reduce(partial(FOLD[op], out=tensor), values)
     if factor != 1:
         tensor[:scaled].mul_(factor)
