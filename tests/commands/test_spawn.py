@@ -40,7 +40,11 @@ def body(arguments):
 dualtrain.spawn.get_context = lambda method: AfreshContext()
 sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1]), {restarts}))
 """
-WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
+# Short sleeps: Python handles a signal that arrives just before a sleep only after that sleep.
+WAIT = (
+    "print(f'pid {rank} {os.getpid()};', flush=True)\n"
+    f"end = time.monotonic() + {SECONDS}\nwhile time.monotonic() < end: time.sleep(0.1)\nreturn 0"
+)
 IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 NOTE_SIGTERM = (
     "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
