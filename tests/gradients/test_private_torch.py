@@ -187,9 +187,10 @@ def test_torch_counts_the_tensors_that_share_a_storage():
     tensor = torch.zeros(3)
     count = getattr(torch._C, "_storage_Use_Count", None)
     assert count is not None, f"{VERSION} has no torch._C._storage_Use_Count: change may_be_kept in gradients/slots.py"
-    before = count(tensor.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()  # this object may be a use of the storage: keep it while both counts are read
+    before = count(storage._cdata)
     view = tensor.view(-1)
-    assert count(tensor.untyped_storage()._cdata) == before + 1, (
+    assert count(storage._cdata) == before + 1, (
         f"{VERSION} does not count views in _storage_Use_Count: change may_be_kept in gradients/slots.py"
     )
     assert getattr(view, "_base", None) is tensor, f"{VERSION} has no Tensor._base: change gradients/packed.py"

@@ -306,6 +306,10 @@ def test_class_indices_of_dtype_uint8_count_as_those_of_dtype_int64(loss, traini
 
 def test_a_loss_of_torch_is_recognized_after_torch_compile():
     compiled = partial(torch.compile, backend="eager")
+    try:
+        compiled(functional.cross_entropy)
+    except AssertionError:
+        pytest.skip(f"torch {torch.__version__} cannot compile functions of torch")
     weighted = partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=2)
     outputs, classes = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1)), torch.arange(20).view(4, 5) % 6
     classes[0] = -100
