@@ -200,9 +200,9 @@ class Source:
         return any(name.startswith(("horovod", "dualtrain.hvd")) for name in names)
 
     @cached_property
-    def assignments(self) -> list[tuple[str, ast.expr, ast.AST]]:
+    def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
         """All assignments: (target as text, value, statement). Tuples are split into their elements."""
-        found: list[tuple[str, ast.expr, ast.AST]] = []
+        found: list[tuple[str, ast.expr, ast.stmt]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:

@@ -173,7 +173,7 @@ def _with_passes(source: Source, wraps: list[ast.Call], step: Event, passes: ast
     return source.layout.add_keywords(wraps[0], [f"backward_passes_per_step={ast.unparse(passes)}"])
 
 
-def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) -> bool:
+def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call) -> bool:
     """Return whether the expression ``value`` certainly has the same value at ``wrap`` as at ``step``."""
     if isinstance(value, ast.Constant):
         return isinstance(value.value, int)
@@ -190,7 +190,7 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) 
         for target, _, statement in source.assignments
         if target == ast.unparse(value) or (target == root.id and source.scope(statement) in homes)
     ]
-    early = [one for one in assigned if one.lineno < wrap.lineno]  # type: ignore[attr-defined]
+    early = [one for one in assigned if one.lineno < wrap.lineno]
     if len(assigned) != len(early):
         return False  # the name is assigned again later
     if here is there:

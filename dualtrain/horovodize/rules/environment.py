@@ -240,13 +240,14 @@ _OF_PROCESS = ("Abort", "Get_name", "Is_inter", "Set_errhandler")
 def runner_of_databricks(source: Source) -> Iterator[Finding]:
     """HorovodRunner of Databricks, which newer runtimes do not have."""
     for node in source.nodes:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-        if "HorovodRunner" in names and getattr(node, "module", "") == "sparkdl":
+        if not isinstance(node, ast.ImportFrom) or node.module != "sparkdl":
+            continue
+        if any(alias.name == "HorovodRunner" for alias in node.names):
             message = (
                 "Databricks Runtime 16 and later have no sparkdl.HorovodRunner; import HorovodRunner from dualtrain.spark, "
                 "which has the same arguments"
             )
-            yield Finding(node.lineno, "differs", message)  # type: ignore[attr-defined]
+            yield Finding(node.lineno, "differs", message)
 
 
 def elastic_ray(source: Source) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ class _Assigned(NamedTuple):
 
     name: str
     value: ast.expr
-    at: ast.AST
+    at: ast.stmt
     position: int | None
 
 
@@ -137,7 +137,7 @@ def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
     last = {name: max((call.lineno for call in passes if name in ast.unparse(call.func)), default=0) for name in losses}
 
     def is_replaced(name: str) -> bool:
-        later = [one for one in own if one.name == name and one.at.lineno > last[name]]  # type: ignore[attr-defined]
+        later = [one for one in own if one.name == name and one.at.lineno > last[name]]
         return any(loop_around(source, one.at) in loops and ast.unparse(converted(one.value)) != name for one in later)
 
     losses = {name for name in losses if not is_replaced(name)}

@@ -87,7 +87,7 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
     common = [at for _, at in made if at not in some and not guards.looks_like_one_rank(at)]
     if len(some) != 1 or not guards.is_on_some_ranks(some[0]) or guards.is_without_horovod(some[0]):
         return False
-    if not (common or is_attribute) or any(at.lineno > some[0].lineno for at in common):  # type: ignore[attr-defined]
+    if not (common or is_attribute) or any(at.lineno > some[0].lineno for at in common):
         return False  # perhaps a later assignment, which makes the value equal on all ranks again
     given = [source.parents[node] for node in mentions if node not in stores]
     calls = [node for node in given if isinstance(node, ast.Call | ast.keyword)]
@@ -142,7 +142,7 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
                 "only some ranks change the learning rate, so that learning rates, and then weights, differ between ranks; "
                 "change it on all ranks"
             )
-            yield Finding(at.lineno, "trap", message)  # type: ignore[attr-defined]
+            yield Finding(at.lineno, "trap", message)
 
 
 def _is_repeated(source: Source, node: ast.AST) -> bool:

@@ -51,13 +51,12 @@ def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
     if source.hvd_calls("join"):
         return
     for jump in source.nodes:
-        found = look.left_loop(jump) if isinstance(jump, ast.Break | ast.Return) else ""
-        if found:
+        if isinstance(jump, ast.Break | ast.Return) and (found := look.left_loop(jump)):
             message = (
                 f"only some ranks leave this loop, so that {found}() of the others hangs, or fails when a rank shuts down; "
                 "leave it on all ranks at once, as by `if hvd.broadcast_object(stop):`"
             )
-            yield Finding(jump.lineno, "trap", message)  # type: ignore[attr-defined]
+            yield Finding(jump.lineno, "trap", message)
 
 
 def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
         of_rate = any(_RATE.search(one) and not _NO_RATE.search(one) for one in given)
         if (times or of_rate or ast.unparse(value).startswith(target)) and powers.of(value) > 0:
             names.add(name)
-            yield Finding(statement.lineno, "trap", _message(source, value))  # type: ignore[attr-defined]
+            yield Finding(statement.lineno, "trap", _message(source, value))
 
 
 def _warms_up(source: Source) -> bool:

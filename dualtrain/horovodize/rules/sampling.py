@@ -179,7 +179,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
     return set_epoch(source, *found[0]) if once else []
 
 
-def set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
+def set_epoch(source: Source, sampler: str, assignment: ast.stmt) -> list[Edit]:
     """Return edits that call set_epoch in the loop over epochs.
 
     Return no edits if there are several such loops, or if the loop cannot use the variable ``sampler``.
@@ -190,11 +190,11 @@ def set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
     return source.layout.insert_before(loops[0].body[0], f"{sampler}.set_epoch({loops[0].target.id})")
 
 
-def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> bool:
+def _reaches(source: Source, target: str, statement: ast.stmt, loop: ast.For) -> bool:
     """Return whether ``target``, which only ``statement`` assigns, certainly has the assigned value in ``loop``."""
     home, user = source.scope(statement), source.scope(loop)
     if home is user:
-        return source.parents[statement] in source.above(loop) and statement.lineno < loop.lineno  # type: ignore[attr-defined]
+        return source.parents[statement] in source.above(loop) and statement.lineno < loop.lineno
     if target.startswith("self."):
         same = source.parents.get(home) is source.parents.get(user)
         return same and getattr(home, "name", "") == "__init__" and source.parents[statement] is home
