@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES
-from dualtrain.horovodize.nodes import calls_in, first_argument, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import calls_in, first_argument, is_stored, keyword, last_name, variables_in
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
@@ -155,8 +155,8 @@ def _copies_variable(source: Source, made: ast.expr) -> bool:
         if isinstance(made.func.value, ast.Name):
             return True
         made = made.func.value
-    copies = isinstance(made, ast.Call) and source.name(made.func) in _COPIES and bool(made.args)
-    return copies and isinstance(made, ast.Call) and any(isinstance(part, ast.Name) for part in ast.walk(made.args[0]))
+    values = made.args[:1] if isinstance(made, ast.Call) and source.name(made.func) in _COPIES else []
+    return any(map(variables_in, values))
 
 
 #: Attributes of a tensor that do not depend on its values.

@@ -133,8 +133,7 @@ class Collectives:
 
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
         """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank."""
-        signature = self.guards.signature(branch.test) if isinstance(branch, ast.If | ast.IfExp) else None
-        if signature is None or not isinstance(branch, ast.If | ast.IfExp):
+        if not isinstance(branch, ast.If | ast.IfExp) or (signature := self.guards.signature(branch.test)) is None:
             return
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]

@@ -15,11 +15,12 @@ _COPIES = re.compile(r"copy|clone|share|tie|transfer|init|update|assign|same|set
 _SHARED = re.compile(r"torch\.(cuda\.)?device$")
 
 
-def owner_of(value: ast.expr, *methods: str) -> ast.Name | ast.Attribute | None:
+def owner_of(value: ast.expr | None, *methods: str) -> ast.Name | ast.Attribute | None:
     """Return the variable ``x`` of ``x.method()``, or None if ``value`` is something else."""
     func = value.func if isinstance(value, ast.Call) else None
-    known = isinstance(func, ast.Attribute) and func.attr in methods
-    return func.value if known and isinstance(func.value, ast.Name | ast.Attribute) else None  # type: ignore[union-attr]
+    if isinstance(func, ast.Attribute) and func.attr in methods and isinstance(func.value, ast.Name | ast.Attribute):
+        return func.value
+    return None
 
 
 def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.expr | None]:
@@ -38,7 +39,7 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
             call = file.parents[node]
             known = isinstance(call, ast.Call) and call.func is node and file.hvd(node) == "broadcast_parameters"
             given = first_argument(call, "params") if isinstance(call, ast.Call) and known else None
-            sent = owner_of(given, "state_dict", "named_parameters") if given is not None else None
+            sent = owner_of(given, "state_dict", "named_parameters")
             certain = sent is not None and file is source and _are_comparable(source, sent, model, at)
             yield sent if certain and sent is not None and is_new_model(source, sent) else None
 

@@ -54,8 +54,9 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
 def synchronize_outside(source: Source, step: Event) -> list[Edit]:
     """Insert synchronize() before the ``with optimizer.skip_synchronize():`` that contains only ``step``."""
     block = source.parents[source.statement(step.node)]
-    alone = isinstance(block, ast.With) and len(block.body) == 1 and "skip_synchronize" in ast.unparse(block.items[0])
-    if not alone or not isinstance(block, ast.With) or step.owner is None or not can_synchronize(source, step.optimizer):
+    if not isinstance(block, ast.With) or len(block.body) > 1 or "skip_synchronize" not in ast.unparse(block.items[0]):
+        return []
+    if step.owner is None or not can_synchronize(source, step.optimizer):
         return []
     return source.layout.insert_before(block, f"{ast.unparse(step.owner)}.synchronize()")
 

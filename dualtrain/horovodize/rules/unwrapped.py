@@ -291,7 +291,7 @@ def _is_used(source: Source, wrapper: str) -> bool:
 
 def _holds_wrapper(source: Source, optimizer: str, wrap: ast.Call) -> bool:
     """Return whether the variable of the original optimizer may hold the wrapper too."""
-    values = source.values.get(optimizer, ())
-    own = isinstance(values, list) and all(isinstance(value, ast.Call) and value is not wrap for value in values)
-    wrapped = any(source.hvd(value.func) == "DistributedOptimizer" for value in values if isinstance(value, ast.Call))
-    return not values or not own or wrapped
+    values = source.values.get(optimizer, [])
+    calls = [value for value in values if isinstance(value, ast.Call) and value is not wrap]
+    wrapped = any(source.hvd(call.func) == "DistributedOptimizer" for call in calls)
+    return not values or len(calls) < len(values) or wrapped

@@ -71,8 +71,7 @@ def loader_around(source: Source, call: ast.Call) -> ast.Call | None:
     """Return the loader in ``loader = DataLoader(data, sampler=call)``, if ``call`` is its sampler; else None."""
     word = source.parents[call]
     loader = source.parents[word] if isinstance(word, ast.keyword) and word.arg == "sampler" else None
-    known = isinstance(loader, ast.Call) and _is_loader(loader) and _name_of(source, loader)
-    return loader if known and isinstance(loader, ast.Call) else None
+    return loader if isinstance(loader, ast.Call) and _is_loader(loader) and _name_of(source, loader) else None
 
 
 def _is_of_other_object(source: Source, call: ast.Call) -> bool:

@@ -148,5 +148,4 @@ def _finding(source: Source, wrap: ast.Call, model: str, *, certain: bool) -> Fi
 
 def _model_of(wrap: ast.Call) -> ast.Name | ast.Attribute | None:
     """Return the model of ``DistributedOptimizer(optimizer, named_parameters=model.named_parameters())``, or None."""
-    named = argument_at(wrap, 1, "named_parameters")
-    return owner_of(named, "named_parameters") if named is not None else None
+    return owner_of(argument_at(wrap, 1, "named_parameters"), "named_parameters")

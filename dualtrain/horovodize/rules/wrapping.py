@@ -166,8 +166,9 @@ def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: in
 
 def _unwrapped(source: Source, value: ast.expr) -> ast.expr:
     """Return the optimizer that ``value`` wraps, or ``value`` itself."""
-    wraps = isinstance(value, ast.Call) and source.hvd(value.func) == "DistributedOptimizer" and value.args
-    return value.args[0] if wraps and isinstance(value, ast.Call) else value
+    if isinstance(value, ast.Call) and value.args and source.hvd(value.func) == "DistributedOptimizer":
+        return value.args[0]
+    return value
 
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
