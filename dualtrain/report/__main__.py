@@ -27,7 +27,7 @@ def _write(folders: Sequence[str], out: str | None) -> Path:
     target = Path(out) if out is not None else Path(folders[0] if len(runs) == 1 else "", "report.html")
     if target.suffix != ".html":
         raise UserError(f"--out {str(target)!r} must end in .html: the report is a web page")
-    content = page(runs).encode(errors="replace")
+    content = page(runs).encode()
     try:
         write_whole(target, content)
     except OSError as error:

@@ -16,7 +16,7 @@ _POLICY = (
 
 
 def document(title: str, body: str, script: str = "", refresh: bool = False) -> str:
-    """Return a self-contained HTML page.
+    """Return a self-contained HTML page. Bytes of file names that are not UTF-8 are shown as "?".
 
     Args:
         title: plain text.
@@ -26,7 +26,7 @@ def document(title: str, body: str, script: str = "", refresh: bool = False) -> 
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"{_POLICY}; script-src 'sha256-{digest}'" if script else _POLICY
-    return "\n".join(
+    page = "\n".join(
         [
             f'<!DOCTYPE html>\n<html lang="en"{" data-refresh" * refresh}>\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
@@ -37,6 +37,7 @@ def document(title: str, body: str, script: str = "", refresh: bool = False) -> 
             f"{body}\n{f'<script>{script}</script>' if script else ''}\n</body>\n</html>\n",
         ]
     )
+    return page.encode(errors="replace").decode()
 
 
 @cache

@@ -31,7 +31,7 @@ class _Handler(BaseHTTPRequestHandler):
         version = self.server.version()
         if self.headers.get("If-None-Match") == version:
             return self._answer(304, version=version)
-        return self._answer(200, self.server.render().encode(errors="replace"), version)
+        return self._answer(200, self.server.render().encode(), version)
 
     def _answer(self, status: int, body: bytes = b"", version: str = "") -> None:
         self.send_response(status)

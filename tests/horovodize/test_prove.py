@@ -713,6 +713,7 @@ def test_results_have_a_table_an_html_page_and_json_values(simulated):
     assert rows[1][2:4] == ["2", str(STEPS)]
     html = page("<script>.py", evidence, verdict)
     assert "&lt;script&gt;.py" in html
+    assert b"?.py" in page("\udcff.py", evidence, verdict).encode()  # the name of a file may have bytes that are not UTF-8
     assert all(cell in html for cell in rows[1])
     columns = zip(*rows, strict=True)  # the page shows the table transposed
     assert all("".join(f"<td>{cell}</td>" for cell in column) in html for column in [*columns][1:])
