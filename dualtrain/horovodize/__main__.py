@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     world = World()
     try:
         if first in ("-h", "--help"):
-            show(__doc__.strip())
+            show((__doc__ or "python -OO has removed this help: start without -OO and PYTHONOPTIMIZE=2").strip())
             return 0
         world = detect_world()
         program = _load(first, rest)

@@ -227,6 +227,12 @@ def test_help_shows_the_command_lines(capsys, words):
     assert "--check SCRIPT" in capsys.readouterr().out
 
 
+def test_a_help_that_the_interpreter_has_removed_is_no_error(capsys, monkeypatch):
+    monkeypatch.setitem(main.__globals__, "__doc__", None)
+    assert main(["--help"]) == 0
+    assert "-OO" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("end", "status"), [("pass", None), ("sys.exit(7)", 7), ("sys.exit('why')", "why"), ("raise SystemExit", None)]
 )
