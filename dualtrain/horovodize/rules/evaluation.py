@@ -37,8 +37,8 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
 
 _PADDED = (
     "if len(data) is not a multiple of the number of ranks, some samples are evaluated twice (or left out), "
-    "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts "
-    "with op=hvd.Sum"
+    "which may change the result; use Subset(data, range(rank, len(data), size)), and combine sums and counts after the "
+    "loop with op=hvd.Sum (not in the loop: ranks may have different numbers of batches)"
 )
 _PARTIAL = (
     "the sampler gives each rank only a part of the samples, and nothing combines the results; evaluate on all ranks, and "
