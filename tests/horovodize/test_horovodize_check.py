@@ -1123,6 +1123,14 @@ CASES = [
         "        return o\ndef third(o):\n    o = hvd.DistributedOptimizer(o)",
     ),
     (
+        "lost_by_function",  # the function's variable has the same name as the caller's, and the call has several lines
+        "def wrap(optimizer, net):\n    optimizer = hvd.DistributedOptimizer(\n        optimizer, net.named_parameters()\n"
+        "    )\n    return optimizer\n"
+        "optimizer = torch.optim.SGD(p)\nwrap(optimizer, net)  # HERE\noptimizer.step()",
+        "def wrap(optimizer, net):\n    global o\n    o = hvd.DistributedOptimizer(\n        optimizer\n    )\n"
+        "optimizer = torch.optim.SGD(p)\nwrap(optimizer, net)\no.step()",
+    ),
+    (
         "lost_by_function",  # no finding if the function stores the wrapped optimizer
         "def start(net, opt):\n    opt = hvd.DistributedOptimizer(opt)\n    hvd.broadcast_optimizer_state(opt, 0)\n"
         "optimizer = torch.optim.SGD(p)\nstart(net, opt=optimizer)  # HERE\noptimizer.step()",

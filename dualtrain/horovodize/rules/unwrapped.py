@@ -38,7 +38,9 @@ def lost_by_function(source: Source) -> Iterator[Finding]:
             continue
         for call in calls_of(source, function):
             given = _given(source, function, call, parameter)
-            if given is None or not isinstance(source.parents[call], ast.Expr) or _holds_wrapper(source, given, call):
+            if given is None or not isinstance(source.parents[call], ast.Expr):
+                continue
+            if _holds_wrapper(source, given, call, local_to=function):
                 continue
             later = (
                 other
@@ -91,7 +93,7 @@ def _wrapped_parameter(source: Source, function: Function) -> str:
     loads = [
         node for node in inside if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load)
     ]
-    uses = (source.parents[node] for node in loads if node.lineno > wrap.lineno)
+    uses = (source.parents[node] for node in loads if node.lineno > (wrap.end_lineno or wrap.lineno))
     only = all(isinstance(use, ast.Return) or _is_broadcast(source, use) for use in uses)
     return name if only else ""
 
@@ -289,9 +291,13 @@ def _is_used(source: Source, wrapper: str) -> bool:
     return False
 
 
-def _holds_wrapper(source: Source, optimizer: str, wrap: ast.Call) -> bool:
-    """Return whether the variable of the original optimizer may hold the wrapper too."""
-    values = source.values.get(optimizer, [])
+def _holds_wrapper(source: Source, optimizer: str, wrap: ast.Call, local_to: Function | None = None) -> bool:
+    """Return whether the variable of the original optimizer may hold the wrapper too.
+
+    A variable with the same name that is local to the function ``local_to`` is a different variable.
+    """
+    found = [(value, at) for target, value, at in source.assignments if target == optimizer]
+    values = [value for value, at in found if not optimizer.isidentifier() or source.scope(at) is not local_to]
     calls = [value for value in values if isinstance(value, ast.Call) and value is not wrap]
     wrapped = any(source.hvd(call.func) == "DistributedOptimizer" for call in calls)
     return not values or len(calls) < len(values) or wrapped
