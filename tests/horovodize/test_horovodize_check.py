@@ -1257,6 +1257,17 @@ CASES = [
         "from helpers import *\nnp.zeros(1)",
     ),
     (
+        "undefined_names",  # an import in one method does not define the name in another method
+        "class A:\n    def a(self):\n        import numpy as np\n    def b(self):\n        np.ones(1)  # HERE",
+        "class A:\n    one = 1\n    def a(self, two=one):\n        import numpy as np\n"
+        "        return [np.ones(n) for n in (three := (two,))], lambda n: np.ones(n), three",
+    ),
+    (
+        "undefined_names",  # an import in an inner function does not define the name in the outer function
+        "def a():\n    def b():\n        import numpy as np\n    np.ones(1)  # HERE",
+        "def a():\n    import numpy as np\n    def b():\n        np.ones(1)\n    class B:\n        c = np.ones(1)",
+    ),
+    (
         "rate_times_size",  # the schedule's own rates replace the optimizer's rate
         "o = torch.optim.SGD(p, lr=0.1)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1 * hvd.size())  # HERE",
         "lr = 0.1 * hvd.size()\no = torch.optim.SGD(p, lr=lr)\ntorch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1)",

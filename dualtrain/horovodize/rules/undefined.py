@@ -62,27 +62,43 @@ def _unknown_globals(module: symtable.SymbolTable) -> set[str]:
 
 
 def _is_local(source: Source, name: ast.Name) -> bool:
-    """Return whether a function, class or comprehension around ``name`` binds it."""
-    return any(
-        name.id in _bound_in(above)
-        for above in source.above(name)
-        if isinstance(
-            above, Function | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-        )
-    )
+    """Return whether a function, class or comprehension around ``name`` binds it, by Python's scopes."""
+    below: ast.AST = name
+    in_function = False
+    for above in source.above(name):
+        if isinstance(above, Function | ast.Lambda):
+            inside = below is above.body if isinstance(above, ast.Lambda) else below in above.body
+            if inside and name.id in _bound_in(above):
+                return True
+            in_function |= inside
+        elif isinstance(above, ast.ClassDef):
+            if not in_function and name.id in _bound_in(above):  # methods do not see names of their class
+                return True
+        elif isinstance(above, _COMPREHENSION) and name.id in _bound_in(above):
+            return True
+        below = above
+    return False
+
+
+_COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def _bound_in(scope: ast.AST) -> set[str]:
-    found = set()
-    for node in ast.walk(scope):
+    """Return the names that ``scope`` binds. Leave out names that only a function or class in it binds."""
+    found, nodes = set(), list(ast.iter_child_nodes(scope))
+    for node in nodes:
+        if isinstance(node, Function | ast.ClassDef):
+            found.add(node.name)
+            continue
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             found.add(node.id)
         elif isinstance(node, ast.arg):
             found.add(node.arg)
-        elif isinstance(node, Function | ast.ClassDef | ast.ExceptHandler | ast.pattern):
+        elif isinstance(node, ast.ExceptHandler | ast.pattern):
             found |= {getattr(node, "name", None) or "", getattr(node, "rest", None) or ""}
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        nodes += ast.iter_child_nodes(node)
     return found
 
 
