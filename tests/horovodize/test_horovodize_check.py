@@ -869,9 +869,15 @@ CASES = [
     ),
     (
         "same_gpu",  # all ranks use GPU 0: cuda:0 is the same GPU before and after set_device
-        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')  # HERE",
+        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')  # HERE\nx.to(device)",
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\n"
         "device = torch.device('cuda', hvd.local_rank())\nif args.one:\n    model.to('cuda:0')",
+    ),
+    (
+        "same_gpu",  # no finding if nothing reads the variable
+        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\na.device = torch.device('cuda:0')  # HERE\n"
+        "x.to(b.device)",
+        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\nmodel.cuda()",
     ),
     (
         "gpu_by_rank",

@@ -81,8 +81,17 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
     words = [node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)]
     if "cuda:0" not in words or guards.looks_like_one_rank(call) or _is_chosen(source, call):
         return False
+    if name != "torch.device":
+        return True
     target = next((target for target, value, _ in source.assignments if value is call), "")
-    return name != "torch.device" or (bool(target) and len(source.values[target]) == 1)
+    return bool(target) and len(source.values[target]) == 1 and _is_loaded(source, target.rpartition(".")[2])
+
+
+def _is_loaded(source: Source, name: str) -> bool:
+    """Return whether the program reads a variable or an attribute with this name, other than ``torch.device``."""
+    found = [(file, node) for file in source.files for node in file.mentions.get(name, ())]
+    loads = [(file, node) for file, node in found if isinstance(getattr(node, "ctx", None), ast.Load)]
+    return any(not file.name(node).startswith("torch.") for file, node in loads)
 
 
 def _is_chosen(source: Source, call: ast.Call) -> bool:
