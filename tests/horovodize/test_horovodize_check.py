@@ -1405,6 +1405,16 @@ CASES = [
         "for epoch in range(9):\n    for x in test(): pass",
     ),
     (
+        "same_order_every_epoch",  # the samplers and loaders are in dicts
+        "parts = ['train', 'val']\n"
+        "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
+        "loaders = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in parts}\n"
+        "def fit(loaders):\n    for epoch in range(9):\n        for x in loaders['train']: pass\nfit(loaders)",
+        "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in ('train', 'val')}\n"
+        "l = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in ('train', 'val')}\nlib.fit(l['train'])\n"
+        "for epoch in range(9):\n    for x in l['train']: pass",
+    ),
+    (
         "undefined_names",  # names in class bodies, in match patterns and in blocks of ``suppress(NameError)``
         "class A:\n    log = getLogger(__qualname__)  # HERE",
         "def a(v):\n    match v:\n        case [first, *rest]: print(first, rest)\n"

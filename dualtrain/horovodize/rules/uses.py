@@ -54,6 +54,8 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
     if not name or (target.startswith("self.") and _has_unknown_base(source, call)):
         return True
     for file, node in _loads(source, name):
+        if isinstance(entry := file.parents[node], ast.Subscript) and entry.value is node:
+            node = entry
         parent = file.parents[node]
         parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
         if isinstance(parent, ast.Call) and parent.func is not node:
@@ -81,12 +83,14 @@ def _is_of_other_object(source: Source, call: ast.Call) -> bool:
 
 
 def _name_of(source: Source, call: ast.Call) -> str:
-    """Return the variable to which ``call`` or ``call if condition else …`` is assigned: its name after the last dot.
+    """Return the variable that holds the result of ``call``: its name after the last dot; "" if there is none.
 
-    Return an empty string if there is no such variable.
+    The variable may also be a dict of such results, as in ``samplers = {part: call for part in parts}``.
     """
     for target, value, _ in source.assignments:
-        if value is call or (isinstance(value, ast.IfExp) and call in (value.body, value.orelse)):
+        entries = [value.value] if isinstance(value, ast.DictComp) else []
+        branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        if call in (*entries, *branches):
             return target.rpartition(".")[2] if target.replace(".", "_").isidentifier() else ""
     return ""
 
