@@ -1405,6 +1405,12 @@ CASES = [
         "for epoch in range(9):\n    for x in test(): pass",
     ),
     (
+        "discarded_result",  # a new tensor with the value of a variable: no barrier
+        "hvd.broadcast(torch.Tensor([args.seed]), root_rank=0)  # HERE",
+        "one = 1\nhvd.broadcast(torch.tensor(one), 0)\nhvd.allreduce(torch.tensor([local_rank]))\n"
+        "hvd.broadcast(torch.tensor(epoch), 0, name='wait_for_data')\nepoch = hvd.broadcast(torch.tensor(epoch), 0).item()",
+    ),
+    (
         "same_order_every_epoch",  # the samplers and loaders are in dicts
         "parts = ['train', 'val']\n"
         "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"

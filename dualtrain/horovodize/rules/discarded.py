@@ -27,7 +27,8 @@ def discarded_result(source: Source) -> Iterator[Finding]:
         if name in ASYNC:
             message = f"the handle of {name}() is lost, so nothing waits for the result; pass it to hvd.synchronize()"
         else:
-            cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
+            kept = not _is_new(source, call.args[0] if call.args else None, follow=False)
+            cure = f"assign the result, or call {name}_()" if kept and f"{name}_" in PUBLIC else "assign the result"
             cure = cure if alone else cure.replace("assign", "use")
             if name == "broadcast_object" and _has_state(call):
                 cure = "broadcast its state_dict(), and load the result on all ranks"
@@ -119,7 +120,7 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
 
     It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
     is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and is read after the
-    call.
+    call or cannot be read, as in ``hvd.broadcast(torch.tensor(epoch), 0)``.
     """
     value = first_argument(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
@@ -130,7 +131,17 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
     scope = source.scope(call)
     if _BARRIER.search(getattr(scope, "name", "")) is not None:
         return True
-    return _is_new(source, value)
+    return _is_new(source, value) and not _holds_variable(source, value)
+
+
+def _holds_variable(source: Source, made: ast.expr | None) -> bool:
+    """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` is no constant and no rank."""
+    if not isinstance(made, ast.Call) or source.name(made.func) not in (*_COPIES, "torch.Tensor") or not made.args:
+        return False
+    content = made.args[0].elts[0] if isinstance(made.args[0], ast.List) and len(made.args[0].elts) == 1 else made.args[0]
+    if not isinstance(content, ast.Name | ast.Attribute) or source.constant(content) is not None:
+        return False
+    return re.search("rank|size|world", ast.unparse(content), re.IGNORECASE) is None
 
 
 def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
