@@ -43,7 +43,7 @@ class CallReducer(HorovodReducer):
         passes: int,
         op: int,
         compression: AnyCompressor,
-        predivide: float = 1.0,
+        predivide: float,
     ) -> None:
         super().__init__(base_name, process_set, passes)
         self._op, self._compression = op, compression

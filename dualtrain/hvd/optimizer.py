@@ -156,11 +156,11 @@ class _Optimizer(NativeOptimizer):
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         options = base_name(named, self.process_set), self.process_set, self._passes
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
-        if half and compat.enabled():
+        rounds_sums = half and compat.enabled()
+        if rounds_sums:
             compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not
+        if rounds_sums or self.op not in (Average, Sum) or compression not in NARROW:
             return CallReducer(named, *options, self.op, compression, predivide=1 / transfer.before)
-        if self.op not in (Average, Sum) or compression not in NARROW:
-            return CallReducer(named, *options, self.op, compression)
         return ChannelReducer(named, *options, transfer)
 
     def __repr__(self) -> str:

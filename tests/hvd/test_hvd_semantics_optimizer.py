@@ -73,6 +73,7 @@ CASES = {
     "groups as lists": ({"groups": "lists"}, 0),
     "fp16": ({"compression": "fp16"}, 1e-3),
     "compressor": ({"compression": "own"}, 0),
+    "compressor, predivided": ({"compression": "own", "gradient_predivide_factor": 3.0}, 0),
     "sparse as dense": ({"sparse": True, "sparse_as_dense": True}, 0),
     "sparse": ({"sparse": True}, 0),
     "sparse, predivided by the size": ({"sparse": True, "gradient_predivide_factor": 2.0}, 0),
