@@ -96,9 +96,11 @@ class Engine:
         """Request a call; do not block.
 
         Raises:
-            ValueError: this rank has an unfinished call of the same kind and name.
+            ValueError: this rank has an unfinished call of the same kind and name, or ``name`` is not a string.
             HorovodInternalError: the world has ended.
         """
+        if not isinstance(name, str | None):
+            raise ValueError(f"name={name!r} is not a string: pass name={str(name)!r}")
         # Don't count autograd's threads (dummy threads for ``threading``): the main thread waits while they run backward.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
