@@ -34,6 +34,7 @@ from dualtrain.trainer.machine import warn_once
 from dualtrain.trainer.objective import NAMES
 from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
+from dualtrain.trainer.rank_state import random_state, restore_random_state
 from dualtrain.trainer.step import CONTROL_FLAGS, Step, known_length
 
 log = logging.getLogger("dualtrain")
@@ -225,7 +226,9 @@ class VirtualRanks:
         """See :class:`~dualtrain.trainer.parts.Parts`. The state is equal on all ranks."""
         numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
         numbers["threads"] = torch.get_num_threads()
-        return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}
+        # The program may have drawn numbers since the last seeding, and a resumed program must draw the numbers after them.
+        drawn = self._backend.broadcast_object(random_state(self._backend.device), name="random generators")
+        return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict(), "random": drawn}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :class:`~dualtrain.trainer.parts.Parts`. The next steps give the same results at any world size.
@@ -248,6 +251,8 @@ class VirtualRanks:
         self._steps, self._seed = int(own["steps"]), int(own["seed"])
         self._buffers.load_state_dict(own["buffers"])
         self._seed_after(str(own["after"]))
+        if "random" in own:  # not in states of versions before 0.3.0
+            restore_random_state(own["random"], self._backend.device)
 
 
 def _warn_of_changes(now: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:

@@ -125,7 +125,7 @@ def test_random_numbers_depend_on_the_step_and_the_shard_only(real, draws_alone)
     assert [mine for _, mine in together] == [between] * real.size
 
 
-@pytest.mark.parametrize("last", ["step", "evaluation"])
+@pytest.mark.parametrize("last", ["step", "evaluation", "draw"])
 def test_numbers_drawn_after_a_restore_are_those_drawn_after_the_save(last):
     case = CASES["drawing"]
     with connect("local") as backend:
@@ -133,6 +133,8 @@ def test_numbers_drawn_after_a_restore_are_those_drawn_after_the_save(last):
         step(trainer, case, 0)
         if last == "evaluation":
             evaluate(trainer, case)
+        if last == "draw":
+            drawn()
         state = copy.deepcopy(trainer.state_dict())
         expected = drawn()
         restored.load_state_dict(state)
