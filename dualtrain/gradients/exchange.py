@@ -147,11 +147,19 @@ class Exchange:
     # -- one round ------------------------------------------------------------------------------------------------
 
     def send_next(self, scalars: torch.Tensor | None = None) -> Bucket:
-        """Send the next bucket; does not block. ``scalars``, if given, are sent as extra scalars with the last bucket."""
+        """Send the next bucket; does not block. ``scalars``, if given, are sent as extra scalars with the last bucket.
+
+        Raises:
+            BackendError: an earlier call was interrupted before it had sent its bucket. All gradients are dropped then.
+        """
         assert self._backend is not None
         schedule = self.schedule
         if not schedule.next:
             self._leave_moved_memory()
+        elif schedule.buckets[schedule.next - 1].work is None:
+            # An exception such as KeyboardInterrupt has stopped the call that was to send that bucket. A library that
+            # matches operations by their order would give the other ranks the next bucket in its place.
+            self.wait()  # raises BackendError
         bucket = schedule.take_next()
         bucket.pack()
         if not schedule.has_unsent:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dualtrain import BackendError
+from dualtrain import BackendError, PeerFailedError
 from dualtrain.gradients import GradientReducer, Transfer
 from tests.models_for_tests import (
     EXACT,
@@ -1013,6 +1013,34 @@ def fails_sent(backend):
 
 def test_a_backward_that_failed_while_it_sent_gradients_needs_a_call_of_synchronize(typical):
     typical(fails_sent)
+
+
+def interrupted_send(backend):
+    """Interrupt rank 0 before it sends its first bucket: the other ranks must not get its second one in place of it."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    model = perceptron()
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend)
+        vector_loss(model, backend.rank).backward()
+        optimizer.zero_grad()
+        if backend.rank:
+            with pytest.raises(PeerFailedError, match="rank 0 has left the job"):
+                vector_loss(model, backend.rank).backward()
+            return
+        optimizer.reducer.buckets[0].pack = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            vector_loss(model, backend.rank).backward()
+        for _ in range(2):
+            with pytest.raises(BackendError, match="the exchange of gradients was interrupted, and cannot continue"):
+                optimizer.synchronize()
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_bucket_is_sent_after_one_that_was_interrupted():
+    run_threads(2, interrupted_send)
 
 
 # -- lifetime -----------------------------------------------------------------------------------------------------
