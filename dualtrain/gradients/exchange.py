@@ -319,6 +319,11 @@ class Exchange:
         """Return whether buckets of this round were sent, and their exchange has neither ended nor failed."""
         return self.schedule.next > 0 and not self._failure
 
+    @property
+    def has_sums(self) -> bool:
+        """Return whether all sums of this round have arrived, and the round has not ended."""
+        return self.schedule.next > 0 and self._finished == (self.schedule.round, len(self.schedule.buckets))
+
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""
         if slot.bucket is not None and slot.bucket.work is not None:

@@ -186,6 +186,8 @@ class GradientReducer:
                 if a gradient was changed or assigned after it was sent.
             RuntimeError: the reducer was closed.
         """
+        for reducer in (self, *self._turns.others(self._number)):
+            reducer.end_interrupted()
         if self.is_reduced():
             self._exchange.refusals.check_groups(self.backend)
             self._exchange.check_assigned()
@@ -207,6 +209,14 @@ class GradientReducer:
         This is so if a bucket was sent already, or if the pass has produced a gradient and is the last of :attr:`passes`.
         """
         return (self._is_running and self._seen >= self.passes) or self._exchange.schedule.next > 0
+
+    def end_interrupted(self) -> None:
+        """End an exchange that an exception such as KeyboardInterrupt has stopped after all sums had arrived.
+
+        The other ranks have these sums too. If this rank asked them for the exchange again, they would start a new one.
+        """
+        if self._exchange.has_sums:
+            self.exchange()
 
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""

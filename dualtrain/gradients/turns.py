@@ -40,6 +40,9 @@ class Member(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Only accumulate gradients inside the block."""
 
+    def end_interrupted(self) -> None:
+        """End an exchange that was interrupted after all sums had arrived."""
+
     def exchange(self) -> None:
         """Average the reducer's gradients. Collective; blocks."""
 

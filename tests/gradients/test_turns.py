@@ -240,3 +240,35 @@ def overflows_in_no_sync(backend, fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_in_no_sync_on_one_rank_makes_all_ranks_skip_the_step(fused):
     assert run_threads(2, overflows_in_no_sync, fused) == [(True, 2.0)] * 2
+
+
+def interrupted_after_the_sums(backend):
+    """Interrupt rank 0's exchange for the second optimizer after all sums have arrived; rank 0 then ends it alone."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    models = two_models()
+    optimizers = [wrapped(model, backend) for model in models]
+    for step in (1, 2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = sum(model(torch.ones(2, 6) * (backend.rank + step)).square().mean() for model in models)
+        if backend.rank == 0 and step == 2:
+            bucket = optimizers[1].reducer.buckets[0]
+            bucket.unpack = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            del bucket.unpack
+            for optimizer in optimizers:
+                optimizer.synchronize()
+        else:
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [weights_sha256(model) for model in models]
+
+
+def test_sums_that_arrived_before_an_interrupt_are_not_exchanged_again():
+    of_rank_0, of_rank_1 = run_threads(2, interrupted_after_the_sums)
+    assert of_rank_0 == of_rank_1
