@@ -99,6 +99,27 @@ def test_an_adasum_optimizer_combines_weight_changes_instead_of_gradients(real, 
     assert results == results[:1] * real.size
 
 
+def clipped_step(hvd):
+    """Clip the gradient (3, 4) to the norm 1, then take a step of an Adasum optimizer; return the weights."""
+    weights = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Adasum)
+    (weights * torch.tensor([3.0, 4.0])).sum().backward()
+    torch.nn.utils.clip_grad_norm_([weights], 1.0)
+    optimizer.step()
+    return weights.tolist()
+
+
+def clipped(backend):
+    with library(backend) as hvd:
+        return clipped_step(hvd)
+
+
+@worlds(("torch", 2))
+def test_an_adasum_optimizer_steps_with_clipped_gradients(real):
+    # tests/launch/test_adasum.py asserts that Horovod's does not.
+    np.testing.assert_allclose(real(clipped), [[-0.6, -0.8]] * 2, atol=1e-5)
+
+
 def not_over_gloo(backend):
     with library(backend) as hvd:
         call = lambda: hvd.allreduce(torch.ones(2), name="adasum", op=hvd.Adasum)  # noqa: E731
