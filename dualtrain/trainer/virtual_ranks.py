@@ -63,7 +63,7 @@ class VirtualRanks:
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
         self._steps = 0  # steps taken so far
-        self._after = "step"  # the last operation: "step" or "evaluation", then " failed" for each failed step since
+        self._after = "step"  # the last operation: "step" or "evaluation", then " failed" for each failure since
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
         self._fixed = FixedState(model, loss)
@@ -209,11 +209,17 @@ class VirtualRanks:
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         rows, buffers = [], CommonBuffers(model, self.count)  # restores the buffers' present values after each shard
-        with self._without_collectives():
-            for shard, part in self._of_shards(batches):
-                self._seed_all(self._steps, shard, "evaluation")
-                rows.append(sums(part))
-                buffers.restore()
+        given = self._of_shards(batches)
+        try:
+            with self._without_collectives():
+                for shard, part in given:
+                    self._seed_all(self._steps, shard, "evaluation")
+                    rows.append(sums(part))
+                    buffers.restore()
+        except BaseException:
+            buffers.restore()
+            self._seed_after(f"{self._after} failed")  # as in :meth:`_begun_step`
+            raise
         self._seed_after("evaluation")
         mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()

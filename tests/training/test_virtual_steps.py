@@ -97,6 +97,25 @@ def test_numbers_drawn_after_a_failed_step_do_not_depend_on_the_shard():
         assert drawn_after_failures(backend, 3) == first
 
 
+def drawn_after_a_failed_evaluation(backend, bad: int) -> float:
+    """Return a random number that is drawn after an evaluation that has failed in shard ``bad``."""
+    trainer = trainer_with(seeded(Failing()), backend)
+    inputs, targets = samples()
+    inputs[3 * bad] = 99
+    with pytest.raises(RuntimeError, match="this sample is bad"):
+        trainer.evaluate(trainer.split((inputs, targets)))
+    trainer.close()
+    return torch.rand(()).item()
+
+
+def test_numbers_drawn_after_a_failed_evaluation_do_not_depend_on_the_shard():
+    with connect("local") as backend:
+        torch.manual_seed(1)
+        first = drawn_after_a_failed_evaluation(backend, 0)
+        torch.manual_seed(2)
+        assert drawn_after_a_failed_evaluation(backend, 3) == first
+
+
 @pytest.mark.parametrize("shard", range(4))
 def test_a_loss_that_is_not_finite_changes_no_state_and_its_error_names_the_rank(shard):
     undisturbed = run_threads(1, tried, [], 0, None)[0]
