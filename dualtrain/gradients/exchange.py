@@ -124,10 +124,11 @@ class Exchange:
         Ranks that keep the layout wait for these buckets.
 
         Raises:
-            BackendError: on every rank, if some ranks keep the layout. All gradients are dropped then.
+            BackendError: on every rank, if some ranks keep the layout; or as in :meth:`send_next`. Both drop all gradients.
         """
         if self._backend is None:
             return
+        self._refuse_after_interrupt()
         self._leave_moved_memory()
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
@@ -156,10 +157,7 @@ class Exchange:
         schedule = self.schedule
         if not schedule.next:
             self._leave_moved_memory()
-        elif schedule.buckets[schedule.next - 1].work is None:
-            # An exception such as KeyboardInterrupt has stopped the call that was to send that bucket. A library that
-            # matches operations by their order would give the other ranks the next bucket in its place.
-            self.wait()  # raises BackendError
+        self._refuse_after_interrupt()
         bucket = schedule.take_next()
         bucket.pack()
         if not schedule.has_unsent:
@@ -168,6 +166,15 @@ class Exchange:
         self._backend.drain()
         bucket.start()
         return bucket
+
+    def _refuse_after_interrupt(self) -> None:
+        """Raise BackendError if an exception such as KeyboardInterrupt has stopped the call that was to send a bucket.
+
+        A library that matches operations by their order would give the other ranks the next bucket in its place.
+        """
+        sent = self.schedule.next
+        if sent and self.schedule.buckets[sent - 1].work is None:
+            self.wait()  # raises BackendError
 
     def _leave_moved_memory(self) -> None:
         # Check all buckets before one is packed: ``pack`` compares addresses of gradients with those of all buckets.

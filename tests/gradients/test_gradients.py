@@ -1015,8 +1015,11 @@ def test_a_backward_that_failed_while_it_sent_gradients_needs_a_call_of_synchron
     typical(fails_sent)
 
 
-def interrupted_send(backend):
-    """Interrupt rank 0 before it sends its first bucket: the other ranks must not get its second one in place of it."""
+def interrupted_send(backend, adds):
+    """Interrupt rank 0 before it sends its first bucket: the other ranks must not get its second one in place of it.
+
+    With ``adds``, rank 0 then adds a parameter, which changes the layout.
+    """
 
     def interrupt():
         raise KeyboardInterrupt
@@ -1033,14 +1036,17 @@ def interrupted_send(backend):
         optimizer.reducer.buckets[0].pack = interrupt
         with pytest.raises(KeyboardInterrupt):
             vector_loss(model, backend.rank).backward()
+        if adds:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         for _ in range(2):
             with pytest.raises(BackendError, match="the exchange of gradients was interrupted, and cannot continue"):
                 optimizer.synchronize()
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_no_bucket_is_sent_after_one_that_was_interrupted():
-    run_threads(2, interrupted_send)
+@pytest.mark.parametrize("adds", [False, True])
+def test_no_bucket_is_sent_after_one_that_was_interrupted(adds):
+    run_threads(2, interrupted_send, adds)
 
 
 # -- lifetime -----------------------------------------------------------------------------------------------------
