@@ -99,8 +99,7 @@ class Engine:
             ValueError: this rank has an unfinished call of the same kind and name, or ``name`` is not a string.
             HorovodInternalError: the world has ended.
         """
-        if not isinstance(name, str | None):
-            raise ValueError(f"name={name!r} is not a string: pass name={str(name)!r}")
+        check_name(name)
         # Don't count autograd's threads (dummy threads for ``threading``): the main thread waits while they run backward.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
@@ -405,3 +404,9 @@ class Engine:
         if self.backend.watch is not None:
             self.backend.watch.on_peer_failure = self._earlier_report
         self.channels.close()
+
+
+def check_name(name: object) -> None:
+    """Raise ValueError if ``name`` is neither a string nor ``None``."""
+    if not isinstance(name, str | None):
+        raise ValueError(f"name={name!r} is not a string: pass a string, and pass op or process_set by keyword")

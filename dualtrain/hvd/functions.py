@@ -11,6 +11,7 @@ from dualtrain.backends import objects
 from dualtrain.hvd import compat
 from dualtrain.hvd.basics import engine, rank
 from dualtrain.hvd.calls import usable_root, usable_set
+from dualtrain.hvd.engine import check_name
 from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.state import load_optimizer_state, tensors_among
@@ -86,7 +87,7 @@ def broadcast_object(
     is_root = rank() == root_rank
     set_id, root_rank = usable_set(process_set), usable_root(root_rank, process_set)
     data, problem = objects.encode_or_refuse(obj) if is_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
-    [received] = engine().submit("objects", name and f"broadcast.{name}", set_id, [data], root=root_rank).wait()
+    [received] = engine().submit("objects", _call_name("broadcast", name), set_id, [data], root=root_rank).wait()
     return obj if is_root and problem is None else _decoded(received, root_rank)
 
 
@@ -94,8 +95,14 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     """Return every rank's ``obj`` in rank order; see :func:`broadcast_object` for the objects that can be sent. Blocks."""
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
-    received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()
+    received = engine().submit("objects", _call_name("allgather", name), set_id, [data], root=None).wait()
     return [_decoded(part, sender) for part, sender in zip(received, process_set.ranks or [], strict=True)]
+
+
+def _call_name(operation: str, name: str | None) -> str | None:
+    """Return a name that differs between the operations, whose calls are of the same kind. Raises ValueError."""
+    check_name(name)
+    return name and f"{operation}.{name}"
 
 
 def _decoded(data: torch.Tensor, sender: int) -> Any:

@@ -294,10 +294,16 @@ def wrong_arguments(backend):
         for broadcast in (hvd.broadcast, hvd.broadcast_object):
             with pytest.raises(ValueError, match="root_rank '0' is not in"):
                 broadcast(torch.ones(1), "0")
-        # Arguments in the wrong positions: the third one is the name.
-        for call in (lambda x: hvd.allreduce(x, None, hvd.Sum), lambda x: hvd.broadcast(x, 0, hvd.global_process_set)):
+        # Arguments in the wrong positions: the last one is the name.
+        world = hvd.global_process_set
+        for call, *arguments in (
+            (hvd.allreduce, None, hvd.Sum),
+            (hvd.broadcast, 0, world),
+            (hvd.broadcast_object, 0, world),
+            (hvd.allgather_object, world),
+        ):
             with pytest.raises(ValueError, match="is not a string"):
-                call(torch.ones(1))
+                call(torch.ones(1), *arguments)
         return hvd.allreduce(torch.ones(1).expand(3), op=hvd.Sum).tolist()
 
 
