@@ -18,6 +18,11 @@ from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+DICTS = (
+    "parts = ['train', 'val']\n"
+    "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
+    "loaders = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in parts}\n"
+)
 #: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
 #: names the subject of the scripts, or gives the reason for a finding or for none.
 CASES = [
@@ -1412,13 +1417,25 @@ CASES = [
     ),
     (
         "same_order_every_epoch",  # the samplers and loaders are in dicts
-        "parts = ['train', 'val']\n"
-        "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
-        "loaders = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in parts}\n"
-        "def fit(loaders):\n    for epoch in range(9):\n        for x in loaders['train']: pass\nfit(loaders)",
+        DICTS + "def fit(loaders):\n    for epoch in range(9):\n        for x in loaders['train']: pass\nfit(loaders)",
         "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in ('train', 'val')}\n"
         "l = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in ('train', 'val')}\nlib.fit(l['train'])\n"
         "for epoch in range(9):\n    for x in l['train']: pass",
+    ),
+    (
+        "same_order_every_epoch",  # no finding if the dict's loader is in another variable, which other code may get
+        DICTS + "for epoch in range(9):\n    for part in parts:\n        for x in loaders[part]: pass",
+        DICTS + "train = loaders['train']\nfor epoch in range(9): lib.fit(train)",
+    ),
+    (
+        "same_order_every_epoch",  # no finding if other code gets all loaders of the dict
+        DICTS + "for epoch in range(9):\n    for x in loaders['train']: pass",
+        DICTS + "for epoch in range(9): lib.fit(*loaders.values())",
+    ),
+    (
+        "same_order_every_epoch",  # no finding if no key of the dict is for training
+        DICTS + "for epoch in range(9):\n    for x in loaders['train']: pass",
+        DICTS.replace("'train', ", "") + "for epoch in range(9):\n    for x in loaders['val']: pass",
     ),
     (
         "undefined_names",  # names in class bodies, in match patterns and in blocks of ``suppress(NameError)``

@@ -58,6 +58,10 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
             node = entry
         parent = file.parents[node]
         parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
+        if node is entry and not isinstance(parent, ast.Call | ast.For | ast.Attribute | ast.Return):
+            return True  # train = loaders["train"], for example; uses of this variable are not examined
+        if isinstance(parent, ast.Attribute) and parent.attr in ("items", "values"):
+            return True
         if isinstance(parent, ast.Call) and parent.func is not node:
             if _is_loader(parent):
                 if leaves_program(file, parent) if _name_of(file, parent) else _is_returned(file, parent):
@@ -85,14 +89,20 @@ def _is_of_other_object(source: Source, call: ast.Call) -> bool:
 def _name_of(source: Source, call: ast.Call) -> str:
     """Return the variable that holds the result of ``call``: its name after the last dot; "" if there is none.
 
-    The variable may also be a dict of such results, as in ``samplers = {part: call for part in parts}``.
+    The variable may also be a dict of such results, as in ``samplers = {part: call for part in ["train", "val"]}``. A dict
+    without a key for training does not count.
     """
     for target, value, _ in source.assignments:
-        entries = [value.value] if isinstance(value, ast.DictComp) else []
+        entries = [value.value] if isinstance(value, ast.DictComp) and _has_key_for_training(source, value) else []
         branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
         if call in (*entries, *branches):
             return target.rpartition(".")[2] if target.replace(".", "_").isidentifier() else ""
     return ""
+
+
+def _has_key_for_training(source: Source, made: ast.DictComp) -> bool:
+    keys = (part for value in source.possible_values(made.generators[0].iter) for part in ast.walk(value))
+    return any(isinstance(key, ast.Constant) and "train" in str(key.value).lower() for key in keys)
 
 
 def _loads(source: Source, name: str) -> Iterator[tuple[Source, ast.AST]]:
