@@ -885,6 +885,12 @@ CASES = [
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\nmodel.cuda()",
     ),
     (
+        "same_gpu",  # the device is an element of a dict
+        WRAP
+        + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\na['device'] = torch.device('cuda:0')  # HERE\nlib.fit(a)",
+        WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\na['device'] = torch.device('cuda')\nlib.fit(a)",
+    ),
+    (
         "gpu_by_rank",
         "rank = hvd.rank()\nmodel.to('cuda:%d' % rank)  # HERE",
         "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",

@@ -84,11 +84,17 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
     if name != "torch.device":
         return True
     target = next((target for target, value, _ in source.assignments if value is call), "")
-    return bool(target) and len(source.values[target]) == 1 and _is_loaded(source, target.rpartition(".")[2])
+    return bool(target) and len(source.values[target]) == 1 and _is_loaded(source, target)
 
 
-def _is_loaded(source: Source, name: str) -> bool:
-    """Return whether the program reads a variable or an attribute with this name, other than ``torch.device``."""
+def _is_loaded(source: Source, target: str) -> bool:
+    """Return whether the program reads a variable or attribute with this name, other than ``torch.device``.
+
+    Return True if ``target`` is an element, as in ``config["device"]``.
+    """
+    name = target.rpartition(".")[2]
+    if not name.isidentifier():
+        return True
     found = [(file, node) for file in source.files for node in file.mentions.get(name, ())]
     loads = [(file, node) for file, node in found if isinstance(getattr(node, "ctx", None), ast.Load)]
     return any(not file.name(node).startswith("torch.") for file, node in loads)
