@@ -1422,6 +1422,11 @@ CASES = [
         "hvd.broadcast(torch.tensor(epoch), 0, name='wait_for_data')\nepoch = hvd.broadcast(torch.tensor(epoch), 0).item()",
     ),
     (
+        "discarded_result",  # other calls that make a new tensor of a variable's value
+        "hvd.broadcast(torch.FloatTensor([lr]).cuda(), 0)  # HERE",
+        "hvd.allreduce(torch.Tensor(n))\nhvd.allreduce(torch.zeros([n]))\nhvd.allreduce(torch.tensor(0).cuda())",
+    ),
+    (
         "same_order_every_epoch",  # the samplers and loaders are in dicts
         DICTS + "def fit(loaders):\n    for epoch in range(9):\n        for x in loaders['train']: pass\nfit(loaders)",
         "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in ('train', 'val')}\n"
@@ -1577,6 +1582,12 @@ def test_the_finding_for_a_discarded_scheduler_broadcast_recommends_its_state_di
     (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(scheduler_wu)"))
     assert found.message.endswith("; broadcast its state_dict(), and load the result on all ranks")
     (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(model_state)"))
+    assert found.message.endswith("; assign the result")
+
+
+@pytest.mark.parametrize("given", ["torch.tensor(epoch)", "tensor=torch.tensor(epoch)"])
+def test_the_finding_for_a_new_tensor_recommends_no_call_that_changes_the_tensor(given):
+    (found,) = BY_NAME["discarded_result"](source(f"hvd.broadcast({given}, root_rank=0)"))
     assert found.message.endswith("; assign the result")
 
 

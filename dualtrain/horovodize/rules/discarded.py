@@ -27,7 +27,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
         if name in ASYNC:
             message = f"the handle of {name}() is lost, so nothing waits for the result; pass it to hvd.synchronize()"
         else:
-            kept = not _is_new(source, call.args[0] if call.args else None, follow=False)
+            kept = not _is_new(source, first_argument(call, "tensor"), follow=False)
             cure = f"assign the result, or call {name}_()" if kept and f"{name}_" in PUBLIC else "assign the result"
             cure = cure if alone else cure.replace("assign", "use")
             if name == "broadcast_object" and _has_state(call):
@@ -136,9 +136,15 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
 
 def _holds_variable(source: Source, made: ast.expr | None) -> bool:
     """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` is no constant and no rank."""
-    if not isinstance(made, ast.Call) or source.name(made.func) not in (*_COPIES, "torch.Tensor") or not made.args:
+    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
+        made = made.func.value  # torch.tensor(x).cuda()
+    if not isinstance(made, ast.Call) or not made.args:
         return False
-    content = made.args[0].elts[0] if isinstance(made.args[0], ast.List) and len(made.args[0].elts) == 1 else made.args[0]
+    name, content = source.name(made.func), made.args[0]
+    elements = content.elts if isinstance(content, ast.List) else []
+    if name not in _COPIES and not (name in _NEW_TENSORS and name.endswith("Tensor") and elements):
+        return False  # torch.Tensor(n), for example, has n elements without values
+    content = elements[0] if len(elements) == 1 else content
     if not isinstance(content, ast.Name | ast.Attribute) or source.constant(content) is not None:
         return False
     return re.search("rank|size|world", ast.unparse(content), re.IGNORECASE) is None
