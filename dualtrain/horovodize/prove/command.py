@@ -13,9 +13,9 @@ their difference is the tolerance for the comparison with dualtrain. With --agai
 dualtrain is used instead.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
-copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on other hardware or
-with another version of torch, weights may differ by 0.001 (relative), but by no more than a tenth of the distance by which
-training has moved them.
+copy the recorder to it: dualtrain horovodize --recorder > record.py. If the record was made on another platform (processor,
+GPU, version of torch or number of threads), weights may differ by 0.001 (relative), but by no more than a tenth of the
+distance by which training has moved them.
 """
 
 from __future__ import annotations
