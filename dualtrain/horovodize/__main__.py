@@ -37,7 +37,7 @@ from dualtrain.launchers import World, detect_world
 def main(arguments: Sequence[str]) -> int:
     """Run the command line. Return the exit status, unless the script itself calls ``sys.exit``."""
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if first in ("--check", "--fix", "--recorder") and rest and rest[0] in ("-h", "--help"):
+    if first in ("--check", "--fix", "--recorder") and {"-h", "--help"}.intersection(rest):
         first = "--help"
     if first == "--check":
         from dualtrain.horovodize.check import check

@@ -221,7 +221,7 @@ def test_ranks_other_than_0_wait_before_they_print_the_error(monkeypatch, capsys
     assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): no script was given")
 
 
-@pytest.mark.parametrize("words", ["--help", "--check --help", "--fix -h", "--recorder --help"])
+@pytest.mark.parametrize("words", ["--help", "--check --help", "--fix --diff -h", "--recorder --help"])
 def test_help_shows_the_command_lines(capsys, words):
     assert main(words.split()) == 0
     assert "--check SCRIPT" in capsys.readouterr().out
