@@ -442,7 +442,8 @@ def _hash_of(given: Any) -> str:
 
 
 def _parse(arguments: list[str]) -> Any:
-    parser = argparse.ArgumentParser(prog="record.py", usage=str(__doc__).split("\n\n")[1][7:], allow_abbrev=False)
+    usage = __doc__ and __doc__.split("\n\n")[1][7:]  # python -OO removes docstrings
+    parser = argparse.ArgumentParser(prog="record.py", usage=usage, allow_abbrev=False)
     parser.add_argument("--record", required=True)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain.errors import UserError
-from dualtrain.horovodize import imports, names, run_script
+from dualtrain.horovodize import imports, names, recorder, run_script
 from dualtrain.horovodize.__main__ import main
 from tests.conftest import NAMES, PREFIXES, require_horovod
 from tests.pool import ROOT
@@ -231,6 +231,8 @@ def test_a_help_that_the_interpreter_has_removed_is_no_error(capsys, monkeypatch
     monkeypatch.setitem(main.__globals__, "__doc__", None)
     assert main(["--help"]) == 0
     assert "-OO" in capsys.readouterr().out
+    monkeypatch.setattr(recorder, "__doc__", None)
+    assert recorder._parse(["--record", "folder", __file__])[1].script == __file__
 
 
 @pytest.mark.parametrize(
