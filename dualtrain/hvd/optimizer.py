@@ -98,6 +98,7 @@ def DistributedOptimizer(  # noqa: N802
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
     made: _Optimizer = object.__new__(cls)
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
+    made.gradient_predivide_factor = gradient_predivide_factor  # 1 / transfer.before may differ in the last bit
     made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
     return made
 
@@ -131,7 +132,7 @@ class _Optimizer(NativeOptimizer):
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
         self._passes = passes
         self.op, self.process_set, self._compression = op, process_set, compression
-        self.gradient_predivide_factor, self.sparse_as_dense = 1 / transfer.before, transfer.sparse_as_dense
+        self.sparse_as_dense = transfer.sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
         self._fills_unused = True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
@@ -160,7 +161,7 @@ class _Optimizer(NativeOptimizer):
         if rounds_sums:
             compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not
         if rounds_sums or self.op not in (Average, Sum) or compression not in NARROW:
-            return CallReducer(named, *options, self.op, compression, predivide=1 / transfer.before)
+            return CallReducer(named, *options, self.op, compression, predivide=self.gradient_predivide_factor)
         return ChannelReducer(named, *options, transfer)
 
     def __repr__(self) -> str:

@@ -112,6 +112,8 @@ def rules(backend):
         for option in ("op", "process_set", "gradient_predivide_factor", "sparse_as_dense", "_compression"):
             value = getattr(accumulating, option)
             check(hvd, (option, lambda: setattr(accumulating, option, value), None, "AttributeError"))  # noqa: B023
+        predivided = wrapped(hvd, name="predivided", gradient_predivide_factor=49.0)[1]
+        assert predivided.gradient_predivide_factor == 49.0  # and not 1 / (1 / 49.0)
         # Wrap an optimizer that has a state and options.
         used = nn.Parameter(torch.ones(2))
         adam = torch.optim.Adam([used], lr=0.5, weight_decay=0.25)
