@@ -78,8 +78,8 @@ def _compare_results(folders: Sequence[str]) -> int:
         except UserError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            there = folder.is_dir()
-            unfinished.append(f"{label} has not {'ended' if there else f'begun, since there is no folder {str(folder)!r}'}")
+            missing = f"has no folder {str(folder)!r}: it was not started, or failed before it made the folder"
+            unfinished.append(f"{label} {'has not ended' if folder.is_dir() else missing}")
     shown, same = one_result(runs, unfinished)
     show(shown)
     return 0 if same else 1

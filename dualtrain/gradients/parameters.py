@@ -108,7 +108,7 @@ def warn_of_ddp(model: nn.Module) -> None:
 
 
 class Forms:
-    """Dtype, device and shape of parameters at the time when their buckets were made."""
+    """Dtype, device and shape of parameters at the time when their buckets were allocated."""
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._names = [name for name, _ in named]
@@ -138,7 +138,7 @@ class Forms:
             now = p.dtype, p.device, p.shape
             if now != was and p.requires_grad:  # the gradients of frozen parameters count as zeros
                 return (
-                    f"parameter {name!r} was {_form(*was)} when the memory of its gradient was made, and is "
+                    f"parameter {name!r} was {_form(*was)} when its gradient bucket was allocated, and is "
                     f"{_form(*now)} now: change it back, or make a new optimizer after the change"
                 )
         return None

@@ -169,7 +169,7 @@ def test_gradients_are_averaged_after_their_tensors_were_replaced_in_an_earlier_
 def cast(model, optimizer):
     model[2].double()
     return (
-        r"parameter '2\.weight' was float32 \(3, 6\) on cpu when the memory of its gradient was made, and is float64",
+        r"parameter '2\.weight' was float32 \(3, 6\) on cpu when its gradient bucket was allocated, and is float64",
         model.float,
     )
 
@@ -177,7 +177,7 @@ def cast(model, optimizer):
 def cast_all(model, optimizer):
     model.double()
     return (
-        r"parameter '0\.weight' was float32 \(6, 4\) on cpu when the memory of its gradient was made, and is float64",
+        r"parameter '0\.weight' was float32 \(6, 4\) on cpu when its gradient bucket was allocated, and is float64",
         model.float,
     )
 
