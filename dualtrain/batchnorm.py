@@ -144,12 +144,12 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
         """Replace each BatchNorm in ``module`` by a layer of this class with the BatchNorm's parameters and state.
 
-        A BatchNorm that has several names or parents is replaced by one layer in all these places.
+        A BatchNorm that has several names is replaced by one layer in all these places.
         Return ``module``, or the new layer if ``module`` itself is a BatchNorm.
         """
         layers = [
-            (title, layer)
-            for title, layer in module.named_modules(remove_duplicate=False)
+            (name, layer)
+            for name, layer in module.named_modules(remove_duplicate=False)
             if isinstance(layer, _BatchNorm) and not isinstance(layer, cls)
         ]
         if layers and layers[0][1] is module:
@@ -188,7 +188,7 @@ class RankNorm(SyncBatchNorm):
     """
 
     backend: Backend
-    title: str
+    layer_name: str  # its first name in the model
     plain: type[_BatchNorm]  # the class of the layer that this layer has replaced
     #: The order in which the ranks' values are summed; ``None`` for the backend's own order.
     order: SumOrder | None = None
@@ -203,11 +203,11 @@ class RankNorm(SyncBatchNorm):
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return self.backend.allgather(row[None], name=f"{self.title}.statistics")
+        return self.backend.allgather(row[None], name=f"{self.layer_name}.statistics")
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        name = f"{self.title}.gradient"
+        name = f"{self.layer_name}.gradient"
         if self.order is None:
             return self.backend.allreduce(values, "sum", name=name)
         return self.order.total(self.backend.allgather(values[None], name=name))
@@ -225,26 +225,26 @@ class RankNorm(SyncBatchNorm):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle torch's layer, because a backend cannot be pickled."""
+        """Pickle this layer as the layer of torch's class that it has replaced, because a backend cannot be pickled."""
         # For a parametrized layer, which torch does not pickle, this raises torch's error.
         parts: Any = super().__reduce_ex__(protocol)
-        state = {name: value for name, value in parts[2].items() if name not in ("title", "plain", "order")}
+        state = {key: value for key, value in parts[2].items() if key not in ("layer_name", "plain", "order")}
         return self.plain, (self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats), state
 
 
 def _replace_layers(
     model: nn.Module, layers: Sequence[tuple[str, _BatchNorm]], make: Callable[[str, _BatchNorm], nn.Module]
 ) -> None:
-    """Replace ``layers`` of ``model`` (pairs of title and layer) by ``make(first title, layer)``, in place.
+    """Replace ``layers`` of ``model`` (pairs of name and layer) by ``make(name, layer)``, in place.
 
-    A layer may have several titles. It is replaced by one layer in all these places.
+    A layer may have several names. It is replaced by one layer in all these places, and ``make`` gets its first name.
     """
-    places = [(model.get_submodule(title.rpartition(".")[0]), title, layer) for title, layer in layers]
+    places = [(model.get_submodule(name.rpartition(".")[0]), name, layer) for name, layer in layers]
     made: dict[int, nn.Module] = {}
-    for parent, title, layer in places:
+    for parent, name, layer in places:
         if id(layer) not in made:
-            made[id(layer)] = make(title, layer)
-        setattr(parent, title.rpartition(".")[2], made[id(layer)])
+            made[id(layer)] = make(name, layer)
+        setattr(parent, name.rpartition(".")[2], made[id(layer)])
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
@@ -259,13 +259,13 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
         ValueError: ``model`` itself is one of torch's BatchNorm layers.
     """
     layers = [
-        (title, layer)
-        for title, layer in model.named_modules(remove_duplicate=False)
+        (name, layer)
+        for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, _BatchNorm) and not is_synchronized(layer)
     ]
-    plain = [(title, layer) for title, layer in layers if type(layer) in _PLAIN]
+    plain = [(name, layer) for name, layer in layers if type(layer) in _PLAIN]
     others = [
-        f"{title!r} ({type(layer).__name__})" for title, layer in layers if type(layer) not in _PLAIN and layer.training
+        f"{name!r} ({type(layer).__name__})" for name, layer in layers if type(layer) not in _PLAIN and layer.training
     ]
     if type(model) in _PLAIN:
         raise ValueError(f"a {type(model).__name__} cannot be replaced in place: give a model that contains it")
@@ -275,9 +275,9 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     if plain:
         kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
 
-        def synchronized(title: str, layer: _BatchNorm) -> Any:
+        def synchronized(name: str, layer: _BatchNorm) -> Any:
             made = kind.convert_sync_batchnorm(layer)
-            made.title, made.plain = title, type(layer)
+            made.layer_name, made.plain = name, type(layer)
             return made
 
         _replace_layers(model, plain, synchronized)

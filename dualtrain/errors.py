@@ -12,8 +12,8 @@ from typing import Any
 #: Messages of torch's exceptions (of several types) for too little memory, or for a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
 
-#: Errors of a disk or a network. They may not occur when the same command is started again.
-_TEMPORARY = (
+#: Errors of a disk, a network or a busy system, which may be gone when the same command is started again.
+_DISK_OR_NETWORK = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EMFILE, errno.ENFILE),
     *(errno.EAGAIN, errno.EBUSY),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
@@ -145,10 +145,10 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, NotSavedError) or (isinstance(error, UserError) and error.transient)
 
 
-def is_temporary(error: BaseException) -> bool:
-    """Return whether ``error``, or an error that led to it, is one of a disk or a network, such as a reset connection."""
+def is_disk_or_network_error(error: BaseException) -> bool:
+    """Return whether ``error``, or an error that led to it, is a disk or network error, such as a reset connection."""
     return any(
-        isinstance(each, ConnectionError | TimeoutError) or (isinstance(each, OSError) and each.errno in _TEMPORARY)
+        isinstance(each, ConnectionError | TimeoutError) or (isinstance(each, OSError) and each.errno in _DISK_OR_NETWORK)
         for each in with_causes(error)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dualtrain.errors import UserError, is_temporary
+from dualtrain.errors import UserError, is_disk_or_network_error
 from dualtrain.files import open_regular
 
 #: PIL detects a file's format from its content, not from its name. The list leaves out formats for which PIL starts an
@@ -37,11 +37,11 @@ def read_image(path: str | Path) -> Any:
 
 
 def _unreadable(path: str | Path, error: Exception, reason: str) -> UserError:
-    first, temporary = reason.partition("\n")[0], is_temporary(error)
-    if temporary:
+    first, transient = reason.partition("\n")[0], is_disk_or_network_error(error)
+    if transient:
         cure = "repair the disk or the network"
     elif isinstance(error, OSError) and error.errno is not None:  # an error of the system, and not of a decoder
         cure = "check its path and permissions"
     else:
         cure = "fix or delete it, or convert it to PNG"
-    return UserError(f"the image {str(path)!r} cannot be read ({first}): {cure}", transient=temporary)
+    return UserError(f"the image {str(path)!r} cannot be read ({first}): {cure}", transient=transient)

@@ -8,20 +8,20 @@ from dualtrain.gradients.slots import Slot
 class FrozenCheck:
     """Check of the frozen parameters of one bucket after each round.
 
-    A check reads a parameter's whole gradient. So all frozen parameters are checked only in the first round after their set
-    has changed. In later rounds, one of them is checked if gradients are on the CPU, and none if they are on a GPU, for
-    which the CPU would wait.
+    A check reads a parameter's whole gradient, which takes time. So all frozen parameters are checked only in the first
+    round, and after a parameter was frozen or unfrozen. In the other rounds, one of them is checked if gradients are on
+    the CPU, and none if they are on a GPU, because the CPU would have to wait for the GPU.
     """
 
     def __init__(self) -> None:
-        self._checked: list[Slot] = []  # the frozen slots in the last round
+        self._frozen_before: list[Slot] = []  # the frozen slots in the round before
         self._repeats = 0  # how many rounds had the same frozen slots as the round before
 
     def trained_elsewhere(self, frozen: list[Slot]) -> Slot | None:
         """Return the first checked slot of ``frozen`` whose gradient is not zero: another rank trains the parameter."""
         chosen = frozen
-        if frozen and frozen == self._checked:
+        if frozen and frozen == self._frozen_before:
             self._repeats += 1
             chosen = [frozen[self._repeats % len(frozen)]] if frozen[0].view.is_cpu else []
-        self._checked = frozen
+        self._frozen_before = frozen
         return next((slot for slot in chosen if slot.view.any()), None)

@@ -30,25 +30,27 @@ def check_all_reachable(
         world: this process's rank and size.
         hosts: the host of each rank.
         put: stores a value under a key in the job's store.
-        take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time.
-        obstacle: why this rank's backend cannot use this host, or ``None``; the same for all ranks of a host. If there are
-            several hosts, every rank raises an error with the first host's reason.
+        take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time, and UserError if the
+            process that serves the store has ended.
+        obstacle: why this rank's backend cannot use this host together with others, or ``None``; the same for all ranks of
+            a host. It counts as a failure of this host, but only if the job has several hosts.
 
     Raises:
-        UserError: on every rank, if a host cannot reach another host or has an ``obstacle``.
+        UserError: on every rank, if a host cannot reach another host or has an ``obstacle``. The message is the failure of
+            the first such host. After rank 0 has exited, it may be the failure of this rank's host.
     """
     leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
         return
     if world.rank not in leaders:
-        _raise_first_result(leaders, take)
+        _raise_first_failure(leaders, take)
         return
     with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
         tries = (_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank)
         own = obstacle or next(filter(None, tries), "")  # stop at the first failure
         put(f"reach/result/{world.rank}", own)
-        _raise_first_result(leaders, take, own)  # the server stays open until all have tried
+        _raise_first_failure(leaders, take, own)  # the server stays open until all have tried
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -76,10 +78,10 @@ def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | No
     return None
 
 
-def _raise_first_result(leaders: Sequence[int], take: Callable[[str], str], own: str = "") -> None:
+def _raise_first_failure(leaders: Sequence[int], take: Callable[[str], str], own: str = "") -> None:
     try:
         results = [take(f"reach/result/{leader}") for leader in leaders]
-    except UserError as error:  # rank 0, which serves the store, has read all results and has exited
+    except UserError as error:  # the store is gone: rank 0, which serves it, has read all results and has exited
         if own:
             raise UserError(own) from error
         raise

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 from dualtrain.backends.wire import as_bytes
-from dualtrain.errors import BackendError, UserError, is_temporary, one_line
+from dualtrain.errors import BackendError, UserError, is_disk_or_network_error, one_line
 from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
@@ -127,7 +127,7 @@ def load(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
-        if is_temporary(error) or error.errno in _NOT_READABLE:
+        if is_disk_or_network_error(error) or error.errno in _NOT_READABLE:
             raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
     except MemoryError:

@@ -223,7 +223,7 @@ def test_a_scheduler_adds_only_known_attributes_to_its_optimizer():
     )
 
 
-def test_references_from_other_c_objects_are_counted():
+def test_references_from_cpp_are_counted():
     count = getattr(torch.Tensor, "_use_count", None)
     assert count is not None, f"{VERSION} has no Tensor._use_count: change gradients/exposed.py and gradients/slots.py"
     p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
@@ -238,7 +238,7 @@ def test_references_from_other_c_objects_are_counted():
     )
 
 
-def test_a_tensor_made_from_dlpack_has_a_storage_of_its_own():
+def test_views_of_a_tensor_from_dlpack_count_for_its_own_storage_object():
     whole = torch.zeros(4)
     own = torch.from_dlpack(whole)
     assert own.data_ptr() == whole.data_ptr()
@@ -247,6 +247,6 @@ def test_a_tensor_made_from_dlpack_has_a_storage_of_its_own():
     before = [count(each._cdata) for each in storages]
     view = own[1:]
     assert [count(each._cdata) for each in storages] == [before[0], before[1] + 1], (
-        f"{VERSION} counts views of a tensor from DLPack elsewhere: change gradients/exposed.py"
+        f"{VERSION} counts views of a tensor from DLPack not only for its own storage object: change gradients/exposed.py"
     )
     del view

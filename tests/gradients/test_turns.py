@@ -155,7 +155,7 @@ def test_sync_batchnorm_works_with_parameters_that_only_some_ranks_use(many):
     assert hashes == hashes[:1] * many.size
 
 
-def uses_a_dropped_optimizer(backend):
+def uses_a_collected_optimizer(backend):
     models = two_models()
     optimizers = [wrapped(model, backend) for model in models]
     if backend.rank == 1:
@@ -166,8 +166,8 @@ def uses_a_dropped_optimizer(backend):
     return len(optimizers)
 
 
-def test_an_optimizer_freed_on_one_rank_causes_an_error_on_every_rank():
-    assert run_threads(2, uses_a_dropped_optimizer) == [2, 2]
+def test_an_optimizer_garbage_collected_on_one_rank_causes_an_error_on_every_rank():
+    assert run_threads(2, uses_a_collected_optimizer) == [2, 2]
 
 
 def test_buckets_of_other_reducers_do_not_wait_for_a_closed_reducer():
@@ -243,7 +243,10 @@ def test_an_overflow_in_no_sync_on_one_rank_makes_all_ranks_skip_the_step(fused)
 
 
 def interrupted_after_the_sums(backend):
-    """Interrupt rank 0's exchange for the second optimizer after all sums have arrived; rank 0 then ends it alone."""
+    """Interrupt rank 0's exchange for the second optimizer after all sums have arrived.
+
+    Rank 0 then completes this exchange without the other rank.
+    """
 
     def interrupt():
         raise KeyboardInterrupt

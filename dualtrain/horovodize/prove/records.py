@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_WARM_UP = 5  # the first 1/5 of the steps is not timed
+_WARM_UP_DIVISOR = 5  # the speed leaves out the first 1/5 of the steps, but at least one step
 
 
 class Summary(NamedTuple):
@@ -19,7 +19,11 @@ class Summary(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """A tensor at the end of the script; ``group`` is "weights" (of an optimizer), "buffers" or "integers"."""
+    """A tensor at the end of the script.
+
+    ``group`` is "weights" for a parameter of a recorded optimizer. For another tensor that the script has broadcast, it is
+    "buffers" if the dtype is a floating-point or complex one, and "integers" otherwise.
+    """
 
     group: str
     name: str
@@ -45,9 +49,9 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: for each state of this optimizer, its position among the steps of all optimizers on this rank. Entry 0 is
-            for the state before the first step, and entry n for the state after step n. Position 2i is before the step
-            with index i in ``RankRecord.seconds``, and position 2i + 1 is after that step.
+        order: positions among the steps of all optimizers on this rank. Entry 0 is just before this optimizer's first step,
+            and entry n just after its step n. Position 2i is just before the step with index i in ``RankRecord.seconds``,
+            and position 2i + 1 is just after it.
     """
 
     type: str
@@ -74,7 +78,8 @@ class End(NamedTuple):
         memory: the process's peak memory in bytes.
         gpu_memory: the peak memory on the process's GPU, as torch counts it.
         defects: the defects of Horovod that were reproduced: (defect, file, line).
-        first_defect: the step after which a reproduced defect was first found; 0 if none was.
+        first_defect: the step after which a reproduced defect was first found; 0 if none was found after a step.
+            ``defects`` may then still have defects that were reproduced after the last step.
     """
 
     reason: str
@@ -157,13 +162,13 @@ class RunRecord:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second of the optimizer that takes the first step after the warm-up; ``None`` if no step was timed."""
+        """Steps per second of the optimizer that takes the first step after the warm-up; ``None`` if there is none."""
         return self.speed_of_first(len(self.ranks[0].seconds))
 
     def speed_of_first(self, count: int) -> float | None:
         """Return ``steps_per_second`` as if the run had ended after ``count`` steps, counted over all optimizers."""
         seconds = self.ranks[0].seconds[:count]
-        timed = seconds[max(1, len(seconds) // _WARM_UP) :]
+        timed = seconds[max(1, len(seconds) // _WARM_UP_DIVISOR) :]
         number = next((each for each, _ in timed), 0)
         total = sum(each for _, each in timed)
         return sum(each == number for each, _ in timed) / total if total > 0 else None
