@@ -362,7 +362,7 @@ def detect_world(env: Mapping[str, str] | None = None) -> World:
     """Detect this process's launcher, and return the world that it describes. Without a launcher, the size is 1.
 
     Raises:
-        UserError: a launcher is recognised, but one of its variables is missing or not a number.
+        UserError: the variables of a launcher are incomplete or invalid, or ``DUALTRAIN_JOB`` is invalid.
     """
     env = os.environ if env is None else env
     for name, recognises, read in _LAUNCHERS:
@@ -390,7 +390,10 @@ _VARIABLES = {
 
 
 def refuse_launcher(command: str, starts: str) -> None:
-    """Raise UserError if a launcher has started this process. ``command`` itself starts processes, named by ``starts``."""
+    """Raise UserError if a launcher has started this process, because ``command`` starts processes itself.
+
+    ``starts`` describes these processes in the message, as in "its contenders".
+    """
     world = detect_world()
     if world.launcher != "none":
         raise UserError(

@@ -53,9 +53,9 @@ class Watch:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
-        waiting: for each rank, the operations for which it has reported a long or failed wait that has not ended. Rank 0
-            also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as rank 0's
-            process does not hang.
+        waiting: for each rank, the operations for which it has reported a long wait that has not ended, or a failed wait.
+            Rank 0 also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as
+            rank 0's process does not hang.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:

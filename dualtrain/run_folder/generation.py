@@ -1,8 +1,8 @@
-"""The files ``generation-N`` of a run's folder: one for each process that has used the folder. Only the newest is valid.
+"""The files ``generation-N`` of a run's folder. Only the newest is valid.
 
-Each file names its process. The process locks the file (flock) and renews it every few seconds. A new file is written and
-locked under a temporary name, and gets its number only if the number is free: of two processes that try, one succeeds.
-Older files are removed.
+Each process that locks the folder makes the file with the next number, and removes the older files. The file names its
+process. The process locks the file (flock) and renews it every few seconds. A new file is written and locked under a
+temporary name, and gets its number only if the number is free: of two processes that try, one succeeds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Owner:
         host: its host's name.
         machine: its host's identity; two hosts may have the same name.
         since: when it locked the folder, by its host's clock; for messages.
-        job: the name of its job; empty if unknown.
-        run: the name of the job that the folder's run belongs to, which may be an earlier job; empty if unknown.
+        job: name of the job of this process; empty if unknown.
+        run: name of the job that the folder's run belongs to, which may be an earlier job; empty if unknown.
         renewals: the number of renewals so far; each renewal changes the file.
         ended: whether the process has left the folder.
     """
@@ -140,7 +140,8 @@ def is_newest(folder: Path, number: int, status: os.stat_result) -> bool:
     try:
         descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return newest(folder) <= number  # a person may have removed the file or the folder
+        # If a person has removed the file or the folder, this generation stays valid until there is a newer one.
+        return newest(folder) <= number
     try:
         return os.path.samestat(os.fstat(descriptor), status) and not os.path.lexists(path_of(folder, number + 1))
     finally:

@@ -3,11 +3,11 @@
 Shards (virtual ranks) are the parts of a global batch. A rank may compute several of them.
 
 Every shard of a step begins with the same values. At the end of the step, a floating-point buffer (running statistics)
-gets the mean of the shards' values. Running statistics are updated linearly, so the result is the same as if each shard
-kept separate statistics over all steps, and these were averaged at the end. Shards without samples do not count: they
-would make the change too small. An integer buffer of one element (a count of batches) must change by the same amount in
-every forward pass of every shard. It gets the value of shard 0 or, if shard 0 has no samples, the value after one forward
-pass. All other buffers must not change.
+gets the mean of the shards' values, unless its dtype is wider than both float32 and the narrowest parameter. Running
+statistics are updated linearly, so the result is the same as if each shard kept separate statistics over all steps, and
+these were averaged at the end. Shards without samples do not count: they would make the change too small. An integer
+buffer of one element (a count of batches) must change by the same amount in every forward pass of every shard. It gets the
+value of shard 0 or, if shard 0 has no samples, the value after one forward pass. All other buffers must not change.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
 
-#: How many numbers a shard adds to the sum for each counter: shard 0's change, the numerator and the denominator of the
-#: change in one pass, and the squares of these two.
+#: Numbers for each counter in the result of :meth:`CommonBuffers.numbers`: the counter's change (0 except for shard 0), the
+#: numerator and the denominator of its change in one pass, and the squares of these two.
 _PER_COUNTER = 5
 _EXACT = 1 << 24  # float32 represents all integers up to this one
 
@@ -45,7 +45,7 @@ class _Place:
     key: str
 
     def read(self) -> torch.Tensor:
-        """Return the buffer that is there now. Raises UserError if there is none."""
+        """Return the buffer that is at this location now. Raises UserError if there is none."""
         # ``_buffers`` is private, and the same in torch 2.5 to 2.15. It is ten times as fast as getattr(), which looks for
         # an ordinary attribute first.
         try:
@@ -72,7 +72,7 @@ class CommonBuffers:
     are float64).
 
     Attributes:
-        count: how many numbers a shard adds to that sum.
+        count: how many numbers :meth:`numbers` returns.
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
@@ -150,7 +150,7 @@ class CommonBuffers:
         return True
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are there now, by name."""
+        """Return the model's current buffers by name, without those that have become None."""
         found = {}
         for place in self._all:
             with suppress(UserError):  # this buffer has become None
@@ -170,7 +170,8 @@ class CommonBuffers:
     def numbers(self, shard: int, passes: int, *, refused: bool = False) -> torch.Tensor:
         """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
 
-        A shard without passes adds zeros. The last number is 1 if this rank refuses the step, and 0 otherwise.
+        A shard without passes adds zeros. The last number is 1 if ``refused``, and 0 otherwise: if its sum is not
+        0, the caller raises an error on every rank.
 
         Raises:
             UserError: a buffer that must stay constant has changed, the shape of an averaged buffer has changed, or a
@@ -198,7 +199,7 @@ class CommonBuffers:
                     f"change by {self._largest} at most"
                 )
         first = changes if shard == 0 else [0] * len(changes)
-        # A bool buffer changes in the first pass only.
+        # A bool buffer that every pass sets changes in the first pass only: do not divide its change by the passes.
         fractions = [
             _per_pass(change, min(passes, 1) if is_bool else passes)
             for is_bool, change in zip(self._bools, changes, strict=True)
@@ -215,7 +216,7 @@ class CommonBuffers:
         return torch.from_numpy(numbers)
 
     def _read(self) -> list[torch.Tensor]:
-        """Return the buffers that are there now, in the order of ``_all``: averaged buffers, counters, constant buffers."""
+        """Return the model's current buffers in the order of ``_all``: averaged buffers, counters, constant buffers."""
         return [place.read() for place in self._all]
 
     @torch.no_grad()

@@ -60,7 +60,7 @@ def check_one_sample(
 
 
 def smallest_pass(size: int, parts: int, accumulate: int) -> int:
-    """Return how many samples the smallest backward pass of a global batch of ``size`` samples has, as in ``BatchPlan``."""
+    """Return the number of samples in the smallest pass when ``BatchPlan`` splits a global batch of ``size`` samples."""
     shares = [share for share in (size // parts, -(-size // parts)) if share]
     return min(share // min(accumulate, share) for share in shares)
 

@@ -11,8 +11,8 @@ from tests.conftest import Spmd
 def fresh(real: Spmd) -> Spmd:
     """The world ``real``. A Horovod world is closed first, so that the test's first call opens a new one.
 
-    Other tests can leave process sets behind, and counters of calls that differ between ranks. With these counters,
-    Horovod's unnamed calls would hang.
+    Earlier tests may have left process sets, or may have made different numbers of calls on each rank. Horovod names an
+    unnamed call after a counter of its rank's calls, so unnamed calls would hang.
     """
     if real.name == "horovod":
         real.leave()

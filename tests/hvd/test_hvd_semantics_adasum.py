@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#adasum: any number of ranks, compared with a second implementation."""
+"""dualtrain/hvd/README.md#adasum: results for any number of ranks, compared with a second implementation."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def clipped(backend):
 
 @worlds(("torch", 2))
 def test_an_adasum_optimizer_steps_with_clipped_gradients(real):
-    # tests/launch/test_adasum.py asserts that Horovod's does not.
+    # tests/launch/test_adasum.py asserts that Horovod's optimizer ignores clipping.
     np.testing.assert_allclose(real(clipped), [[-0.6, -0.8]] * 2, atol=1e-5)
 
 

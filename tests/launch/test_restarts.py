@@ -85,7 +85,7 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
         return log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
 
     def trains(count: int, ranks: int, earlier: int = 0) -> bool:
-        """Return whether there are ``count`` recoveries, and more than ``earlier`` starts on this number of ranks."""
+        """Return whether there are at least ``count`` recoveries, and the starts on ``ranks`` ranks exceed ``earlier``."""
         return len(events(folder, "recovery")) >= count and starts_on(ranks) > earlier
 
     agents = [Agent(first, port, folder, log) for first in (True, False)]

@@ -68,7 +68,7 @@ class Reduction(Work[None]):
         self.posted = False  # whether this rank has posted "ready" for the whole tensor
         self.op, self.name = op, name
         self.factor = factor
-        self.scaled = tensor.numel() - tail
+        self.scaled = tensor.numel() - tail  # how many elements, from the first on, are multiplied by ``factor``
         #: Description of the operation for messages, and its tag.
         self.what, self.tag = _description(op, name, tensor.dtype, tensor.numel(), region is None)
         self.ended = False

@@ -1,4 +1,4 @@
-"""Rules on steps of the original optimizer instead of the wrapper that DistributedOptimizer returns."""
+"""Rules on optimizers that take steps without the wrapper that DistributedOptimizer returns, or are wrapped twice."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def _is_broadcast_before(source: Source, made: ast.Call, steps: list[ast.Call]) 
 
 
 def _is_on_all_ranks(guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether ``node``, and each call of the function around it, runs on all ranks and is under no ``if``.
+    """Return whether ``node`` runs on all ranks, outside of any ``if``, and so does each call of the function around it.
 
     An ``if`` that tests ``__name__`` does not count.
     """
