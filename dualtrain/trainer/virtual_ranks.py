@@ -133,22 +133,28 @@ class VirtualRanks:
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
-        """Count the block as one step, and seed the random generators at its end. If it fails, restore the buffers."""
+        """Count the block as one step, and seed the random generators at its end."""
         self._buffers.keep()
         self._fixed.keep()
         others = self._buffers_of_others()
-        try:
+        with self._restored_after_failure(self._buffers):
             yield
-        except BaseException:
-            self._buffers.restore()
-            # The ranks may have stopped in different shards, so their generators may differ. Each further failure gives a
-            # different seed, because the caller may draw random numbers after each failure.
-            self._seed_after(f"{self._after} failed")
-            raise
         for buffers, before in others:
             _warn_of_changes(buffers.tensors(), before)
         self._steps += 1
         self._seed_after("step")
+
+    @contextmanager
+    def _restored_after_failure(self, buffers: CommonBuffers) -> Iterator[None]:
+        """If the block fails, restore ``buffers``, and seed the random generators."""
+        try:
+            yield
+        except BaseException:
+            buffers.restore()
+            # The ranks may have stopped in different shards, so their generators may differ. Each further failure gives a
+            # different seed, because the caller may draw random numbers after each failure.
+            self._seed_after(f"{self._after} failed")
+            raise
 
     def _buffers_of_others(self) -> list[tuple[CommonBuffers, dict[str, torch.Tensor]]]:
         """Return other trainers' buffers, with copies of those that this trainer's model does not contain.
@@ -210,16 +216,11 @@ class VirtualRanks:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         rows, buffers = [], CommonBuffers(model, self.count)  # restores the buffers' present values after each shard
         given = self._of_shards(batches)
-        try:
-            with self._without_collectives():
-                for shard, part in given:
-                    self._seed_all(self._steps, shard, "evaluation")
-                    rows.append(sums(part))
-                    buffers.restore()
-        except BaseException:
-            buffers.restore()
-            self._seed_after(f"{self._after} failed")  # as in :meth:`_begun_step`
-            raise
+        with self._restored_after_failure(buffers), self._without_collectives():
+            for shard, part in given:
+                self._seed_all(self._steps, shard, "evaluation")
+                rows.append(sums(part))
+                buffers.restore()
         self._seed_after("evaluation")
         mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
