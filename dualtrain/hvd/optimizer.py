@@ -98,8 +98,7 @@ def DistributedOptimizer(  # noqa: N802
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
     made: _Optimizer = object.__new__(cls)
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
-    made.gradient_predivide_factor = gradient_predivide_factor  # 1 / transfer.before may differ in the last bit
-    made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
+    made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, gradient_predivide_factor, process_set)
     return made
 
 
@@ -125,6 +124,7 @@ class _Optimizer(NativeOptimizer):
         passes: int,
         op: int,
         transfer: Transfer,
+        predivide: float,
         process_set: ProcessSet,
     ) -> None:
         """Initialize. ``__init__`` is not used, because it has the arguments of the wrapped optimizer's class."""
@@ -132,7 +132,8 @@ class _Optimizer(NativeOptimizer):
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
         self._passes = passes
         self.op, self.process_set, self._compression = op, process_set, compression
-        self.sparse_as_dense = transfer.sparse_as_dense
+        # Not 1 / transfer.before, which may differ in the last bit.
+        self.gradient_predivide_factor, self.sparse_as_dense = predivide, transfer.sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
         self._fills_unused = True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
