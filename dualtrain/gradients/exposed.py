@@ -7,10 +7,9 @@ from operator import attrgetter, is_, ne
 
 import torch
 
-from dualtrain.gradients.slots import Slot
+from dualtrain.gradients.slots import Slot, count_references_from_c
 
 _storage_uses = torch._C._storage_Use_Count  # private in torch 2.5 to 2.15, see ``slots.py``
-_tensor_uses = torch.Tensor._use_count  # private in torch 2.5 to 2.15, which have no public count of references from C++
 _GRAD, _ALIAS, _ADDRESS = attrgetter("grad"), attrgetter("alias"), torch.Tensor.data_ptr
 
 
@@ -49,7 +48,7 @@ class ExposedTensors:
         # This runs in every step, so its loops run in C.
         aliases = list(map(_ALIAS, self._slots))
         # ``param.grad`` is one reference from C++ to an alias. Further references are from DLPack, or from ``other.grad``.
-        held = sum(map(_tensor_uses, aliases)) - len(aliases)
+        held = sum(count_references_from_c(aliases)) - len(aliases)
         if held and held > sum(map(is_, aliases, map(_GRAD, self._params))):
             return True
         addresses = list(map(_ADDRESS, aliases))

@@ -145,8 +145,10 @@ def _count_references(grads: list[torch.Tensor]) -> list[int]:
     return list(map(sys.getrefcount, grads))
 
 
-def _count_references_from_c(grads: list[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor._use_count, grads))  # private in torch 2.5 to 2.15, see ``exposed.py``
+def count_references_from_c(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how many references from C++ each tensor has, such as ``param.grad``."""
+    # Private in torch 2.5 to 2.15: there is no public count of references from C++.
+    return list(map(torch.Tensor._use_count, tensors))
 
 
 def _count_storage_uses(grads: list[torch.Tensor]) -> list[int]:
@@ -155,7 +157,7 @@ def _count_storage_uses(grads: list[torch.Tensor]) -> list[int]:
     return list(map(torch._C._storage_Use_Count, map(_CDATA, storages)))
 
 
-_COUNTS = _count_references, _count_references_from_c, _count_storage_uses
+_COUNTS = _count_references, count_references_from_c, _count_storage_uses
 #: The counts if only a list and ``param.grad`` refer to a gradient.
 _FRESH = [max(count([_EXAMPLE.param.grad])) for count in _COUNTS]
 
@@ -170,7 +172,7 @@ def may_be_kept(grads: list[torch.Tensor]) -> bool:
     # This runs for all gradients in every step, so its loops run in C.
     return bool(grads) and (
         max(_count_references(grads)) > _FRESH[0]
-        or max(_count_references_from_c(grads)) > _FRESH[1]
+        or max(count_references_from_c(grads)) > _FRESH[1]
         or max(_count_storage_uses(grads)) > _FRESH[2]
         or any(map(_REQUIRES_GRAD, grads))
     )

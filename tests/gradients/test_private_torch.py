@@ -225,7 +225,7 @@ def test_a_scheduler_adds_only_known_attributes_to_its_optimizer():
 
 def test_references_from_cpp_are_counted():
     count = getattr(torch.Tensor, "_use_count", None)
-    assert count is not None, f"{VERSION} has no Tensor._use_count: change gradients/exposed.py and gradients/slots.py"
+    assert count is not None, f"{VERSION} has no Tensor._use_count: change gradients/slots.py"
     p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     grad = torch.zeros(1)
     counts = [count(grad)]
