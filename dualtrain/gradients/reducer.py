@@ -108,6 +108,8 @@ class GradientReducer:
         self.hooks = ParameterHooks()
         self._exchange = Exchange(self.hooks, transfer, unused, extra, order)
         self._scalars = self.extra if extra else None
+        self._own_scalars = torch.zeros_like(self.extra)  # this rank's scalars of the last reduction
+        self._summed_version = -1  # the version of ``extra`` when its sums were copied to it; -1 after ``renew``
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
         self.closed = False
@@ -221,6 +223,8 @@ class GradientReducer:
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""
         exchange = self._exchange
+        if self._scalars is not None and not self.has_local:
+            self._restore_own_scalars()
         self._use_layout()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)
@@ -228,7 +232,9 @@ class GradientReducer:
             self._start_over(reduced=False)
             exchange.refuse()
         if self._scalars is not None:
+            self._own_scalars.copy_(self._scalars)
             self._scalars.copy_(exchange.extra)
+            self._summed_version = self._scalars._version  # private in torch 2.5 to 2.15, as in ``Exchange``
         # After a failed pass, the program may drop the gradients, so changes of them are no error.
         failed = self._refused_pass or (self._ending is not None and self._ending() is None)
         changed = None if failed else exchange.changed_late()
@@ -240,6 +246,15 @@ class GradientReducer:
                 "backward: change it in a hook of the parameter (register_post_accumulate_grad_hook), or after backward; "
                 "or run backward in no_sync(), so that step() sends the gradients"
             )
+
+    def _restore_own_scalars(self) -> None:
+        """Replace sums in :attr:`extra` by this rank's own scalars, if a step's reduction is repeated.
+
+        It is repeated if all averages were zero and the program changed them in place, for example by clipping: the
+        gradients then look as if the model's ``zero_grad(set_to_none=False)`` had zeroed them.
+        """
+        if self.extra._version == self._summed_version and torch.equal(self.extra, self._exchange.extra.double()):
+            self.extra.copy_(self._own_scalars)
 
     def begin_shards(self) -> None:
         """Begin a step in which ranks have several shards. Collective if buckets must be made; blocks.
@@ -287,6 +302,7 @@ class GradientReducer:
         backward on. ``stepped`` says whether an optimizer step used the averages.
         """
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
+        self._summed_version = -1
         self._exchange.refusals.steps += stepped
         self._exchange.refusals.sent_dropped = False
         sent = self._exchange.schedule.next > 0
