@@ -184,8 +184,13 @@ def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[Binary
 
 def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> None:
     """Replace a file by ``data``, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
-    with replacing(path, check) as file:
-        file.write(data)
+    try:
+        with replacing(path, check) as file:
+            file.write(data)
+    except OSError as error:
+        if error.filename is None:  # a write to an open file has failed
+            error.filename = str(path)
+        raise
 
 
 def rewrite(path: Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 
@@ -52,6 +53,16 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, m
     monkeypatch.setattr(files.Path, "replace", noted_replace)
     files.write_whole(tmp_path / "a", b"1")
     assert order == ["content", "name", "folder"]
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{tmp_path / 'task.json'}'")):
+        files.write_whole(tmp_path / "task.json", b"1")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeypatch):
