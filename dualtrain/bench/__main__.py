@@ -132,18 +132,25 @@ def _folder(text: str | None) -> Iterator[Path]:
     folder = Path(text) if text is not None else Path("runs", f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        try:
+        with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
-        except OSError as error:
-            raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
         yield folder
     except BaseException:
         with suppress(OSError):  # keep a folder that has files
             for path in missing:
                 path.rmdir()
         raise
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Convert OSError in the block to a UserError: the folder of the results cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
 
 
 def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
@@ -252,7 +259,8 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     if any({"feed", "epoch"} & {*jobs_of(ENTRIES[name], jobs)} for name in entries):
         from dualtrain.bench.mnist_files import write_mnist
 
-        write_mnist(spec.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
+        with _writing(spec.folder.parent):
+            write_mnist(spec.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
     plan = Plan(entries, jobs, given.pairs or ROUNDS, 0.5 if given.quick else 1.0, seconds, fallbacks)
     results = measure(plan, spec, lambda line: show(line, sys.stderr))

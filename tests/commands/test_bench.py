@@ -227,6 +227,18 @@ def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypat
     assert "1.50" in capsys.readouterr().out
 
 
+def test_a_disk_that_is_too_small_for_the_generated_images_causes_a_one_line_error(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dualtrain.bench.mnist_files._write", fail)
+    monkeypatch.setattr(bench, "EPOCH_SAMPLES", 6)
+    assert main(["--jobs", "epoch", "--out", str(tmp_path / "out")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"--out '{tmp_path / 'out'}' cannot be written (No space left on device): name another folder")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
