@@ -96,7 +96,7 @@ def found(folder: Path) -> list[Path]:
 def with_best(folder: Path) -> dict[Path, int]:
     """Return the checkpoints of a folder with their steps, including ``BEST``, which may be the only good one.
 
-    Raises OSError if the folder cannot be read.
+    Raises OSError if the folder cannot be read; UserError if ``BEST`` cannot be read now, but may be good.
     """
     steps = {path: step_of_name(path) for path in found(folder)}
     best_step = step_in(folder / BEST)
@@ -126,10 +126,8 @@ def load(path: Path) -> dict[str, Any]:
             f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume"
         ) from None
     except OSError as error:
-        what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
-        if is_disk_or_network_error(error) or error.errno in _NOT_READABLE:
-            raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
-        raise DamagedError(what) from error
+        _refuse_unread(path, error)
+        raise DamagedError(f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})") from error
     except MemoryError:
         raise
     except Exception as error:  # safetensors raises errors of many types for bad bytes
@@ -148,6 +146,16 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a dict")
     return tree
+
+
+def _refuse_unread(path: Path, error: OSError) -> None:
+    """Raise UserError if the file that could not be read because of ``error`` may be good."""
+    if is_disk_or_network_error(error) or error.errno in _NOT_READABLE:
+        raise UserError(
+            f"checkpoint {str(path)!r} cannot be read ({error.strerror or error}): repair the cause, or name another "
+            "checkpoint",
+            transient=True,
+        ) from error
 
 
 @contextmanager
@@ -185,7 +193,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     """Rename all checkpoints of steps after ``step``: they are kept, but no run resumes from them.
 
-    Raises OSError, SupersededError.
+    Raises OSError, UserError.
     """
     for path in found(folder):
         if step_of_name(path) > step:
@@ -209,9 +217,16 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 
 
 def step_in(path: Path) -> int | None:
-    """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read."""
+    """Read the step of a run's checkpoint from its header alone; ``None`` if the file is missing, or no such checkpoint.
+
+    Raises:
+        UserError: the file cannot be read now, but may be good.
+    """
     try:
         step = rebuild(parse_json(_header(path)["structure"]), NoTensors())["cursor"]["step"]
+    except OSError as error:
+        _refuse_unread(path, error)
+        return None
     except Exception:  # not a checkpoint of a run
         return None
     return step if type(step) is int else None
@@ -235,14 +250,18 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]] | None:
-    """Find a good checkpoint of ``step`` in ``folders``, and read it; ``None`` if there is none."""
+    """Find a good checkpoint of ``step`` in ``folders``, and read it; ``None`` if there is none.
+
+    Raises:
+        UserError: a file cannot be read now, but may be that checkpoint.
+    """
     for folder in folders:
         for path in (folder / BEST, path_of(folder, step)):
             if step_in(path) == step:
                 try:
                     return path, load(path)
-                except UserError:
-                    continue  # damaged, or not readable now
+                except DamagedError:
+                    continue
     return None
 
 

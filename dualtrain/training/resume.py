@@ -232,7 +232,7 @@ def _as_flag(name: str, value: Any) -> str:
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     """Rename files of steps after ``step``, and remove temporary files of killed processes.
 
-    Call this on rank 0 only. Raises OSError, or SupersededError.
+    Call this on rank 0 only. Raises OSError, or UserError.
     """
     lock.check()
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
@@ -283,7 +283,10 @@ def restore_best(
 
 
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
-    """Return whether there is a checkpoint of ``step``, and its trainer state if its weights must be written again."""
+    """Return whether there is a checkpoint of ``step``, and its trainer state if its weights must be written again.
+
+    Raises UserError if a file that may be this checkpoint cannot be read now.
+    """
     best, written = folder / "checkpoints" / checkpoint.BEST, has_weights(folder / BEST_WEIGHTS, step)
     if checkpoint.step_in(best) == step and written:
         return True, None

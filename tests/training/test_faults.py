@@ -113,6 +113,26 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
         assert weights.read_bytes() == whole
 
 
+@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
+def test_a_best_checkpoint_that_cannot_be_read_now_is_not_given_up(tmp_path, monkeypatch, resume):
+    train(tmp_path, 3)
+    kept, opened = best_of(tmp_path), files.open_regular
+    (tmp_path / "checkpoints" / "step-00000006.safetensors").unlink()  # only the best checkpoint has this step
+    best = tmp_path / "checkpoints" / checkpoint.BEST
+
+    def stale(path: Any) -> Any:
+        if Path(path) == best:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "open_regular", stale)
+        with pytest.raises(UserError, match=r"best.safetensors' cannot be read \(Stale file handle\): repair") as error:
+            train(tmp_path, 4, resume)
+    assert error.value.transient
+    assert best_of(tmp_path) == kept == (6, 6)
+
+
 def interrupted_resume(folder: Path, path: Path) -> None:
     """Resume, and stop before the first step."""
 
