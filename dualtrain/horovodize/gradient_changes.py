@@ -17,19 +17,21 @@ _PASSES = re.compile(r"backward|^step$")
 
 
 def is_change(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` changes the gradient ``p.grad`` of a parameter.
+    """Return whether ``node`` changes the gradient ``p.grad`` of a parameter, and calls no function that may average it.
 
-    It may do so by a method, or by an assignment whose value uses the old gradient and calls no function that may average
-    it.
+    ``node`` may be a call of a method, such as ``p.grad.mul_(2)``; an augmented assignment, such as ``p.grad *= 2``; or an
+    assignment whose value uses the old gradient.
     """
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and _is_gradient(source, node.func.value)
-    if isinstance(node, ast.AugAssign):
-        return _is_gradient(source, node.target)
-    if not isinstance(node, ast.Assign) or not any(_is_gradient(source, target) for target in node.targets):
-        return False
-    uses = any(_is_gradient(source, part) for part in ast.walk(node.value))
-    return uses and not _may_average(node.value)
+        method = node.func
+        changes = isinstance(method, ast.Attribute) and method.attr in _METHODS and _is_gradient(source, method.value)
+    elif isinstance(node, ast.AugAssign):
+        changes = _is_gradient(source, node.target)
+    elif isinstance(node, ast.Assign) and any(_is_gradient(source, target) for target in node.targets):
+        changes = any(_is_gradient(source, part) for part in ast.walk(node.value))
+    else:
+        changes = False
+    return changes and not _may_average(node)
 
 
 def changing_functions(source: Source) -> set[str]:

@@ -1027,6 +1027,12 @@ CASES = [
         "scale(params)\noptimizer.step()",
     ),
     (
+        "clip_before_synchronize",  # no finding if the value, or the argument of the method, may average the gradient
+        WRAP + "loss.backward()\nmodel.weight.grad += x  # HERE\noptimizer.step()",
+        WRAP + "loss.backward()\nmodel.weight.grad += (\n    hvd.allreduce(model.weight.grad) - model.weight.grad\n)\n"
+        "model.bias.grad.sub_(\n    model.bias.grad - hvd.allreduce(model.bias.grad)\n)\noptimizer.step()",
+    ),
+    (
         "clip_before_synchronize",
         WRAP + "loss.backward()\nmodel.weight.grad[:2] /= 2  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\noptimizer.synchronize()\nmodel.weight.grad[:2] /= 2\n"
