@@ -87,18 +87,18 @@ def connect(
     """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
     Without ``default_group``, torch.distributed's default process group stays as it is: a program may call
-    ``init_process_group`` before or after this function. Two settings of the process change. This rank's GPU becomes the
-    current GPU. And until the backend is closed, ``sys.excepthook`` and an exit handler report to the other ranks how this
-    rank ends; the program's own hook is called as well.
+    ``init_process_group`` before or after this function. Two things change in this process. On a GPU, this rank's GPU
+    becomes the current one. Until the backend is closed, ``sys.excepthook`` and an exit handler report to the other ranks
+    how this rank ends; the program's own hook is called as well.
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the launcher's backend.
         world: this process's rank and size, needed if no launcher's variables give them.
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
-        groups: whether ``group`` will be called; only Horovod uses this. If True, Horovod synchronizes its process sets
-            in every cycle, and holds a lock that every call needs. If False, Horovod is faster, and over MPI a failed rank
-            cannot make the other ranks wait for that lock.
+        groups: whether ``Backend.group`` will be called; only the horovod backend uses this. If True, Horovod synchronizes
+            its process sets in every cycle, and holds a lock that every call needs. If False, Horovod is faster, and over
+            MPI a failed rank cannot make the other ranks wait for that lock.
         transport: how CPU tensors are reduced. ``"native"`` uses the backend's library. ``"shm"`` uses memory that the
             ranks of a host share, and the library between hosts. If the ranks cannot share memory, rank 0 logs a warning,
             and the library is used. ``"auto"`` is ``"shm"`` for the torch backend on the CPU with all ranks on one
@@ -110,14 +110,16 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: a name is unknown, the device does not support the transport, the backend does not support
-            ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, its
-            size is not the number of processes that were started, or ``timeout`` is no number of seconds above 0.
+        UserError: a name is unknown; the device does not exist, or does not support the transport; ``timeout`` is not a
+            number of seconds above 0; the backend does not support ``default_group``; a library is missing; two ranks use
+            the same GPU with NCCL; the ranks have different versions of dualtrain, kinds of device or transports; or the
+            world cannot be joined, or its size is not the number of processes that were started.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none" and world.size == 1:
         _refuse_to_train_alone()
     name = choose(name, world)
+    timeout = _checked_timeout(timeout)
     own_device = _device(device)
     if transport not in TRANSPORTS:
         raise UserError(f"no transport is called {transport!r}: choose one of {', '.join(TRANSPORTS)}")
@@ -153,7 +155,6 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
         same = ("launcher", "evidence", "rendezvous", "job", "job_key")
         return LocalBackend(World(**{name: getattr(world, name) for name in same}), device, timeout)
-    timeout = _checked_timeout(timeout)
     from dualtrain.backends import torch as over_torch
 
     if name == "horovod":
@@ -168,8 +169,12 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 
 def _checked_timeout(timeout: object) -> float:
-    if not isinstance(timeout, Real) or not 0 < float(timeout) <= threading.TIMEOUT_MAX:  # also true for NaN
-        raise UserError(f"timeout={timeout!r} is no time limit: pass a number of seconds above 0, such as 300.0")
+    largest = threading.TIMEOUT_MAX
+    if not isinstance(timeout, Real) or timeout <= 0 or not timeout <= largest:  # the last one is also true for NaN
+        raise UserError(
+            f"timeout={timeout!r} is not a time limit: pass a number of seconds above 0, and at most {largest:.0f}, "
+            "such as 300.0"
+        )
     return float(timeout)
 
 

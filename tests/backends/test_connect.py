@@ -174,10 +174,12 @@ def test_a_world_of_several_processes_made_by_the_program_cannot_use_the_local_b
         connect("local", world=World(1, 2))
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), None, "30", 0, -1])
-def test_a_timeout_that_is_no_usable_number_of_seconds_is_refused(timeout):
-    with pytest.raises(UserError, match=rf"timeout={timeout!r} is no time limit: pass a number of seconds above 0"):
-        connect("torch", world=ALONE, timeout=timeout)
+@pytest.mark.parametrize("name", ["local", "torch"])
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e30, 10**400, None, "30", 0, -1])
+def test_a_timeout_that_is_not_a_usable_number_of_seconds_is_refused(name, timeout):
+    message = f"timeout={timeout!r} is not a time limit: pass a number of seconds above 0, and at most 9223372036, "
+    with pytest.raises(UserError, match=re.escape(message)):
+        connect(name, world=ALONE, timeout=timeout)
 
 
 def test_the_torch_backend_without_a_rendezvous_names_the_missing_variables():
