@@ -96,11 +96,11 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
     lists = backend.allgather_object(mine, name=what)
     other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
     first, second = (f"rank {backend.members[rank]}" for rank in (0, other))
-    number = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
-    if number is None:
+    different = next(((a, b) for a, b in zip(lists[0], lists[other], strict=False) if a != b), None)
+    if different is None:
         difference = f"{first} has {len(lists[0])}, {second} has {len(lists[other])}"
     else:
-        difference = f"number {number} is {lists[0][number]} on {first} and {lists[other][number]} on {second}"
+        difference = f"{different[0]} on {first} and {different[1]} on {second}"
     raise BackendError(
         f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
     )

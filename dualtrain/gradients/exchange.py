@@ -75,13 +75,17 @@ class Exchange:
         """
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
         factor = transfer.factor_after(size if self._order is None else self._order.shards)
-        coalesce = f"coalesce={transfer.coalesce}" + ("" if transfer.coalesce else f", plain sums={transfer.sums}")
-        sets = [len(each) for each in transfer.groups]
         return [
-            f"unused={self.unused}, {len(self.extra)} extra scalars, factor {factor} after the sum, "
-            f"dtype {transfer.dtype}, buckets of {transfer.bucket_bytes} bytes, sets of {sets} parameters, "
-            f"sparse_as_dense={transfer.sparse_as_dense}, {coalesce}, "
-            f"average_first={transfer.average_first}, order of the sum: {order}"
+            f"unused={self.unused}",
+            f"{len(self.extra)} extra scalars",
+            f"factor {factor} after the sum",
+            f"dtype {transfer.dtype}",
+            f"buckets of {transfer.bucket_bytes} bytes",
+            f"sets of {[len(each) for each in transfer.groups]} parameters",
+            f"sparse_as_dense={transfer.sparse_as_dense}",
+            f"coalesce={transfer.coalesce}" + ("" if transfer.coalesce else f", plain sums={transfer.sums}"),
+            f"average_first={transfer.average_first}",
+            f"order of the sum: {order}",
         ]
 
     @torch.inference_mode(False)  # the buckets are also used outside of inference mode

@@ -234,11 +234,11 @@ def test_many_tensors_are_sent_in_chunks(typical, monkeypatch):
 def mismatches(backend):
     last = backend.rank == backend.size - 1
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5 if last else 4))
-    with pytest.raises(BackendError, match=r"number 2 is 1\.bias \(torch\.float32, \(4,\)\) on rank 0 and 1\.bias .*5"):
+    with pytest.raises(BackendError, match=r"parameters: 1\.bias \(torch\.float32, \(4,\)\) on rank 0 and 1\.bias .*5"):
         broadcast_parameters(model, backend)
     with pytest.raises(BackendError, match=r"rank 0 has 1, rank \d has 2"):
         broadcast_parameters([torch.ones(1)] * (1 + last), backend)
-    with pytest.raises(BackendError, match=r"number 0 is a .* on rank 0 and b "):
+    with pytest.raises(BackendError, match=r"parameters: a .* on rank 0 and b "):
         broadcast_parameters({"b" if last else "a": torch.ones(1)}, backend)
     with pytest.raises(BackendError, match=r"float32.* on rank 0 and 0 \(torch\.float64"):
         broadcast_parameters([torch.ones(1, dtype=torch.float64 if last else torch.float32)], backend)
@@ -260,7 +260,7 @@ def expanded(backend, ranks):
         return
     same = len(ranks) == backend.size
     said = (
-        "'mask' cannot be broadcast: elements of this" if same else "number 0 is mask .* and mask .*, whose elements share"
+        "'mask' cannot be broadcast: elements of this" if same else "parameters: mask .* and mask .*, whose elements share"
     )
     with pytest.raises(ValueError if same else BackendError, match=said):
         broadcast_parameters(model, backend)

@@ -593,11 +593,16 @@ def test_ranks_may_multiply_gradients_by_different_factors_before_the_sum(many):
 
 def other_options(backend, option):
     p = nn.Parameter(torch.ones(3))
-    other = backend.rank == backend.size - 1
+    last = backend.size - 1
+    other = backend.rank == last
     unused = "none" if other and option == "unused" else "zero"
     transfer = Transfer(after=1.0 if other and option == "factor" else 0.5)
     reducer = GradientReducer([("p", p)], backend, unused=unused, transfer=transfer)
-    with pytest.raises(BackendError, match=r"same options of the gradients' exchange: number 0 is unused=zero"):
+    values = (
+        ("unused=zero", "unused=none") if option == "unused" else ("factor 0.5 after the sum", "factor 1.0 after the sum")
+    )
+    message = f"same options of the gradients' exchange: {values[0]} on rank 0 and {values[1]} on rank {last};"
+    with pytest.raises(BackendError, match=message):
         p.sum().backward()
     reducer.close()
 
