@@ -66,9 +66,10 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
 
 def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """Return the run's settings, its task, and the file of its weights."""
-    config = _read_json(folder / "config.json", f"{str(folder)!r} is no run's folder")
-    task = _read_json(folder / "task.json", f"{str(folder)!r} does not describe its model's input")
-    if task.get("kind") != "classes" or not _is_shape(task.get("shape")) or not _is_shape([task.get("classes")] * 3):
+    config = _read_json(folder / "config.json", f"{str(folder)!r} is not the folder of a run", "name one")
+    cure = "name a run that classifies images"
+    task = _read_json(folder / "task.json", f"the run {str(folder)!r} does not describe its model's input", cure)
+    if task.get("kind") != "classes" or not _is_shape(task.get("shape")) or not _is_size(task.get("classes")):
         raise UserError(f"{str(folder)!r} is not a run that classifies images: name a run that does")
     weights, other = folder / "model.safetensors", folder / "model-best.safetensors"
     if best:
@@ -80,16 +81,20 @@ def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any],
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(type(size) is int and size > 0 for size in value)
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_size, value))
 
 
-def _read_json(path: Path, fact: str) -> dict[str, Any]:
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _read_json(path: Path, fact: str, cure: str) -> dict[str, Any]:
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{fact} (no readable {path.name}): name a run's folder") from error
+        raise UserError(f"{fact} (no readable {path.name}): {cure}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{fact} ({path.name} is not a JSON object): name a run's folder")
+        raise UserError(f"{fact} ({path.name} is not a JSON object): {cure}")
     return value
 
 
@@ -108,7 +113,7 @@ def _load(weights: Path, config: dict[str, Any], task: dict[str, Any]) -> nn.Mod
     wrong = differences(model.state_dict(), state)
     if wrong:
         raise UserError(
-            f"{str(weights)!r} does not fit the model {name}: {'; '.join(wrong)}: use the code that trained the run"
+            f"{str(weights)!r} does not fit the model {name} ({'; '.join(wrong)}): use the code that trained the run"
         )
     model.load_state_dict(state, strict=False)
     return model.eval()
@@ -127,7 +132,9 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
     given = {name: config[name] for name in NAMES if config.get(name) is not None}
     wrong = [name for name, value in given.items() if not SETTINGS[name].accepts(value)]
     if wrong:
-        raise UserError(f"the run's config.json has {wrong[0]} = {given[wrong[0]]!r}: name a run's folder")
+        raise UserError(
+            f"the run's config.json has an invalid value: {wrong[0]} is {given[wrong[0]]!r}; copy the run's folder again"
+        )
     options = Options(**given)
     dataset, number = str(config.get("dataset")), torch.zeros(1, dtype=torch.int64)
     if dataset == "imagefolder":

@@ -47,7 +47,7 @@ def load_weights(model: nn.Module, file: str) -> None:
         consume_prefix_in_state_dict_if_present(state, "module.")
         wrong = differences(own, state)
     if wrong:
-        raise UserError(f"--weights {file!r} does not fit the model: {'; '.join(wrong)}: give weights of the same model")
+        raise UserError(f"--weights {file!r} does not fit the model ({'; '.join(wrong)}): give weights of the same model")
     model.load_state_dict(state, strict=False)
 
 

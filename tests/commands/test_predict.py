@@ -222,7 +222,7 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
         ("config.json", {"dataset": "synthetic"}, "cannot be converted to the inputs of the run's --dataset synthetic"),
         ("config.json", {"model": "nonesuch"}, "is not known"),
         ("config.json", {"normalize": "x"}, "--normalize must be"),
-        ("config.json", {"image_size": -1}, "has image_size = -1"),
+        ("config.json", {"image_size": -1}, "has an invalid value: image_size is -1; copy the run's folder again"),
         (
             "task.json",
             {"shape": [1, 9, 9]},
@@ -238,7 +238,14 @@ def test_runs_whose_models_cannot_classify_image_files_are_refused(run, digits, 
 
 def test_folders_without_a_model_and_bad_command_lines_are_refused(run, digits, tmp_path, capsys):
     (run / "model.safetensors").write_bytes(b"damaged")
-    cases = [([str(run), digits[0]], "cannot be read"), ([str(tmp_path), digits[0]], "no run's folder"), ([], "RUN")]
+    cases = [
+        ([str(run), digits[0]], "cannot be read"),
+        ([str(tmp_path), digits[0]], "is not the folder of a run (no readable config.json): name one"),
+        ([str(tmp_path / "undescribed"), digits[0]], "input (no readable task.json): name a run that classifies images"),
+        ([], "RUN"),
+    ]
+    (tmp_path / "undescribed").mkdir()
+    (tmp_path / "undescribed" / "config.json").write_text("{}")
     cases += [([str(run), digits[0], "--best"], "no model-best.safetensors"), ([str(run)], "IMAGE")]
     (run / "model-best.safetensors").unlink(missing_ok=True)
     for arguments, words in cases:
