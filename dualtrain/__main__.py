@@ -55,7 +55,7 @@ def main() -> int:
             return 2
         return 0
     if name not in COMMANDS:
-        console.print_error(f"{name!r} is no command: choose one of {', '.join(COMMANDS)}, or see {called} --help")
+        console.print_error(f"{name!r} is not a command: choose one of {', '.join(COMMANDS)}, or see {called} --help")
         return 2
     console.started_as = f"{called} {name}"
     del sys.argv[1]

@@ -78,8 +78,8 @@ class World:
                 object.__setattr__(self, "rendezvous", (host, int(port)))
             case _ if self.rendezvous is not None and self.size > 1:  # a single rank needs no address
                 raise UserError(
-                    f"rendezvous={self.rendezvous!r} is no address: give World the host of rank 0 as text, and a port from "
-                    '1 to 65535 as a number, such as ("127.0.0.1", 29500)'
+                    f"rendezvous={self.rendezvous!r} is not an address: give World the host of rank 0 as text, and a port "
+                    'from 1 to 65535 as a number, such as ("127.0.0.1", 29500)'
                 )
 
     def because(self) -> str:
@@ -165,7 +165,9 @@ class _Variables:
             return None
         port = self.number("MASTER_PORT")
         if not 0 < port < 65536:
-            raise UserError(f"MASTER_PORT={port} is no port: set it to a free one from 1 to 65535, the same on all ranks")
+            raise UserError(
+                f"MASTER_PORT={port} is not a port: set it to a free one from 1 to 65535, the same on all ranks"
+            )
         return host, port
 
     def world(

@@ -70,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         carry: the former name of ``extra``; deprecated.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, ``named_parameters`` is a module or a dict, or ``backend`` is not what
+        TypeError: ``optimizer`` is not an optimizer, ``named_parameters`` is a module or a dict, or ``backend`` is not what
             ``connect()`` returns.
         ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, or an option is out of its
             bounds.

@@ -12,7 +12,7 @@ refuse() { printf '%s: error: %s\n' "${script:-${0##*/}}" "$*" >&2; exit 2; }
 need() { command -v "$1" >/dev/null || refuse "no $1 found: run bash launch/setup.sh, or activate the environment that has it"; }
 
 nproc=${NPROC:-2}
-[[ $nproc =~ ^[1-9][0-9]{0,4}$ ]] || refuse "NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2"
+[[ $nproc =~ ^[1-9][0-9]{0,4}$ ]] || refuse "NPROC=$nproc is not a number of ranks: set it to a number from 1 to 99999, such as NPROC=2"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default, here for all launchers
 if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
 HOSTS=$(printf %s "${HOSTS:-localhost}")

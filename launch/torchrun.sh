@@ -36,7 +36,7 @@ if [ "${#names[@]}" -gt 1 ]; then
     refuse "PORT is not set, but the rendezvous of ${#names[@]} hosts needs a port: set it to a free port of ${names[0]%%:*}"
   fi
   if ! [[ $PORT =~ ^[1-9][0-9]{0,4}$ ]] || [ "$PORT" -gt 65535 ]; then
-    refuse "PORT=$PORT is no port: set it to a free port of ${names[0]%%:*}, from 1 to 65535"
+    refuse "PORT=$PORT is not a port: set it to a free port of ${names[0]%%:*}, from 1 to 65535"
   fi
   rendezvous=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
 fi

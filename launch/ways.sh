@@ -13,7 +13,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 nproc=${NPROC:-2}
 if ! [[ $nproc =~ ^[1-9][0-9]{0,4}$ ]]; then
-  echo "ways.sh: error: NPROC=$nproc is no number of ranks: set it to a number from 1 on, such as NPROC=2" >&2
+  echo "ways.sh: error: NPROC=$nproc is not a number of ranks: set it to a number from 1 to 99999, such as NPROC=2" >&2
   exit 2
 fi
 DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"

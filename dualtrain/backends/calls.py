@@ -116,7 +116,7 @@ class Calls(Primitives):
     def _checked_root(self, root: int) -> int:
         root = index(root)  # convert any integer type to int: the ranks compare the text of the call
         if not 0 <= root < self.size:
-            raise ValueError(f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}")
+            raise ValueError(f"root {root} is not a rank of this backend: choose one from 0 to {self.size - 1}")
         return root
 
 

@@ -43,7 +43,7 @@ class Movement(Calls):
         """Copy rank ``root``'s ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Raises:
-            ValueError: ``root`` is no rank of this backend.
+            ValueError: ``root`` is not a rank of this backend.
             BackendError: as :meth:`allreduce`.
         """
         return self._now("broadcast", name, partial(self._broadcast, tensor, root, name))

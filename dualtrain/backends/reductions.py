@@ -34,7 +34,7 @@ class Reductions(Movement):
 
         Raises:
             ValueError: the operation is unknown, or has no meaning for the dtype; or ``tensor`` is sparse.
-            TypeError: ``tensor`` is no tensor.
+            TypeError: ``tensor`` is not a tensor.
             BackendError: the ranks' calls do not match, a rank failed, or the call timed out.
         """
         return self._now("allreduce", name, partial(self._allreduce, tensor, op, name))

@@ -59,7 +59,7 @@ def _check_exclusive(flags: dict[str, Any]) -> None:
     if "batch_size" in flags and "global_batch_size" in flags:
         raise UserError("--batch-size (of each rank) and --global-batch-size (of all) exclude each other: give one")
     options = dict(split_options(flags.get("optimizer_options")))
-    for name in ("momentum", "weight_decay"):  # a recipe's value is no contradiction: the option overrides it
+    for name in ("momentum", "weight_decay"):  # a recipe's value is not a contradiction: the option overrides it
         if name in flags and name in options:
             raise UserError(f"{SETTINGS[name].flag} and {name} in --optimizer-options exclude each other: give one")
 

@@ -19,7 +19,7 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
         return False
     for path in (*files, *archives):
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise UserError(f"--download does not replace {str(path)!r}, which is no regular file: delete it first")
+            raise UserError(f"--download does not replace {str(path)!r}, which is not a regular file: delete it first")
     return True
 
 

@@ -100,7 +100,7 @@ def _text(file: str | None) -> str:
 
         return "\n".join(topics[name] for name in sorted(topics))
     try:
-        return read_text(file, "utf-8-sig")  # without the byte order mark of Windows, which is no token
+        return read_text(file, "utf-8-sig")  # without the byte order mark of Windows, which is not a token
     except UnicodeDecodeError as error:
         raise UserError(f"--text-file {file!r} is not UTF-8 (byte {error.start}): convert it") from error
     except OSError as error:

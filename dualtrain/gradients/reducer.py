@@ -235,7 +235,7 @@ class GradientReducer:
             self._own_scalars.copy_(self._scalars)
             self._scalars.copy_(exchange.extra)
             self._summed_version = self._scalars._version  # private in torch 2.5 to 2.15, as in ``Exchange``
-        # After a failed pass, the program may drop the gradients, so changes of them are no error.
+        # After a failed pass, the program may drop the gradients, so changes of them are not errors.
         failed = self._refused_pass or (self._ending is not None and self._ending() is None)
         changed = None if failed else exchange.changed_late()
         exchange.unpack()

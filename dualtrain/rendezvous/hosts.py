@@ -88,8 +88,8 @@ def gloo_interface(world: World) -> str | None:
     known = [name for _, name in socket.if_nameindex()]
     if not all(name.partition(":")[0] in known for name in chosen.split(",") if name):  # "eth0:1" is an alias of eth0
         raise UserError(
-            f"GLOO_SOCKET_IFNAME={chosen!r} is no interface of {socket.gethostname()}: choose one of {', '.join(known)}, "
-            "or unset the variable"
+            f"GLOO_SOCKET_IFNAME={chosen!r} is not an interface of {socket.gethostname()}: choose one of "
+            f"{', '.join(known)}, or unset the variable"
         )
     return None
 

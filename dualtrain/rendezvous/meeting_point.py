@@ -98,7 +98,7 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
                 f"port {port} on {host} is in use by another program, or by another rank 0: set MASTER_PORT to a free one, "
                 "and start each rank once"
             ) from error
-        unknown_name = isinstance(error, socket.gaierror)  # its number is no errno
+        unknown_name = isinstance(error, socket.gaierror)  # its number is not an errno
         reason = error.strerror if unknown_name else os.strerror(error.errno or 0)
         raise UserError(
             f"rank 0 cannot listen at {host}:{port} ({reason}): MASTER_ADDR must be an address of the host that "

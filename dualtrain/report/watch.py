@@ -98,7 +98,7 @@ def server_of(folders: Sequence[str], port: int) -> ReportServer:
     """
     for folder in folders:
         if not os.path.isdir(folder):
-            raise UserError(f"{folder!r} is no folder: start the run first, or name its folder (--run-dir of the run)")
+            raise UserError(f"{folder!r} is not a folder: start the run first, or name its folder (--run-dir of the run)")
     try:
         return ReportServer(folders, port, lambda: page(read_runs(folders, begun=False), refresh=True))
     except OSError as error:

@@ -135,7 +135,7 @@ def load(path: Path) -> dict[str, Any]:
     structure = header.get("structure")
     if structure is None:
         raise DamagedError(
-            f"{str(path)!r} is no checkpoint: name a run's checkpoints/step-….safetensors, or use --weights for weights"
+            f"{str(path)!r} is not a checkpoint: name a run's checkpoints/step-….safetensors, or use --weights for weights"
         )
     if header.get("sha256") != _digest(structure, tensors):
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")

@@ -51,7 +51,7 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
         output_device: the index of the GPU on which the outputs are gathered; by default ``device``.
 
     Raises:
-        UserError: ``device`` is no GPU, or no GPU has the index ``output_device``.
+        UserError: ``device`` is not a GPU, or no GPU has the index ``output_device``.
     """
     if device.type != "cuda":
         raise UserError(

@@ -166,7 +166,10 @@ def _words(code: types.CodeType) -> set[str]:
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """Return whether ``value`` is a plain value or a short list of them. Paths are no settings: they may differ by host."""
+    """Return whether ``value`` is a plain value or a short list of them.
+
+    A text with a slash does not count: it may be a path, which may differ between hosts.
+    """
     if isinstance(value, list | tuple):
         return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)

@@ -209,8 +209,8 @@ def make_computation(
     """Return the trainer's arguments for compiling or replicating ``model``; empty if neither is requested.
 
     Raises:
-        UserError: nn.DataParallel is requested, but the job has several ranks, the device is no GPU, or the output device
-            does not exist.
+        UserError: nn.DataParallel is requested, but the job has several ranks, the device is not a GPU, or the output
+            device does not exist.
     """
     if run.data_parallel and backend.size > 1:
         raise UserError(

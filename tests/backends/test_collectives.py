@@ -411,14 +411,14 @@ def test_broadcast_of_any_layout(spmd):
 def wrong_roots(backend):
     for root in (-1, backend.size):
         for call in (backend.broadcast, backend.broadcast_, backend.broadcast_object):
-            with pytest.raises(ValueError, match=f"root {root} is no rank"):
+            with pytest.raises(ValueError, match=f"root {root} is not a rank"):
                 call(torch.zeros(1), root)
         work = backend.broadcast_async(torch.zeros(1), root)
-        with pytest.raises(ValueError, match=f"root {root} is no rank"):
+        with pytest.raises(ValueError, match=f"root {root} is not a rank"):
             work.wait()
 
 
-def test_a_root_that_is_no_rank_is_refused(spmd):
+def test_a_root_that_is_not_a_rank_is_refused(spmd):
     spmd(wrong_roots)
 
 
@@ -1238,7 +1238,7 @@ INVALID_CALLS = {
     "no tensor later": lambda b: b.broadcast_async(None if b.rank else torch.ones(1)).wait(),
     "elements that share memory": lambda b: b.allreduce_(torch.ones(1).expand(2) if b.rank else torch.ones(2)),
     "no members": lambda b: b.group([] if b.rank else [0]),
-    "a name that is no text": lambda b: b.barrier(["x"] if b.rank else "x"),
+    "a name that is not a text": lambda b: b.barrier(["x"] if b.rank else "x"),
     "no gradient": lambda b: functional.allreduce(torch.ones(1), b, "max" if b.rank else "sum"),
     "no tensor with a gradient": lambda b: functional.allgather([1.0] if b.rank else torch.ones(1), b),
     "no parameters": lambda b: broadcast_parameters([None] if b.rank else [torch.ones(1)], b),

@@ -633,7 +633,7 @@ def free_of_the_default_group(backend, port):
 
 def test_an_interface_that_the_host_lacks_is_refused(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
-    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME='nope0' is no interface of .*: choose one of .*lo"):
+    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME='nope0' is not an interface of .*: choose one of .*lo"):
         gloo_interface(World())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert gloo_interface(World()) is None

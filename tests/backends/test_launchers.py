@@ -199,7 +199,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("launcher", "name"), NUMBERS)
-def test_the_error_names_a_variable_that_is_no_number(launcher, name):
+def test_the_error_names_a_variable_that_is_not_a_number(launcher, name):
     with pytest.raises(UserError, match=f"{name}='x' is not a whole number"):
         detect_world({**LAUNCHERS[launcher], name: "x"})
 
@@ -266,8 +266,8 @@ def test_a_rank_outside_a_world_made_by_the_program_is_refused():
 
 
 @pytest.mark.parametrize("rendezvous", [("a", "29500"), ("a", 0), ("a", 65536), "a:29500", (None, 29500), ("a", 1, 2)])
-def test_a_rendezvous_that_is_no_address_is_refused(rendezvous):
-    with pytest.raises(UserError, match="is no address: give World the host of rank 0 as text, and a port from 1 to 65535"):
+def test_a_rendezvous_that_is_not_an_address_is_refused(rendezvous):
+    with pytest.raises(UserError, match="is not an address: give World the host of rank 0 as text, and a port from 1 to"):
         World(0, 2, rendezvous=rendezvous)
 
 
@@ -282,7 +282,7 @@ def test_integers_of_numpy_in_a_world_become_ints():
     assert hash(world) == hash(World(1, 2, rendezvous=("a", 29500)))
 
 
-def test_a_slurm_step_id_that_is_no_number_is_no_step():
+def test_a_slurm_step_id_that_is_not_a_number_is_not_a_step():
     assert detect_world({**SRUN, "SLURM_STEP_ID": "²"}).launcher == "none"
 
 

@@ -55,7 +55,7 @@ ALONE = {
         rank(5, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500),
         "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
     ),
-    "the port is too large": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is no port: "),
+    "the port is too large": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is not a port: "),
     "there is no address": (rank(0), "the torch backend has no address to meet the other process at: "),
     "there is no server": (
         rank(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),

@@ -233,7 +233,7 @@ def exits_in_a_with_statement(backend, status):
 
 
 @pytest.mark.parametrize("status", [None, 0])
-def test_an_exit_with_status_0_in_a_with_statement_is_no_failure(status):
+def test_an_exit_with_status_0_in_a_with_statement_is_not_a_failure(status):
     assert run_threads(2, exits_in_a_with_statement, status)[0] == "rank 1 has left the job"
 
 

@@ -56,7 +56,7 @@ def test_dualtrain_prints_its_version_and_refuses_a_mistyped_command(monkeypatch
     monkeypatch.setattr("sys.argv", ["__main__.py", "trian"])
     assert entry.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("dualtrain: error: 'trian' is no command: choose one of train, compare")
+    assert line.startswith("dualtrain: error: 'trian' is not a command: choose one of train, compare")
 
 
 @pytest.mark.parametrize("name", entry.COMMANDS)

@@ -63,7 +63,7 @@ def test_setup_has_help_and_refuses_unknown_arguments():
 def test_several_hosts_of_torchrun_need_a_port():
     end = start("torchrun", HOSTS="one,two", PORT="99999")
     assert (end.returncode, end.stdout, end.stderr.count("\n")) == (2, "", 1)
-    assert "PORT=99999 is no port: set it to a free port of one" in end.stderr
+    assert "PORT=99999 is not a port: set it to a free port of one" in end.stderr
     end = start("torchrun", HOSTS="one,two:2", PORT="")
     assert end.returncode == 2
     assert "PORT is not set, but the rendezvous of 2 hosts needs a port: set it to a free port of one" in end.stderr
@@ -136,7 +136,7 @@ def test_wrong_variables_and_a_missing_launcher_are_refused_in_one_line(name, tm
     for program in ("bash", "dirname", "hostname", "id"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
     cases = [
-        ("NPROC=two is no number of ranks: set it to a number from 1 on", {"NPROC": "two"}),
+        ("NPROC=two is not a number of ranks: set it to a number from 1 to 99999", {"NPROC": "two"}),
         ("HOSTS=one:x,two has the entry 'one:x': write each host as a name, or as name:ranks", {"HOSTS": "one:x,two"}),
         ("HOSTS=one,,two has the entry ':2'", {"HOSTS": "one,,two"}),
         ("HOSTS=one two has the entry 'one two:2'", {"HOSTS": "one two"}),

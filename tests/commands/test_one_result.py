@@ -294,7 +294,7 @@ def test_a_short_job_ends_the_chain_early(script):
 def test_the_comparison_of_ways_refuses_a_wrong_number_of_ranks(script):
     end = script.run(name="ways", NPROC="two")
     assert (end.returncode, end.stdout, script.started()) == (2, "", [])
-    assert end.stderr.startswith("ways.sh: error: NPROC=two is no number of ranks: set it")
+    assert end.stderr.startswith("ways.sh: error: NPROC=two is not a number of ranks: set it")
 
 
 @pytest.mark.parametrize(("way", "status", "started"), [("one-process", 2, 1), ("torchrun", 130, 4)])

@@ -390,7 +390,7 @@ def test_errors_are_reported_in_one_line(tmp_path, capsys):
         ([good, "--watch", "--out", "r.html"], "leave out --watch or --out"),
         ([good, "--port", "1"], "--port needs --watch"),
     ]
-    cases += [([good, "--watch", "--port", "65536"], "--port"), ([str(tmp_path / "gone"), "--watch"], "is no folder")]
+    cases += [([good, "--watch", "--port", "65536"], "--port"), ([str(tmp_path / "gone"), "--watch"], "is not a folder")]
     cases += [([good, "--out", "r.pdf"], "must end in .html"), ([good, "--ou", "r.html"], "unrecognized")]
     for arguments, words in cases:
         assert main(arguments) == 2

@@ -189,7 +189,7 @@ def build_loaders():
     return loader, loader
 
 
-def test_the_refusal_of_a_target_that_is_no_class_index_names_its_sample():
+def test_the_refusal_of_a_target_that_is_not_a_class_index_names_its_sample():
     task = load_data("tests.data.test_data_refusals:build_targets", classes=2, workers=0)
     cpu, several = torch.device("cpu"), Batch(torch.tensor([1, 2, 7]))
     reason = r" \(%s\): targets must be class indices \(int64\) from 0 to 1; .*another --classes"

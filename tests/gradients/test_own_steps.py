@@ -126,7 +126,7 @@ def test_losses_of_the_wrapped_optimizers_own_steps_are_averaged(typical, passes
 
 
 def functions_of_arguments(backend):
-    """Give ``step`` of the wrapped optimizer a function that is no closure."""
+    """Give ``step`` of the wrapped optimizer a function that is not a closure."""
 
     class Losses(torch.optim.SGD):
         def step(self, function, *args):
@@ -139,7 +139,7 @@ def functions_of_arguments(backend):
     assert optimizer.go().item() == 2
 
 
-def test_a_function_that_is_no_closure_gets_its_arguments(typical):
+def test_a_function_that_is_not_a_closure_gets_its_arguments(typical):
     typical(functions_of_arguments)
 
 

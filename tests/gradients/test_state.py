@@ -278,11 +278,11 @@ def no_such_root(backend):
             lambda root: broadcast_parameters(perceptron(), backend, root),
             lambda root: broadcast_optimizer_state(torch.optim.SGD(perceptron().parameters(), lr=0.1), backend, root),
         ):
-            with pytest.raises(ValueError, match=f"root {root} is no rank"):
+            with pytest.raises(ValueError, match=f"root {root} is not a rank"):
                 call(root)
 
 
-def test_a_root_that_is_no_rank_is_refused(typical):
+def test_a_root_that_is_not_a_rank_is_refused(typical):
     typical(no_such_root)
 
 

@@ -755,7 +755,7 @@ def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
 
 
 def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
-    """Wrap the optimizer in one file, step it in another. A line that runs only in a world of one rank is no cause."""
+    """Wrap the optimizer in one file, step it in another. A line that runs only in a world of one rank is not a cause."""
     step = "\n".join(["def train(model, optimizer, loss):", *(f"    {line}" for line in CLIPPED.splitlines()[5:])])
     files = {
         "main.py": "import horovod.torch as hvd\nfrom lib.steps import train\nimport lib.other, lib.sum\n"

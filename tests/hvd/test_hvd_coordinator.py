@@ -253,7 +253,7 @@ def test_the_world_ends_with_the_reason_of_the_first_rank_that_shuts_down():
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many"])
 @pytest.mark.parametrize("name", ["FUSION_THRESHOLD", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS"])
-def test_a_variable_that_is_no_finite_number_is_refused(name, value):
+def test_a_variable_that_is_not_a_finite_number_is_refused(name, value):
     with pytest.raises(UserError, match=f"HOROVOD_{name}='{value}' is not a finite number: "):
         Settings.read({f"HOROVOD_{name}": value})
 

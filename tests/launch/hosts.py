@@ -193,7 +193,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         for host in hosts:
             host.wait_until_up()
         here, there = hosts
-        # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` is no process of ``there``.
+        # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` is not a process of ``there``.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
         subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:

@@ -321,7 +321,7 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
     trained: list[int] = []
     step = loop.Run._step
     monkeypatch.setattr(loop.Run, "_step", lambda run: (trained.append(run.cursor.step), step(run))[1])
-    # A different path of the same folder is no change of the settings.
+    # A different path of the same folder is not a change of the settings.
     for folder in (tmp_path, tmp_path, Path(os.path.relpath(tmp_path))):
         with pytest.raises(UserError) as refusal:
             auto(folder, *DIVERGING)
@@ -351,13 +351,13 @@ def test_a_run_that_diverged_before_its_first_checkpoint_is_not_started_again(tm
 
 @pytest.mark.parametrize(("transient", "kept"), [(False, True), (True, False)])
 def test_a_user_error_in_a_step_forbids_a_restart_unless_it_is_transient(tmp_path, transient, kept):
-    end_with(tmp_path, UserError("the image cat.jpg is no image", transient=transient), 1)
+    end_with(tmp_path, UserError("the image cat.jpg is not an image", transient=transient), 1)
     assert (tmp_path / restarts.NAME).exists() is kept
     if kept:
-        with pytest.raises(UserError, match=r"the image cat.jpg is no image; the run would end in the same way"):
+        with pytest.raises(UserError, match=r"the image cat.jpg is not an image; the run would end in the same way"):
             auto(tmp_path)
     else:
-        assert auto(tmp_path)["recoveries"][0]["cause"] == "stopped: UserError: the image cat.jpg is no image"
+        assert auto(tmp_path)["recoveries"][0]["cause"] == "stopped: UserError: the image cat.jpg is not an image"
 
 
 def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypatch):

@@ -342,7 +342,7 @@ def test_a_partly_written_metrics_line_is_removed_if_the_disk_is_full(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 3]
 
 
-def test_a_single_line_that_is_no_metric_is_reported_in_the_singular(tmp_path):
+def test_a_single_line_that_is_not_a_metric_is_reported_in_the_singular(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nno metric\n')
     said: list[str] = []
     MetricsFile(tmp_path, 9, said.append, FolderLock()).close()

@@ -352,7 +352,7 @@ def test_a_module_that_has_not_called_its_base_class_init_may_be_a_loss():
 
 @dataclass(slots=True)
 class Output:
-    """Outputs of a model: logits, and a value that is no tensor."""
+    """Outputs of a model: logits, and a value that is not a tensor."""
 
     logits: torch.Tensor
     name: str = "model"

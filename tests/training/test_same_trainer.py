@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda r: given(Scaled(rank=r, device=f"cuda:{r}", path=f"/host/{r}", _calls=r, log=SimpleNamespace(number=r))),
         "",
     ),
-    "a number that is no rank": (lambda r: given(Scaled(heads=r)), "model.heads is 0 on rank 0 and 1 on rank 1"),
+    "a number that is not a rank": (lambda r: given(Scaled(heads=r)), "model.heads is 0 on rank 0 and 1 on rank 1"),
     "mode": (lambda r: given([net(), net().eval()][r]), ""),
     "label smoothing": (
         lambda r: given(loss=nn.CrossEntropyLoss(label_smoothing=r / 4)),

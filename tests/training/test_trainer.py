@@ -724,7 +724,7 @@ def test_deprecated_names_of_0_1_0_work_with_a_warning():
         assert old_names(backend) == [1.0, 0.0, 0.0]
 
 
-def test_a_batch_that_is_no_pair_is_refused():
+def test_a_batch_that_is_not_a_pair_is_refused():
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)

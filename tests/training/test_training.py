@@ -149,7 +149,7 @@ def test_the_error_of_a_refused_resume_recommends_the_weights_flag(tmp_path, res
     with pytest.raises(UserError) as refusal:
         train_alone("--max-steps", "4", "--model", "mnist-net", resume, "--run-dir", str(tmp_path))
     assert "--weights" not in str(refusal.value)
-    with pytest.raises(UserError, match=r"is no checkpoint: .* use --weights"):
+    with pytest.raises(UserError, match=r"is not a checkpoint: .* use --weights"):
         train_alone("--max-steps", "4", "--resume", str(tmp_path / "model.safetensors"))
     file = str(tmp_path / "checkpoints" / "step-00000002.safetensors")
     with pytest.raises(UserError, match=f"is the checkpoint of a run: .* --resume {file}"):

@@ -135,7 +135,7 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
 
 
 def _holds_variable(source: Source, made: ast.expr | None) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` is no constant and no rank."""
+    """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``; ``x`` must not be a constant or a rank."""
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
         made = made.func.value  # torch.tensor(x).cuda()
     if not isinstance(made, ast.Call) or not made.args:

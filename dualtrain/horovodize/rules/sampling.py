@@ -155,7 +155,7 @@ def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> 
     return any(isinstance(node, ast.Name) and node.id == epoch for value in values for node in ast.walk(value))
 
 
-#: Usual names of variables with an attribute ``epoch`` that are no samplers.
+#: Usual names of variables with an attribute ``epoch`` that are not samplers.
 _NO_SAMPLERS = ("args", "self", "state")
 
 

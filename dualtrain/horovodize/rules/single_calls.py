@@ -26,7 +26,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
             called, names, owner = attributes[0], COMPRESSIONS, "Compression."
         if called and owner + called not in names and not called.startswith("__") and not _is_known(source, node, called):
             where = f"horovod.torch.{module}" if inside else "horovod.torch"
-            message = f"'{owner}{called}' is no public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
+            message = f"'{owner}{called}' is not a public name of {where} 0.28.1, and dualtrain lacks it; use a public name"
             line: int = getattr(node, "lineno", 1)
             yield Finding(_import_line(source, node) or line, "unsupported", message)
 
