@@ -94,7 +94,10 @@ def _start_engine(backend: Backend, settings: Settings, owned: bool) -> Engine:
 
 def _some_of(world: World, ranks: list[int]) -> World:
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world.size)):
-        raise UserError(f"hvd.init(comm={ranks}): the ranks are 0 to {world.size - 1}: list each rank once at most")
+        raise UserError(
+            f"hvd.init(comm={ranks}) lists a rank twice, or one that does not exist: list ranks from 0 to "
+            f"{world.size - 1}, each at most once"
+        )
     if world.rank not in ranks:
         raise UserError(f"hvd.init(comm={ranks}) was called on rank {world.rank}: call it on the listed ranks only")
     if ranks == list(range(world.size)):

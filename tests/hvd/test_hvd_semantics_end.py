@@ -307,7 +307,9 @@ def test_shutdown_restores_the_callback_of_a_backend_that_the_program_passed():
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 0], [1]])
 def test_init_refuses_ranks_that_do_not_exist_or_occur_twice(ranks):
     hvd = ours()
-    with pytest.raises(ValueError, match=re.escape(f"comm={ranks}): the ranks are 0 to 0: list each rank once at most")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"comm={ranks}) lists a rank twice, or one that does not exist: list ranks from 0 to 0")
+    ):
         hvd.init(comm=ranks)
     assert not hvd.is_initialized()
 
