@@ -270,7 +270,7 @@ class Exchange:
         if not changed:
             return None
         outside = [grad for bucket in self.schedule.buckets for grad in bucket.packed_outside()]
-        # Ignore gradients that share a counter of in-place changes: it also counts changes of other gradients.
+        # Ignore gradients that share a version counter: it also counts changes of other gradients.
         shared = with_shared_counters(outside)
         return next((s for s in changed if id(s.param.grad) not in shared and len(reducers_of(s.param)) == 1), None)
 
@@ -304,8 +304,8 @@ class Exchange:
                     slot.param.grad = None
         self.sparse.restore(self.slots)
         any_grad = any(slot.param.grad is not None for slot in self.slots)
-        # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
-        # A detached tensor shares the counter, and refers to no autograd graph.
+        # Private in torch 2.5 to 2.15: the version counter, which counts in-place changes, has no public name.
+        # A detached tensor shares this counter, and refers to no autograd graph.
         exposed = [tensor for bucket in buckets for tensor in bucket.memory.exposed.tensors.values()]
         results = [*exposed, *(grad.detach() for _, grad in outside)]
         self._results = [(each, each._version) for each in results] if any_grad else []

@@ -25,7 +25,7 @@ class ExposedTensors:
 
     Attributes:
         whole: tensor with the memory of ``values``; the slots' tensors are views of it.
-        tensors: slot → tensor whose counter (``_version``) counts only the program's in-place changes. Slots that are not
+        tensors: slot → tensor whose version counter counts only the program's in-place changes. Slots that are not
             in this dict use the tensor at the key ``None``. See ``Slot.move_kept``.
     """
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from dualtrain.gradients.slots import Slot
 
-# Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
+# Private in torch 2.5 to 2.15: the version counter, which counts a tensor's in-place changes, has no public name.
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
@@ -24,28 +24,28 @@ class PackedGradients:
         self._versions: list[int] = []
 
     def record(self, grads: list[torch.Tensor] | None) -> None:
-        """Record the present gradients. ``grads`` is the list of all of them, or ``None`` if the caller has no list."""
-        self._grads, self._versions = self._present(grads)
+        """Record the current gradients: ``grads``, a list of all of them; or with ``None``, those of the parameters."""
+        self._grads, self._versions = self._current(grads)
 
     def forget(self) -> None:
         """Drop the references to the gradients."""
         self._grads, self._versions = [], []
 
     def changed(self) -> list[Slot]:
-        """Return the slots whose gradients were replaced, or whose counters of in-place changes have changed.
+        """Return the slots whose gradients were replaced or changed in place since they were recorded.
 
-        Most gradients in the bucket share one counter, so a change of one of them marks all of them.
+        Most gradients in the bucket share one version counter, so if one of them was changed, all of them are returned.
         """
         if not self._grads:
             return []  # an interrupt such as Ctrl-C has stopped ``unpack`` after it called ``forget``
-        grads, versions = self._present(None)
+        grads, versions = self._current(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []
         pairs = zip(self._slots, grads, self._grads, versions, self._versions, strict=True)
         return [slot for slot, grad, was, version, before in pairs if grad is not was or version != before]
 
     def outside(self) -> list[torch.Tensor]:
-        """Return the recorded gradients that do not lie in the bucket and have a counter of in-place changes."""
+        """Return the recorded dense gradients that do not lie in the bucket, except those made in inference mode."""
         dense = [
             (slot, grad)
             for slot, grad in zip(self._slots, self._grads, strict=False)  # no gradients after ``forget``
@@ -53,8 +53,8 @@ class PackedGradients:
         ]
         return [grad for slot, grad in dense if grad.data_ptr() != slot.address]
 
-    def _present(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
-        """Return all gradients, and their counters of in-place changes."""
+    def _current(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
+        """Return all gradients and their versions; the version is 0 if a gradient is missing or made in inference mode."""
         # This runs twice in every step, so it uses map(), whose loop runs in C.
         grads: list[torch.Tensor | None] = list(map(_GRAD, self._params) if known is None else known)
         try:
@@ -64,7 +64,7 @@ class PackedGradients:
 
 
 def with_shared_counters(grads: Sequence[torch.Tensor]) -> set[int]:
-    """Return the ids of the gradients whose counters of in-place changes also count changes of other tensors.
+    """Return the ids of the gradients whose version counters also count changes of other tensors.
 
     These are views, and tensors that ``detach()`` has made from the same tensor. Backward changes such a counter when it
     adds to the gradient of a different parameter. This function changes the counters, too.

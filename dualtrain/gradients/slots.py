@@ -49,7 +49,7 @@ class Slot:
     param: torch.nn.Parameter
     #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: The same memory as ``view``, with a separate ``_version`` counter, which counts the program's in-place changes.
+    #: The same memory as ``view``, with a separate version counter, which counts the program's in-place changes.
     exposed: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient.
     bucket: SlotBucket | None = None
@@ -106,7 +106,7 @@ class Slot:
         """
         if sys.getrefcount(self.alias) > REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
-            # Start a new ``_version`` counter: it must not count in-place changes of the earlier gradient.
+            # Start a new version counter: it must not count in-place changes of the earlier gradient.
             self.exposed = self.exposed.data
             if self.bucket is not None:
                 self.bucket.memory.replace_exposed(self)
