@@ -83,7 +83,7 @@ def _cgroups(text: str) -> Iterator[tuple[int, PurePosixPath]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[int, PurePosixPath, str]]:
-    """Yield the version, the top cgroup and the folder of each cgroup mount in ``/proc/self/mountinfo``."""
+    """Yield the version, the top cgroup and the folder of each mount in ``/proc/self/mountinfo`` that may have quotas."""
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         mount, system = left.split(" "), right.split(" ")

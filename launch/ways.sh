@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compares the ways of data parallelism on this machine: trains the same job in one process; with nn.DataParallel; on ranks
-# that torchrun, --nproc and horovodrun start; and with mixed precision. Prints a table of the results, and writes the
-# page report.html into the folder of the runs.
+# Compares the ways of data parallelism on this machine: trains the same job in one process; with nn.DataParallel, also with
+# --parallel-loss; on ranks that torchrun, --nproc and horovodrun start; and under torchrun with mixed precision. Prints a
+# table of the results, and writes the page report.html into the folder of the runs.
 #
 #   bash launch/ways.sh [flags of dualtrain train, for all runs]
 #
@@ -25,7 +25,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print f
 done_runs=()
 
 # way NAME COMMAND…: runs the command, and adds its run to done_runs if it succeeded. Ends the script after Ctrl-C, or if the first
-# way refuses the flags, since all others would.
+# way refuses the flags, because all other ways would refuse them too.
 way() {
   local name=$1 status=0
   shift

@@ -1,6 +1,6 @@
-"""Small convolutional networks: the model of the default job, and the models of two well-known tutorials.
+"""Small convolutional networks: the model of the default job, and the models of two tutorials.
 
-Here pooling comes before ReLU, and not after it as in the tutorials, so that ReLU processes a quarter of the elements.
+Max pooling comes before ReLU, and not after it as in the tutorials, so that this ReLU processes a quarter of the elements.
 Outputs and gradients are the same, bit for bit, because ReLU is monotonic.
 """
 

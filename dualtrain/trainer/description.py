@@ -8,8 +8,8 @@ A text contains no memory addresses and no device numbers, and does not depend o
   arrays, functions or modules. Attributes are read from ``__dict__``, so no property and no ``__getattr__`` runs.
 - A scheduler is described by its class and all of its attributes, except the optimizer.
 
-Attributes of objects and closure variables are left out if their names begin with an underscore, or contain the word rank,
-gpu or device. Their values may differ between ranks.
+Attributes of objects other than schedulers, and closure variables, are left out if their names begin with an underscore, or
+contain the word rank, gpu or device. Their values may differ between ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.de
 _ARRAYS = (numpy.generic, numpy.ndarray)
 _CONTAINERS = (Mapping, set, frozenset, list, tuple)
 #: Matches the names of attributes and variables that may differ between ranks.
-_OWN = re.compile("^_|(^|_)(rank|gpu|device)(_|$)")
+_PER_RANK = re.compile("^_|(^|_)(rank|gpu|device)(_|$)")
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -67,7 +67,7 @@ def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
         where = f"{name}.{path}" if path else name
         found[where] = Text(class_name(type(part)))
         for attribute, held in vars(part).items():
-            if not _OWN.search(attribute) and attribute != "training" and _is_setting(held):
+            if not _PER_RANK.search(attribute) and attribute != "training" and _is_setting(held):
                 found[f"{where}.{attribute}"] = Text(describe(held))
     return found
 
@@ -98,7 +98,7 @@ def _text(value: Any, seen: set[int], depth: int = 0) -> str:
         return re.sub(r"cuda:\d+", "cuda", repr(value))
     if isinstance(value, torch.Tensor):
         # Weights are described by dtype and shape alone, since rank 0's values are broadcast later.
-        return _form(value) if value.requires_grad else _hashed(value)
+        return _dtype_and_shape(value) if value.requires_grad else _hashed(value)
     if depth < _DEPTH and isinstance(value, _CONTAINERS):
         return _container(value, seen, depth + 1)
     if id(value) in seen or depth >= _DEPTH:
@@ -127,7 +127,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         words = _words(value.__code__)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            for held in _content(cell) if not _OWN.search(name) else []:
+            for held in _content(cell) if not _PER_RANK.search(name) else []:
                 yield from _used(name, held, words)
         if value.__defaults__ or value.__kwdefaults__:
             yield "defaults", (value.__defaults__, value.__kwdefaults__)
@@ -139,7 +139,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         return
     elif not isinstance(value, type | types.ModuleType):
         attributes = getattr(value, "__dict__", {})
-        yield from ((name, held) for name, held in attributes.items() if not _OWN.search(name) and _is_comparable(held))
+        yield from (
+            (name, held) for name, held in attributes.items() if not _PER_RANK.search(name) and _is_comparable(held)
+        )
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
@@ -147,7 +149,7 @@ def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
 
     For example, if the variable holds the options of a command line, yield only the options that the function reads.
     """
-    used = {word for word in words if not _OWN.search(word)}
+    used = {word for word in words if not _PER_RANK.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)
     elif _is_comparable(value) or isinstance(value, _CONTAINERS):
@@ -211,16 +213,16 @@ def _code(code: types.CodeType) -> str:
     return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames} {code.co_freevars}"
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _hashed(tensor: torch.Tensor) -> str:
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
-        return _form(tensor)
+        return _dtype_and_shape(tensor)
     if not tensor.dim():
         return repr(tensor.item())
-    return f"{_form(tensor)} {_digest(as_bytes(tensor).cpu().numpy())}"
+    return f"{_dtype_and_shape(tensor)} {_digest(as_bytes(tensor).cpu().numpy())}"
 
 
 def _array(array: numpy.ndarray[Any, Any]) -> str:

@@ -1,10 +1,10 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
 The unmodified script runs several times under real Horovod and under torchrun with dualtrain. The first run on each side
-has --steps optimizer steps, and the later ones may have fewer. In most cases, the optimizer steps of all runs add up to
-less than three times --steps (less than 150 if --steps is below 50).
-The command compares the weights after each step on each rank, the number of steps and the exit status, and measures the
-speed of both sides.
+has --steps optimizer steps, and the later ones may have fewer. With up to 3 --rounds, the optimizer steps of all runs
+add up to less than three times --steps (less than 150 if --steps is below 50), or to more if the weights differ only near
+the end, or if dualtrain reproduced defects of Horovod. The command compares the weights after each step on each rank, the
+number of steps and the exit status, and measures the speed of both sides.
 
 The exit status is 0 if the script gives the same result, 1 if not, and 2 if the script cannot be run. If the script meets
 a defect of Horovod, there is also a run in which dualtrain reproduces the defect. The result is the same if this run, or
