@@ -1,4 +1,4 @@
-"""The test infrastructure: worlds of threads and processes."""
+"""The test infrastructure: worlds of threads and processes, the order of files under xdist, and what a failure prints."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_threads_raise_the_exception_of_the_rank_that_failed_first():
         run_threads(3, fails_on_the_last, "key")
 
 
-def test_the_helper_run_threads_raises_if_primitives_of_ranks_do_not_match():
+def test_run_threads_raises_if_the_ranks_give_a_primitive_different_shapes():
     with pytest.raises(AssertionError, match="another rank"):
         run_threads(2, unmatched_primitives)
 

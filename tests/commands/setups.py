@@ -1,7 +1,8 @@
-"""Runs of ``launch/setup.sh`` with fakes of the interpreter, the GPU driver, the CUDA compiler and Horovod.
+"""Runs of the launch scripts with fake programs. ``Setup`` runs ``launch/setup.sh``.
 
-A set-up takes a second, needs no network and compiles nothing. The fakes print the contents of files that a test
-has written. The fakes of pip and of the compiler record their arguments.
+The fakes of ``Setup`` are the interpreter, pip, nvidia-smi, nvcc and Horovod. With them, a set-up takes a second, needs no
+network and compiles nothing. They print the contents of files that a test has written, but pip runs its file as shell code.
+The fakes of pip and nvcc record their arguments.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ class Runs:
         self._started: list[subprocess.Popen[str]] = []
 
     def set(self, **programs: str) -> None:
-        """Set what programs do: shell code, in which $* are the arguments and $here is ``folder``."""
+        """Set what programs do: shell code, in which $* are the arguments and $here is ``folder``.
+
+        In :class:`Setup`, only ``pip`` runs such code.
+        """
         for name, script in programs.items():
             (self.folder / name).write_text(script)
 

@@ -18,7 +18,8 @@ from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 SMALL = Transfer(bucket_bytes=64)
-#: Indices of the models that a rank uses in one step, in the order in which their losses are added.
+#: Each entry: the indices of the models that a rank uses in one step, in the order in which their losses are added. The
+#: entry depends on the rank and the step.
 PARTS = [(0, 1), (1,), (1, 0), (), (0,), (0, 1), (1,)]
 STEPS = 7
 SECOND_ALONE = 2  # this step uses only the second optimizer, so in the next step, its buckets are sent first
@@ -65,6 +66,10 @@ def alone(size):
 
 
 def in_parts(backend):
+    """Train two models with one optimizer each, where a rank uses the models that ``PARTS`` gives for each step.
+
+    Compare the weights with those of :func:`alone`, and return their hashes.
+    """
     models = two_models()
     optimizers = [wrapped(model, backend) for model in models]
     for step in range(STEPS):
@@ -87,7 +92,7 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
     assert hashes == hashes[:1] * many.size
 
 
-def counts_passes(backend):
+def exchanges_every_second_pass(backend):
     """Train with ``twice``, which exchanges after every second pass, and ``once``, which exchanges after every pass.
 
     The exchange of ``once`` after the first pass must not start an exchange of ``twice``.
@@ -103,8 +108,8 @@ def counts_passes(backend):
         once.step()
 
 
-def test_an_optimizer_that_counts_passes_is_not_exchanged_early():
-    run_threads(2, counts_passes)
+def test_gradients_are_not_exchanged_before_the_last_of_backward_passes_per_step():
+    run_threads(2, exchanges_every_second_pass)
 
 
 class Branched(nn.Module):
@@ -126,7 +131,11 @@ def samples(rank, step):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(7 * rank + step)).double()
 
 
-def norms_in_part(backend):
+def trains_branched(backend):
+    """Train :class:`Branched` with SyncBatchNorm, where only even ranks use the branch; return the hash of the weights.
+
+    Compare them with those of a model that gets the samples of all ranks in one process.
+    """
     model = filled(Branched().double())
     whole = copy.deepcopy(model)
     synchronize_norms(model, backend)
@@ -151,15 +160,15 @@ def norms_in_part(backend):
 
 
 def test_sync_batchnorm_works_with_parameters_that_only_some_ranks_use(many):
-    hashes = many(norms_in_part)
+    hashes = many(trains_branched)
     assert hashes == hashes[:1] * many.size
 
 
-def uses_a_collected_optimizer(backend):
+def uses_a_garbage_collected_optimizer(backend):
     models = two_models()
     optimizers = [wrapped(model, backend) for model in models]
     if backend.rank == 1:
-        turns(backend)._members[1] = lambda: None
+        turns(backend)._members[1] = lambda: None  # as a weak reference to an object that no longer exists
     loss = sum(model(torch.ones(2, 6)).sum() for model in models)
     with pytest.raises(BackendError, match="was garbage-collected on rank 1: keep it as long as its parameters are"):
         loss.backward()
@@ -167,7 +176,7 @@ def uses_a_collected_optimizer(backend):
 
 
 def test_an_optimizer_garbage_collected_on_one_rank_causes_an_error_on_every_rank():
-    assert run_threads(2, uses_a_collected_optimizer) == [2, 2]
+    assert run_threads(2, uses_a_garbage_collected_optimizer) == [2, 2]
 
 
 def test_buckets_of_other_reducers_do_not_wait_for_a_closed_reducer():

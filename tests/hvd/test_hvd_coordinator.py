@@ -52,7 +52,7 @@ def test_each_call_runs_as_soon_as_all_ranks_have_made_it():
     assert [note for note in harness.notes if note[0] == "matched"] == [("matched", f"allreduce.{n}", -1) for n in "ba"]
 
 
-def test_unnamed_calls_match_by_kind_and_set():
+def test_unnamed_calls_of_a_kind_match_in_their_order():
     harness = Harness(2)
     first = harness.receive(0, "allgather"), harness.receive(0, op=1), harness.receive(0, op=1)
     second = harness.receive(1, op=1), harness.receive(1, "allgather"), harness.receive(1, op=1)
@@ -190,8 +190,8 @@ def test_process_sets_are_added_and_removed():
         harness.receive(rank, "add_process_set", ranks=[0], tensors=())
     for rank in range(3):
         harness.receive(rank, "add_process_set", ranks=[0], tensors=())
-    dones = harness.answers(1, "do", "new_set", "why")
-    assert dones[-2:] == [("run", 1, None), ("fail", None, "duplicate: a process set of ranks [0] exists")]
+    answers = harness.answers(1, "do", "new_set", "why")
+    assert answers[-2:] == [("run", 1, None), ("fail", None, "duplicate: a process set of ranks [0] exists")]
 
 
 def test_stalls_are_reported_once_on_every_rank():
@@ -228,12 +228,12 @@ def test_stalls_end_the_world_after_the_limit():
 
 def test_waits_for_gradients_are_reported_too():
     harness = Harness(stall_check=10)
-    said = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
-    harness.coordinator.receive(0, {**said, "seconds": 12.0})
+    report = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
+    harness.coordinator.receive(0, {**report, "seconds": 12.0})
     assert harness.answers(2, "do", "what") == [("who", "gradients")]
     harness.look(0.5)  # too early: the other ranks are still expected to answer
     assert harness.answers(2, "do") == []
-    harness.coordinator.receive(2, {**said, "seconds": 3.0})
+    harness.coordinator.receive(2, {**report, "seconds": 3.0})
     harness.look(1)
     [(text,)] = harness.answers(2, "text")
     assert text == "gradients: ranks 0, 2 waited 12 s for rank 1"

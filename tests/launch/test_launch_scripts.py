@@ -14,8 +14,8 @@ def test_all_scripts_give_the_same_weights(tmp_path):
     hashes = {}
     for name in SCRIPTS:
         run = tmp_path / name
-        place = {"NPROC": "1", "HOSTS": "localhost:2", "IFACE": "lo", "PYTHONPATH": NO_COMPILER_PATH}
-        end = start(name, "--max-steps", "5", "--run-dir", str(run), **place)
+        variables = {"NPROC": "1", "HOSTS": "localhost:2", "IFACE": "lo", "PYTHONPATH": NO_COMPILER_PATH}
+        end = start(name, "--max-steps", "5", "--run-dir", str(run), **variables)
         assert end.returncode == 0, end.stderr
         summary = json.loads((run / "summary.json").read_text())
         assert summary["world_size"] == 2

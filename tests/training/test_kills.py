@@ -1,4 +1,4 @@
-"""A rank is killed in each phase of a run, and the job still ends with the result of an undisturbed run."""
+"""A rank is killed in each phase of a run, once per start. The last restart ends with the result of a run without kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts on which a run's bits depend: the number of intra-op threads and the kind of processor."""
+"""Properties of a machine on which the bits of a result depend: intra-op threads, kind of processor, build of torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def one_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 
@@ -75,7 +75,7 @@ def test_the_number_of_threads_is_set_and_recorded(tmp_path, monkeypatch, flags,
     assert recorded(tmp_path, "threads") == [number, number]
 
 
-def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, one_by_default):
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, one_thread_by_default):
     train(tmp_path, "--max-steps", "1", "--threads", "3")
     torch.set_num_threads(1)
     for steps, flags in (("2", ()), ("3", ("--threads", "3"))):
@@ -91,7 +91,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, one_by_default):
 
 
 @pytest.mark.parametrize(("flags", "number"), [((), 1), (("--threads", "2"), 2)])
-def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_default, flags, number):
+def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_thread_by_default, flags, number):
     folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
     with connect("local") as backend:
         summary = loop.train(parse([*OLD_FLAGS, "--run-dir", str(folder), "--resume", *flags]), backend)
@@ -168,7 +168,7 @@ def use_two(backend) -> int:
 # ------------------------------------------------------------------------------------------------ kind of processor
 
 
-def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, one_by_default, caplog):
+def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, one_thread_by_default, caplog):
     train(tmp_path, "--max-steps", "1")
     with connect("local") as backend:
         here = machine.platform_of(backend)
@@ -180,7 +180,7 @@ def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, o
 
 
 def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
-    """Train on one platform, and resume on a simulated other platform; return the warnings of this rank."""
+    """Train on a simulated platform, and resume on a different simulated one; return the warnings of this rank."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
