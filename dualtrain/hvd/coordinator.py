@@ -159,7 +159,7 @@ class Coordinator:
         if what not in self._waits or all(now - when > _FRESH_SECONDS for when, _ in self._waits[what].values()):
             self._waits[what], self._requested[what] = {}, now
             for other in range(self.size):
-                self._send(other, {"do": "who", "what": what})
+                self._send(other, {"do": "report_wait", "what": what})
         self._waits[what][rank] = now, message
 
     def _unmatched(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
@@ -280,10 +280,10 @@ class Coordinator:
             joined, self._joined = self._joined, {}
             self._zeros_sent.clear()
             for other, message in joined.items():
-                self._send(other, {"do": "joined", "id": message["id"], "last": rank})
+                self._send(other, {"do": "join_ended", "id": message["id"], "last": rank})
             return
         for other in range(self.size):
-            self._send(other, {"do": "absent", "ranks": sorted(self._joined)})
+            self._send(other, {"do": "joined_ranks", "ranks": sorted(self._joined)})
         for key in list(self._table):
             if key in self._table:
                 self._match(key)

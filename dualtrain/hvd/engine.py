@@ -54,13 +54,15 @@ class Engine:
         self.settings = settings
         self.timeline = Timeline()
         self.down: str | None = None  # why the world has ended
-        self._unexplained = False  # whether ``down`` is the end of a rank that may have failed, without its error
+        self._unexplained = False  # whether ``down`` says only that a rank has ended, and its error may still arrive
         self.channels = Channels(backend)
         self._executor = Executor(backend, self.channels, self.timeline)
-        self.absent: list[int] = []  # ranks that have called join()
+        self.joined_ranks: list[int] = []  # ranks that have called join()
+        #: Operation → the time at which this rank last reported to rank 0 that it waits for the operation.
         self._reported_waits: dict[str, float] = {}
+        #: Operation → the time at which rank 0 last asked for a report by each rank that waits for the operation.
         self._requested_reports: dict[str, float] = {}
-        self._requested_progress = 0.0
+        self._requested_progress = 0.0  # the time at which this rank last requested progress from the other ranks
         self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the join has ended
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -232,7 +234,7 @@ class Engine:
 
     def announce(self, exchanger: Exchanger) -> None:
         """Request zeros from the ranks that have joined, if any, for the current exchange of ``exchanger``."""
-        if self.absent:
+        if self.joined_ranks:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
             request = {"channel": channel, "exchange": exchange, "added": exchanger.added, "set": exchanger.set_id}
@@ -261,7 +263,10 @@ class Engine:
             raise HorovodInternalError(why)
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
-        """Raise if the world has ended, and report long waits to rank 0. Called repeatedly while ``backend`` waits."""
+        """Raise if the world has ended, report long waits to rank 0, and request progress of operations in shared memory.
+
+        Called repeatedly while ``backend`` waits.
+        """
         if self.down is not None:
             self._explain()
             raise HorovodInternalError(f"{what}: {self.down}")
@@ -346,14 +351,14 @@ class Engine:
     def _do_fail(self, message: Message) -> None:
         self._end(message["id"], error=HorovodInternalError(message["why"]))
 
-    def _do_joined(self, message: Message) -> None:
-        self.absent = []
+    def _do_join_ended(self, message: Message) -> None:
+        self.joined_ranks = []
         self._end(message["id"], message["last"])
         self._zeros_requests.put(None)
 
-    def _do_absent(self, message: Message) -> None:
-        self.absent = message["ranks"]
-        if self.backend.rank not in self.absent:
+    def _do_joined_ranks(self, message: Message) -> None:
+        self.joined_ranks = message["ranks"]
+        if self.backend.rank not in self.joined_ranks:
             for exchanger in self.exchangers.alive():
                 if exchanger.needs_zeros:
                     self.announce(exchanger)
@@ -368,7 +373,7 @@ class Engine:
             with suppress(HorovodInternalError):  # the script's next call raises it
                 self.require_unused(exchange)
 
-    def _do_who(self, message: Message) -> None:
+    def _do_report_wait(self, message: Message) -> None:
         self._requested_reports[message["what"]] = time.monotonic()
 
     def _do_progress(self, message: Message) -> None:

@@ -100,15 +100,15 @@ def test_reductions_skip_joined_ranks_and_a_broadcast_fails():
     waiting = harness.receive(0, op=0)
     harness.receive(1, op=0)
     harness.receive(2, "join", divide_by="active")
-    assert harness.answers(0, "do", "id", "divisor") == [("absent", None, None), ("run", waiting, 2)]
-    assert harness.answers(2, "do", "id") == [("absent", None), ("run", None)]
+    assert harness.answers(0, "do", "id", "divisor") == [("joined_ranks", None, None), ("run", waiting, 2)]
+    assert harness.answers(2, "do", "id") == [("joined_ranks", None), ("run", None)]
     harness.receive(0, "broadcast", root=0)
     harness.receive(1, "broadcast", root=0)
     [(do, why)] = harness.answers(1, "do", "why")[-1:]
     assert (do, why) == ("fail", "broadcast.noname is not possible, because rank 2 has joined")
     harness.receive(1, "join", divide_by="initial")
     last = harness.receive(0, "join", divide_by="initial")
-    assert harness.answers(0, "do", "id", "last")[-1] == ("joined", last, 0)
+    assert harness.answers(0, "do", "id", "last")[-1] == ("join_ended", last, 0)
     harness.receive(0, op=0)
     assert harness.answers(0, "do") == []  # the joins have ended: the call waits for all ranks
 
@@ -128,10 +128,10 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     assert harness.answers(3, "do") == []
     harness.receive(2, "join", divide_by="initial")  # rank 2 joins too, so it requests no zeros
     harness.answers(2, "do"), harness.answers(3, "do")
-    harness.receive(1, **request)  # after each `absent`, a rank that has begun the exchange requests zeros again
+    harness.receive(1, **request)  # after each `joined_ranks`, a rank that has begun the exchange requests zeros again
     for joined in (2, 3):
         assert harness.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
-    assert harness.answers(1, "do") == [("absent",)] * 2
+    assert harness.answers(1, "do") == [("joined_ranks",)] * 2
     # Each exchange needs requests from all ranks that have not joined; in a process set, only the set's members count.
     harness.receive(0, **request | {"exchange": 3})
     assert harness.answers(3, "do") == []
@@ -140,7 +140,7 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     assert harness.answers(3, "do", "channel") == [("join_with_zeros", "of a set.1")]
     # A rank that joins later may have begun these exchanges without ending them.
     harness.receive(1, "join", divide_by="initial")
-    sent = [("join_with_zeros", "p.1"), ("join_with_zeros", "of a set.1"), ("absent", None)]
+    sent = [("join_with_zeros", "p.1"), ("join_with_zeros", "of a set.1"), ("joined_ranks", None)]
     assert harness.answers(1, "do", "channel") == sent
 
 
@@ -230,7 +230,7 @@ def test_waits_for_gradients_are_reported_too():
     harness = Harness(stall_check=10)
     report = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
     harness.coordinator.receive(0, {**report, "seconds": 12.0})
-    assert harness.answers(2, "do", "what") == [("who", "gradients")]
+    assert harness.answers(2, "do", "what") == [("report_wait", "gradients")]
     harness.look(0.5)  # too early: the other ranks are still expected to answer
     assert harness.answers(2, "do") == []
     harness.coordinator.receive(2, {**report, "seconds": 3.0})
@@ -355,4 +355,4 @@ def test_calls_that_wait_for_each_other_fail_after_a_third_rank_has_joined():
     block(harness, 1, "b")
     harness.receive(2, "join", divide_by="initial")
     harness.look(1)
-    assert harness.answers(0, "do") == [("absent",), ("fail",)]
+    assert harness.answers(0, "do") == [("joined_ranks",), ("fail",)]
