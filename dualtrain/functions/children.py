@@ -57,7 +57,7 @@ class Child:
                 start_new_session=True,
             )
             try:
-                self.ended = os.pidfd_open(self._process.pid)
+                self.pidfd = os.pidfd_open(self._process.pid)  # readable when the process has ended
             except OSError:
                 self._process.kill()
                 self._process.wait()
@@ -94,7 +94,7 @@ class Child:
         """Update ``started``, ``outcome`` and ``status`` without blocking."""
         if self.outcome is None:
             self.link.read_rest()
-        found = os.waitid(os.P_PIDFD, self.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None:
             self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
             if self.outcome is None:
@@ -112,7 +112,7 @@ class Child:
             return None
         when = "before" if self.outcome is None else "after"
         return RankFailedError(
-            f"rank {self.rank} of {self.size} {_ended(self.status)} {when} its function returned", self.rank
+            f"rank {self.rank} of {self.size} {_end_in_words(self.status)} {when} its function returned", self.rank
         )
 
     def signal(self, number: int) -> None:
@@ -124,11 +124,11 @@ class Child:
         """Reap the process, and close its descriptors. If it does not end in time, it is not reaped."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        os.close(self.ended)
+        os.close(self.pidfd)
         self.link.socket.close()
 
 
-def _ended(status: int) -> str:
+def _end_in_words(status: int) -> str:
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -190,7 +190,7 @@ def _collect(children: Sequence[Child]) -> list[bytes]:
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.link.socket, selectors.EVENT_READ, child)
-            selector.register(child.ended, selectors.EVENT_READ, child)
+            selector.register(child.pidfd, selectors.EVENT_READ, child)
         while selector.get_map():
             starting = [child for child in children if not child.started and child.status is None]
             deadline = min((child.start_by for child in starting), default=None) if end is None else end
@@ -217,7 +217,7 @@ def _advance(child: Child, selector: selectors.BaseSelector) -> None:
     if child.outcome is not None and child.link.socket in sockets:
         selector.unregister(child.link.socket)
     if child.status is not None:
-        for each in (child.link.socket, child.ended):
+        for each in (child.link.socket, child.pidfd):
             if each in sockets:
                 selector.unregister(each)
 
@@ -259,7 +259,7 @@ def _await_end(children: Sequence[Child]) -> None:
         with selectors.DefaultSelector() as selector:
             for child in children:
                 if child.status is None:
-                    selector.register(child.ended, selectors.EVENT_READ)
+                    selector.register(child.pidfd, selectors.EVENT_READ)
             selector.select(max(0.0, deadline - time.monotonic()))
         for child in children:
             child.note()
