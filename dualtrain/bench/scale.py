@@ -20,8 +20,8 @@ from dualtrain.bench.scale_page import charted, milliseconds_of, page, picture, 
 from dualtrain.bench.scale_plan import (
     CONTENDERS,
     JOBS,
-    Growth,
     Layout,
+    ScaleResults,
     expected_seconds,
     rounds_with,
     step_fraction,
@@ -34,17 +34,17 @@ from dualtrain.console import show
 from dualtrain.cores import usable_cores
 
 
-def measure_growth(
-    growth: Growth, names: Sequence[str], rounds: int | None, spec: LaunchSpec, log: Callable[[str], None]
+def measure_layouts(
+    results: ScaleResults, names: Sequence[str], rounds: int | None, spec: LaunchSpec, log: Callable[[str], None]
 ) -> None:
-    """Measure the contenders ``names`` with each layout, and record the times in ``growth``.
+    """Measure the contenders ``names`` with each layout, and record the times in ``results``.
 
     ``log`` gets a line with the expected time, a line for each start, and a line for each layout that is left out.
     A start that fails or exceeds its time limit is recorded, and the next start follows. Every second round starts the
     contenders in reverse order. If ``rounds`` is ``None``, the number of rounds depends on the number of ranks. A layout
     whose virtual nodes cannot be made is left out.
     """
-    counts = {layout: rounds or rounds_with(layout.ranks) for layout in growth.layouts}
+    counts = {layout: rounds or rounds_with(layout.ranks) for layout in results.layouts}
     cores = usable_cores()
     seconds = sum(expected_seconds(layout.ranks, len(names), number, cores) for layout, number in counts.items())
     minutes = max(1, round(seconds / 60))
@@ -52,7 +52,7 @@ def measure_growth(
     context = fork_server(tuple(CONTENDERS[name].module for name in names), spec.threads)
     for layout, count in counts.items():
         bounded = replace(spec, ranks=layout.ranks, timeout=timeout_of(layout.ranks))
-        run = partial(_measure_layout, growth, layout, names, count, context, log=log)
+        run = partial(_measure_layout, results, layout, names, count, context, log=log)
         if layout.nodes == 1:
             run(bounded)
             continue
@@ -60,12 +60,12 @@ def measure_growth(
             with virtual_nodes(layout.nodes, spec.folder) as nodes:
                 run(replace(bounded, nodes=tuple(nodes)))
         except NodesError as error:
-            growth.unavailable[layout] = str(error)
+            results.unavailable[layout] = str(error)
             log(f"{layout.title}: not measured: {error}")
 
 
 def _measure_layout(
-    growth: Growth,
+    results: ScaleResults,
     layout: Layout,
     names: Sequence[str],
     rounds: int,
@@ -82,10 +82,10 @@ def _measure_layout(
                 if not found:
                     raise LaunchError("its ranks printed no results")
             except (LaunchError, OSError) as error:  # OSError: a socket on a virtual node, for example
-                growth.failures[layout, name] = str(error)
+                results.failures[layout, name] = str(error)
                 log(f"{title}: failed: {error}")
             else:
-                growth.rounds.setdefault((layout, name), {})[number] = times_of(found)
+                results.rounds.setdefault((layout, name), {})[number] = times_of(found)
                 log(f"{title}, {time.monotonic() - began:.1f} s")
 
 
@@ -99,35 +99,35 @@ def run_scale(layouts: Sequence[Layout], folder: Path, device: str, rounds: int 
         UserError: the results cannot be written; they are printed nevertheless.
     """
     missing = {name: reason for name, entry in CONTENDERS.items() if (reason := missing_package(entry))}
-    growth, began, before = Growth(layouts, missing=missing), now(), load()
-    names = [name for name in CONTENDERS if name not in growth.missing]
+    results, began, before = ScaleResults(layouts, missing=missing), now(), load()
+    names = [name for name in CONTENDERS if name not in results.missing]
     try:
         with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
             spec = LaunchSpec(layouts[0].ranks, device, Path(work))
-            measure_growth(growth, names, rounds, spec, lambda line: show(line, sys.stderr))
+            measure_layouts(results, names, rounds, spec, lambda line: show(line, sys.stderr))
     finally:
         machine = {"measured": f"{began} to {now()}", **host_facts(device, before, "one intra-op thread per rank")}
-        _conclude(folder, growth, machine)
-    return 0 if growth.rounds else 1
+        _conclude(folder, results, machine)
+    return 0 if results.rounds else 1
 
 
-def _conclude(folder: Path, growth: Growth, machine: Mapping[str, str]) -> None:
+def _conclude(folder: Path, results: ScaleResults, machine: Mapping[str, str]) -> None:
     try:
-        write_files(folder, _files(growth, machine))
+        write_files(folder, _files(results, machine))
     finally:
-        show(text(growth, machine))
+        show(text(results, machine))
 
 
-def _files(growth: Growth, machine: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _files(results: ScaleResults, machine: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield names and contents of the files. The JSON file is first, so that it is not lost if the chart fails."""
     values = {
         "machine": machine,
-        "milliseconds": milliseconds_of(growth),
-        "ratios": ratios_of(growth),
-        "missing": growth.missing,
-        "unavailable": {str(layout): reason for layout, reason in growth.unavailable.items()},
+        "milliseconds": milliseconds_of(results),
+        "ratios": ratios_of(results),
+        "missing": results.missing,
+        "unavailable": {str(layout): reason for layout, reason in results.unavailable.items()},
     }
     yield JSON, json.dumps(values, indent=1)
-    yield PAGE, page(growth, machine)
-    if charted(growth):
-        yield CHART, picture(growth)
+    yield PAGE, page(results, machine)
+    if charted(results):
+        yield CHART, picture(results)

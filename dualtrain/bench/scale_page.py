@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
-from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Growth, Layout, is_shown
+from dualtrain.bench.scale_plan import COMPARED, CONTENDERS, MEASURES, Layout, ScaleResults, is_shown
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.bench.svg import LogAxis, svg_file
 from dualtrain.bench.table import milliseconds
@@ -29,17 +29,17 @@ EXPLANATION = (
 Rows = list[list[str]]  # the first row is the heading; a row of one cell is the heading of the rows below it
 
 
-def rows_of(growth: Growth) -> Rows:
+def rows_of(results: ScaleResults) -> Rows:
     """Return the table: for each measure, the contenders' milliseconds and the ratios, by layout."""
-    rows = [["", *(layout.title for layout in growth.layouts)]]
+    rows = [["", *(layout.title for layout in results.layouts)]]
     for measure, title in MEASURES.items():
         rows.append([f"{title}, ms"])
         for name, entry in CONTENDERS.items():
-            times = [growth.seconds(measure, name, layout) for layout in growth.layouts]
+            times = [results.seconds(measure, name, layout) for layout in results.layouts]
             if any(times):
                 rows.append([entry.title, *("–" if time is None else milliseconds(time.value) for time in times)])
         for first, second in COMPARED:
-            ratios = [growth.ratio(measure, first, second, layout) for layout in growth.layouts]
+            ratios = [results.ratio(measure, first, second, layout) for layout in results.layouts]
             if any(ratios):
                 named = f"{CONTENDERS[first].title} / {CONTENDERS[second].title}"
                 rows.append([named, *map(_ratio, ratios)])
@@ -53,87 +53,87 @@ def _ratio(ratio: Estimate | None) -> str:
     return f"× {ratio.value:.2f} {interval}" if is_shown(ratio) else f"not shown {interval}"
 
 
-def ratios_of(growth: Growth) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
+def ratios_of(results: ScaleResults) -> dict[str, dict[str, dict[str, dict[str, object]]]]:
     """Return each ratio and its interval, by measure, then by pair of contenders, then by layout."""
     found: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
     for measure in MEASURES:
         for first, second in COMPARED:
-            for layout in growth.layouts:
-                ratio = growth.ratio(measure, first, second, layout)
+            for layout in results.layouts:
+                ratio = results.ratio(measure, first, second, layout)
                 if ratio is not None:
                     values = {**asdict(ratio), "shown": is_shown(ratio)}
                     found.setdefault(measure, {}).setdefault(f"{first} / {second}", {})[str(layout)] = values
     return found
 
 
-def milliseconds_of(growth: Growth) -> dict[str, dict[str, dict[str, float | str]]]:
+def milliseconds_of(results: ScaleResults) -> dict[str, dict[str, dict[str, float | str]]]:
     """Return the milliseconds by measure, contender and layout, or the reason for the failure."""
     found: dict[str, dict[str, dict[str, float | str]]] = {}
     for measure in MEASURES:
-        for layout, name in [*growth.rounds, *growth.failures]:
-            seconds = growth.seconds(measure, name, layout)
-            value = growth.failures.get((layout, name), "") if seconds is None else 1e3 * seconds.value
+        for layout, name in [*results.rounds, *results.failures]:
+            seconds = results.seconds(measure, name, layout)
+            value = results.failures.get((layout, name), "") if seconds is None else 1e3 * seconds.value
             found.setdefault(measure, {}).setdefault(name, {})[str(layout)] = value
     return found
 
 
-def remarks(growth: Growth) -> Iterator[str]:
+def remarks(results: ScaleResults) -> Iterator[str]:
     """Yield remarks on the results: the method, the intervals' confidence level, what was left out, and failures."""
     yield EXPLANATION
-    levels = {len(times): estimate(range(len(times))).level for times in growth.rounds.values() if len(times) > 1}
+    levels = {len(times): estimate(range(len(times))).level for times in results.rounds.values() if len(times) > 1}
     if levels:
         likely = ", ".join(
             f"{100 * level:.1f} % ({rounds_of(count)})" for count, level in sorted(levels.items(), reverse=True)
         )
         yield f"intervals contain the true median with a probability of {likely}"
-    yield from (f"{CONTENDERS[name].title}: not measured: {reason}" for name, reason in growth.missing.items())
-    yield from (f"{layout.title}: not measured: {reason}" for layout, reason in growth.unavailable.items())
-    for (layout, name), reason in growth.failures.items():
+    yield from (f"{CONTENDERS[name].title}: not measured: {reason}" for name, reason in results.missing.items())
+    yield from (f"{layout.title}: not measured: {reason}" for layout, reason in results.unavailable.items())
+    for (layout, name), reason in results.failures.items():
         yield f"{CONTENDERS[name].title} with {layout.title}: failed: {reason}"
 
 
-def text(growth: Growth, machine: Mapping[str, str]) -> str:
+def text(results: ScaleResults, machine: Mapping[str, str]) -> str:
     """Return the results as text."""
-    rows = rows_of(growth)
+    rows = rows_of(results)
     first = max(len(row[0]) for row in rows) + 2
     lines = [f"{name}: {value}" for name, value in machine.items()] + [""]
     for row in rows:
         title, *cells = row
         lines.append(f"{'  ' if cells else ''}{title}".ljust(first) + "".join(f"{cell:>24}" for cell in cells))
-    return "\n".join([*(line.rstrip() for line in lines), "", *remarks(growth)])
+    return "\n".join([*(line.rstrip() for line in lines), "", *remarks(results)])
 
 
-def page(growth: Growth, machine: Mapping[str, str]) -> str:
+def page(results: ScaleResults, machine: Mapping[str, str]) -> str:
     """Return the page as self-contained HTML."""
-    head, *rows = [[escaped(cell) for cell in row] for row in rows_of(growth)]
+    head, *rows = [[escaped(cell) for cell in row] for row in rows_of(results)]
     parts = [
         "<header><h1>How costs grow with the number of ranks</h1></header>",
-        *([chart(growth)] if charted(growth) else []),
-        *(f'<p class="hint">{escaped(line)}</p>' for line in remarks(growth)),
+        *([chart(results)] if charted(results) else []),
+        *(f'<p class="hint">{escaped(line)}</p>' for line in remarks(results)),
         f"<h2>Times and ratios</h2>\n{table(head, rows, short=True)}",
         f"<h2>Machine</h2>\n{facts(list(machine.items()))}",
     ]
     return document("dualtrain bench --scale", "\n".join(["<main>", *parts, "</main>"]))
 
 
-def picture(growth: Growth) -> str:
+def picture(results: ScaleResults) -> str:
     """Return the content of an SVG file: the chart with a style sheet."""
-    return svg_file(chart(growth))
+    return svg_file(chart(results))
 
 
-def charted(growth: Growth) -> list[Layout]:
+def charted(results: ScaleResults) -> list[Layout]:
     """Return the layouts of the chart: those without virtual nodes, if any of them was measured."""
-    found = [layout for layout in growth.layouts if layout.nodes == 1]
-    return found if any(layout in found for layout, _ in growth.rounds) else []
+    found = [layout for layout in results.layouts if layout.nodes == 1]
+    return found if any(layout in found for layout, _ in results.rounds) else []
 
 
-def chart(growth: Growth) -> str:
+def chart(results: ScaleResults) -> str:
     """Return one SVG element with a panel per measure: milliseconds by number of ranks, both axes logarithmic.
 
     Shows the layouts without virtual nodes, at least one of which must have been measured.
     """
-    layouts = charted(growth)
-    measured = [name for name in CONTENDERS if any((layout, name) in growth.rounds for layout in layouts)]
+    layouts = charted(results)
+    measured = [name for name in CONTENDERS if any((layout, name) in results.rounds for layout in layouts)]
     parts = []
     for number, name in enumerate(measured):
         x = RIGHT + number * WIDTH / len(CONTENDERS)
@@ -141,7 +141,7 @@ def chart(growth: Growth) -> str:
         parts.append(f'<text x="{x + 10:g}" y="20">{escaped(CONTENDERS[name].title)}</text></g>')
     for number, measure in enumerate(MEASURES):
         row, column = divmod(number, COLUMNS)
-        parts += _panel(growth, measure, layouts, measured, (column * WIDTH / COLUMNS, 28 + row * HEIGHT))
+        parts += _panel(results, measure, layouts, measured, (column * WIDTH / COLUMNS, 28 + row * HEIGHT))
     height = 28 + HEIGHT * math.ceil(len(MEASURES) / COLUMNS)
     return (
         f'<svg class="bars" role="img" width="{WIDTH}" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" '
@@ -156,11 +156,11 @@ def _style(name: str) -> str:
 
 
 def _panel(
-    growth: Growth, measure: str, layouts: Sequence[Layout], names: Sequence[str], corner: tuple[float, float]
+    results: ScaleResults, measure: str, layouts: Sequence[Layout], names: Sequence[str], corner: tuple[float, float]
 ) -> Iterator[str]:
     """Yield the SVG elements of one measure's panel, whose upper left corner is ``corner``."""
     lines = {
-        name: [(each.ranks, seconds) for each in layouts if (seconds := growth.seconds(measure, name, each))]
+        name: [(each.ranks, seconds) for each in layouts if (seconds := results.seconds(measure, name, each))]
         for name in names
     }
     values = [1e3 * value for points in lines.values() for _, time in points for value in (time.low, time.high)]

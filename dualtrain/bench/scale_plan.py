@@ -64,7 +64,7 @@ Times = dict[str, float]  # seconds by name of the measure
 
 
 @dataclass
-class Growth:
+class ScaleResults:
     """Results of all layouts.
 
     Attributes:

@@ -110,6 +110,7 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
         tensor = torch.ones(size // 4, device=contender.device)
         seconds = _allreduce_seconds(contender.allreduce, tensor)
         found.append({"job": "sweep", "bytes": size, "way": "tensor", "seconds": seconds})
+        # For a contender without buffers, the time of plain tensors is recorded.
         buffer = contender.buffer(size // 4)
         if buffer is not None:
             seconds = _allreduce_seconds(contender.allreduce_buffer, buffer)
@@ -179,6 +180,7 @@ def _scale(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     return [{"job": name, "seconds": seconds} for name, seconds in found.items()]
 
 
+#: The jobs that are not workloads. The job of a workload runs its steps (:func:`_steps`).
 _JOBS = {
     "scale": _scale,
     "sweep": _sweep,

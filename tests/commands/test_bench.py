@@ -685,7 +685,7 @@ def test_the_scale_benchmark_measures_the_time_of_calls_and_steps(module, monkey
 TWO, FOUR = Layout(1, 2), Layout(1, 4)
 
 
-def growth_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
+def results_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
     """Measure with simulated contenders. ``shm`` fails with 4 ranks.
 
     Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as long as rank 0.
@@ -702,29 +702,29 @@ def growth_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
     monkeypatch.setattr(scale, "run_forked", run_forked)
     monkeypatch.setattr(scale, "fork_server", lambda modules, threads: None)
     said: list[str] = []
-    growth = scale.Growth(layouts)
-    scale.measure_growth(growth, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
-    return growth, specs, said
+    results = scale.ScaleResults(layouts)
+    scale.measure_layouts(results, list(CONTENDERS), 2, LaunchSpec(2, "cpu", tmp_path), said.append)
+    return results, specs, said
 
 
 def test_a_contender_that_fails_with_4_ranks_is_reported_and_the_rest_is_measured(monkeypatch, tmp_path):
-    growth, specs, said = growth_of(monkeypatch, tmp_path)
+    results, specs, said = results_of(monkeypatch, tmp_path)
     assert [spec.ranks for spec in specs] == [2] * 10 + [4] * 10
     assert all(0 < spec.timeout < 1000 for spec in specs)
-    assert growth.failures == {(FOUR, "shm"): "no <memory>"}
-    assert growth.seconds("barrier", "native", FOUR).value == 8e-3  # the time of the slowest rank
-    assert growth.ratio("metric", "hvd", "horovod", TWO).value == 0.5
-    assert growth.ratio("metric", "shm", "torch", FOUR) is None
-    assert scale_page.milliseconds_of(growth)["barrier"]["shm"] == {"2": 4.0, "4": "no <memory>"}
+    assert results.failures == {(FOUR, "shm"): "no <memory>"}
+    assert results.seconds("barrier", "native", FOUR).value == 8e-3  # the time of the slowest rank
+    assert results.ratio("metric", "hvd", "horovod", TWO).value == 0.5
+    assert results.ratio("metric", "shm", "torch", FOUR) is None
+    assert scale_page.milliseconds_of(results)["barrier"]["shm"] == {"2": 4.0, "4": "no <memory>"}
     assert said[0].startswith("this will take roughly 1 minute on ")
     assert said[-1].startswith("4 ranks, round 2 of 2: raw torch, ")
     assert len([line for line in said if "failed: no <memory>" in line]) == 2
 
 
 def test_the_results_of_the_scale_benchmark_have_times_ratios_and_a_chart(monkeypatch, tmp_path):
-    growth, _, _ = growth_of(monkeypatch, tmp_path)
-    growth.missing = {"horovod": "it is not installed"}
-    said, shown = scale_page.text(growth, MACHINE), Page(scale_page.page(growth, MACHINE))
+    results, _, _ = results_of(monkeypatch, tmp_path)
+    results.missing = {"horovod": "it is not installed"}
+    said, shown = scale_page.text(results, MACHINE), Page(scale_page.page(results, MACHINE))
     for words in (
         "barrier, ms",
         "4.000",
@@ -736,36 +736,36 @@ def test_the_results_of_the_scale_benchmark_have_times_ratios_and_a_chart(monkey
         assert words in said
         assert words in shown.text
     assert said.splitlines()[-1] == "dualtrain, shared memory with 4 ranks: failed: no <memory>"
-    figure = ElementTree.fromstring(scale_page.picture(growth))
+    figure = ElementTree.fromstring(scale_page.picture(results))
     circles = figure.iter("{http://www.w3.org/2000/svg}circle")
     assert len([one for one in circles if len(one)]) == len(MEASURES) * (2 * len(CONTENDERS) - 1)
     assert not {"img", "script"} & {*shown.tags}
-    empty = scale.Growth(LAYOUTS, failures={(TWO, "torch"): "no luck"})
+    empty = scale.ScaleResults(LAYOUTS, failures={(TWO, "torch"): "no luck"})
     assert "raw torch with 2 ranks: failed: no luck" in Page(scale_page.page(empty, MACHINE)).text
 
 
 def test_a_ratio_whose_interval_contains_1_shows_no_difference():
     times = {"native": (1.0, 2.0, 3.0), "torch": (2.0, 2.0, 2.0), "hvd": (0.1, 0.2, 0.3), "horovod": (1.0, 1.0)}
-    growth = scale.Growth((TWO,))
+    results = scale.ScaleResults((TWO,))
     for name, values in times.items():
-        growth.rounds[TWO, name] = {number: {"barrier": seconds} for number, seconds in enumerate(values)}
-    cells = {row[0]: row[1:] for row in scale_page.rows_of(growth)}
+        results.rounds[TWO, name] = {number: {"barrier": seconds} for number, seconds in enumerate(values)}
+    cells = {row[0]: row[1:] for row in scale_page.rows_of(results)}
     assert cells["dualtrain, native / raw torch"] == ["not shown (0.50–1.50)"]
     assert cells["dualtrain.hvd / raw torch"] == ["× 0.10 (0.05–0.15)"]
-    ratios = scale_page.ratios_of(growth)["barrier"]
+    ratios = scale_page.ratios_of(results)["barrier"]
     assert ratios["native / torch"]["2"] == {"value": 1, "low": 0.5, "high": 1.5, "pairs": 3, "level": 0.75, "shown": False}
     assert ratios["hvd / horovod"]["2"]["pairs"] == 2  # the rounds that both contenders completed
-    assert "probability of 75.0 % (3 rounds), 50.0 % (2 rounds)" in scale_page.text(growth, MACHINE)
-    assert "2 ranks: 2000.0 ms (1000.0–3000.0)" in scale_page.chart(growth)
+    assert "probability of 75.0 % (3 rounds), 50.0 % (2 rounds)" in scale_page.text(results, MACHINE)
+    assert "2 ranks: 2000.0 ms (1000.0–3000.0)" in scale_page.chart(results)
 
 
 def test_intervals_and_labels_of_the_scale_chart_do_not_cover_each_other():
     ranks = (2, 30, 31, 32)
-    growth = scale.Growth(tuple(Layout(1, count) for count in ranks))
-    for layout in growth.layouts:
+    results = scale.ScaleResults(tuple(Layout(1, count) for count in ranks))
+    for layout in results.layouts:
         for name in ("torch", "native"):
-            growth.rounds[layout, name] = {number: {"start": float(number + 1)} for number in range(3)}
-    figure = scale_page.chart(growth)
+            results.rounds[layout, name] = {number: {"start": float(number + 1)} for number in range(3)}
+    figure = scale_page.chart(results)
     intervals = re.findall(r'<line x1="([\d.]+)" y1="[\d.]+" x2="\1"', figure)
     assert len(intervals) == len(set(intervals)) == 2 * len(ranks)
     assert re.findall(r">(\d+)</text>", figure) == ["2", "30"]
@@ -795,14 +795,14 @@ def test_ranks_are_forked_and_their_results_are_collected(tmp_path):
 def test_an_interrupted_scale_benchmark_writes_its_results_and_one_without_results_returns_1(monkeypatch, tmp_path, capsys):
     calls = []
 
-    def measure_growth(growth, names, rounds, spec, log):
-        calls.append((growth.layouts, rounds))
+    def measure_layouts(results, names, rounds, spec, log):
+        calls.append((results.layouts, rounds))
         if rounds != 3:
-            growth.rounds[TWO, "torch"] = {0: dict.fromkeys(MEASURES, 0.5)}
+            results.rounds[TWO, "torch"] = {0: dict.fromkeys(MEASURES, 0.5)}
         if rounds == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(scale, "measure_growth", measure_growth)
+    monkeypatch.setattr(scale, "measure_layouts", measure_layouts)
     measured, interrupted, nothing = [], ["--ranks", "4,2", "--pairs", "2"], ["--pairs", "3"]
     for flags, status, shown in ((measured, 0, "500.0"), (interrupted, 130, "500.0"), (nothing, 1, "")):
         assert main(["--scale", "--out", str(tmp_path), *flags]) == status
@@ -828,14 +828,14 @@ def test_virtual_nodes_that_cannot_be_made_are_reported_and_the_rest_is_measured
         yield
 
     monkeypatch.setattr(scale, "virtual_nodes", refused)
-    growth, specs, said = growth_of(monkeypatch, tmp_path, (TWO, Layout(2, 4)))
+    results, specs, said = results_of(monkeypatch, tmp_path, (TWO, Layout(2, 4)))
     assert [spec.ranks for spec in specs] == [2] * 10
-    assert growth.unavailable == {Layout(2, 4): "not permitted"}
+    assert results.unavailable == {Layout(2, 4): "not permitted"}
     assert said[-1] == "2 × 4 ranks: not measured: not permitted"
-    assert said[-1] in scale_page.text(growth, MACHINE)
-    assert json.loads(dict(scale._files(growth, MACHINE))["bench.json"])["unavailable"] == {"2x4": "not permitted"}
-    assert scale_page.charted(growth) == [TWO]
-    only_nodes = scale.Growth((Layout(2, 4),), rounds={(Layout(2, 4), "torch"): {0: dict.fromkeys(MEASURES, 0.5)}})
+    assert said[-1] in scale_page.text(results, MACHINE)
+    assert json.loads(dict(scale._files(results, MACHINE))["bench.json"])["unavailable"] == {"2x4": "not permitted"}
+    assert scale_page.charted(results) == [TWO]
+    only_nodes = scale.ScaleResults((Layout(2, 4),), rounds={(Layout(2, 4), "torch"): {0: dict.fromkeys(MEASURES, 0.5)}})
     assert "500.0" in scale_page.page(only_nodes, MACHINE)
     assert [name for name, _ in scale._files(only_nodes, MACHINE)] == ["bench.json", "bench.html"]
 
