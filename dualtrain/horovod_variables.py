@@ -17,7 +17,7 @@ log = logging.getLogger("dualtrain.hvd")
 #: Default number of seconds after which a wait ends in an error, the same as in torch.distributed over Gloo.
 DEFAULT_TIMEOUT = 1800.0
 
-_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 #: Variables that have an effect here too. Unlike in Horovod, HOROVOD_STALL_CHECK_DISABLE disables only the reports,
 #: and not the error after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.
 HONOURED = {
@@ -31,7 +31,7 @@ HONOURED = {
     "HOROVOD_TIMELINE_MARK_CYCLES",
 }
 #: Variables that launchers set. They are not logged as ignored.
-_OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
+_OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_RANK_VARIABLES, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
 _OF_LAUNCHERS |= {f"HOROVOD_GLOO_{name}" for name in ("IFACE", "RENDEZVOUS_ADDR", "RENDEZVOUS_PORT")}
 
 
@@ -117,7 +117,7 @@ def mention_others(env: Mapping[str, str]) -> None:
         log.debug("ignored, because they have no effect on torch.distributed: %s", ", ".join(others))
 
 
-def publish_place() -> None:
+def set_rank_variables() -> None:
     """Set HOROVOD_RANK, HOROVOD_SIZE and so on, unless they are set: scripts for horovodrun read them before ``init``.
 
     Under MPI nothing is set: scripts read MPI's own variables there, and HOROVOD_RANK would make them expect Gloo.
@@ -125,5 +125,5 @@ def publish_place() -> None:
     world = detect_world()
     if world.launcher.startswith("mpi"):
         return
-    for name in _PLACE:
+    for name in _RANK_VARIABLES:
         os.environ.setdefault(f"HOROVOD_{name}", str(getattr(world, name.lower())))

@@ -17,13 +17,13 @@ from dualtrain.processes import release, signal_at_parents_end
 def prepare() -> None:
     """Make ``import horovod.torch`` load ``dualtrain.hvd`` in this rank, and set HOROVOD_RANK and similar variables."""
     from dualtrain.heap import keep_freed_memory, use_huge_pages
-    from dualtrain.horovod_variables import publish_place
+    from dualtrain.horovod_variables import set_rank_variables
     from dualtrain.horovodize.imports import install
 
     install()
     keep_freed_memory()
     use_huge_pages()
-    publish_place()
+    set_rank_variables()
 
 
 def main(descriptor: int, parent: int) -> None:

@@ -118,7 +118,7 @@ def _prepare() -> None:
     use_huge_pages()
     from dualtrain import horovod_variables
 
-    horovod_variables.publish_place()
+    horovod_variables.set_rank_variables()
 
 
 def _hide_frames_above(code: CodeType | None) -> None:

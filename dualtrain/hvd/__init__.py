@@ -18,7 +18,7 @@ if choose_for_horovod_api(os.environ) == "horovod":
 
     replace_by_horovod(__name__)
 else:
-    from dualtrain.horovod_variables import publish_place
+    from dualtrain.horovod_variables import set_rank_variables
     from dualtrain.hvd import elastic
     from dualtrain.hvd.compression import Compression
     from dualtrain.hvd.functions import (
@@ -45,4 +45,4 @@ else:
         "elastic",
     ]
     if detect_world().launcher != "none":
-        publish_place()
+        set_rank_variables()
