@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dualtrain.errors import PeerFailure
 
 _INTERRUPTED = "interrupted"  # the reason that a rank reports when Ctrl-C ends it
-_SAME_SECONDS = 0.5  # after a Ctrl-C, this rank's own SIGINT may arrive this much later than another rank's report
+_CTRL_C_SECONDS = 0.5  # after a Ctrl-C, this rank's own SIGINT may arrive this much later than another rank's report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,7 +171,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
             print_error(error, backend.rank, backend.size, final=final)
         _wait_for_all(backend)
     elif peer_failed and backend.watch is not None:
-        backend.watch.wait_for_report(2 * _SAME_SECONDS)  # _report_peer_failure prints the failure, in the watch's thread
+        backend.watch.wait_for_report(2 * _CTRL_C_SECONDS)  # _report_peer_failure prints the failure, in the watch's thread
     elif isinstance(error, BackendError):
         print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError):
@@ -220,19 +220,24 @@ def _wait_for_all(backend: Backend) -> None:
 
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
-    """Print at once that a rank has failed: a launcher may end this process before the training loop sees the failure."""
-    if failure.reason.endswith(f": {_INTERRUPTED}") and interrupted.wait(_SAME_SECONDS):
+    """Print that a rank has failed. Don't leave this to the training loop: a launcher may end this process earlier.
+
+    Print nothing if the failed rank reports a Ctrl-C, and the Ctrl-C reaches this rank too.
+    """
+    if failure.reason.endswith(f": {_INTERRUPTED}") and interrupted.wait(_CTRL_C_SECONDS):
         reported.set()
-        return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
+        return  # rank 0 prints one line for the job
     first, _, rest = failure.describe().partition("\n")
     print_error(f"stopping, since {first}", backend.rank, backend.size)
-    if rest and backend.rank == (0 if failure.rank else 1):
+    if rest and backend.rank == (0 if failure.rank else 1):  # one rank prints the traceback: rank 0, if it has not failed
         show(rest, sys.stderr)
     reported.set()
 
 
 def _leave_on_sigterm(reported: threading.Event) -> None:
-    """Exit on SIGTERM. Launchers send it when a rank has failed, so first wait until the failure is printed.
+    """Exit on SIGTERM before or after the training loop, which has its own handler.
+
+    Launchers send SIGTERM when a rank has failed, so first wait until the failure is printed.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.

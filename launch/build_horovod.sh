@@ -176,9 +176,9 @@ end_build() {
 
 show_build() { cat "$build_log"; return "$1"; }
 
-# check_horovod: fails if Horovod lacks a part, such as NCCL: if Horovod's build does not find NCCL, it leaves NCCL out without an
-# error. horovodrun --check-build forks six times, and each child process uses torch. So run it in a process that has already imported
-# torch: the child processes then need not import it.
+# check_horovod: fails if Horovod lacks a part. (A build that does not find NCCL leaves it out without an error.) horovodrun
+# --check-build forks six times, and each child process uses torch. So run horovodrun in a process that has already imported torch: the
+# child processes then need not import it.
 check_horovod() {
   local facts part parts=(PyTorch MPI Gloo)
   if [ "$mode" = nccl ]; then parts+=(NCCL); fi

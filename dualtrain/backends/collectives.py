@@ -112,12 +112,12 @@ class Backend(Reductions, ObjectCalls):
         """
         mine = None
         for number in range(self.local_size):
-            places = Counter[int]()
+            seen = Counter[int]()  # how many of its ranks each host has had so far
             ranks = []
             for rank, host in enumerate(self.hosts):
-                if places[host] == number:
+                if seen[host] == number:
                     ranks.append(rank)
-                places[host] += 1
+                seen[host] += 1
             group = self._now("group", None, partial(self._group, ranks))
             mine = group if group is not None else mine
         assert mine is not None
@@ -264,6 +264,6 @@ def no_default_group(name: str) -> UserError:
 
 
 def check_backend(backend: object) -> None:
-    """Raise TypeError if ``backend`` is no :class:`Backend`, for example if it is the name of one."""
+    """Raise TypeError if ``backend`` is not a :class:`Backend`, for example if it is the name of one."""
     if not isinstance(backend, Backend):
         raise TypeError(f"backend is a {type(backend).__name__}: give what connect() returns")

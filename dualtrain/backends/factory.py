@@ -236,7 +236,7 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
 
 
 def _locate(backend: Backend) -> None:
-    """Set local and cross ranks by the hosts' exchanged identities, since launchers define these ranks differently.
+    """Set local and cross ranks from the hosts' exchanged identities, since launchers define these ranks differently.
 
     The ranks compare their versions of dualtrain in the same exchange.
 
@@ -293,10 +293,10 @@ def _take_device(backend: Backend) -> None:
         own = [identifier >> 65, identifier & (1 << 62) - 1]
     gathered = backend.exchange(own)
     hosts = backend.hosts
-    mine = [rank for rank, theirs in enumerate(gathered) if theirs == own and hosts[rank] == hosts[backend.rank]]
-    if backend.transport == "nccl" and len(mine) > 1:
+    alike = [rank for rank, theirs in enumerate(gathered) if theirs == own and hosts[rank] == hosts[backend.rank]]
+    if backend.transport == "nccl" and len(alike) > 1:
         raise UserError(
-            f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL allows "
+            f"ranks {' and '.join(map(str, alike))} of this host have the same GPU, {backend.device}, and NCCL allows "
             "one rank per GPU: start as many ranks on a host as it has GPUs, let each rank see a different GPU, or give "
             "--device cpu"
         )

@@ -6,7 +6,7 @@ that sums keep their precision:
 
 | tensor | wire dtype | reason |
 |---|---|---|
-| float32, float64, int32, int64 | itself | both libraries reduce them natively |
+| float32, float64, int32, int64 | itself | torch.distributed and Horovod reduce them natively |
 | float16, bfloat16, float8 | float32 | Horovod has no bfloat16; 16-bit sums overflow; the result is rounded only once |
 | int8, uint8, int16, uint16, uint32 | int32 or int64 | Gloo has no int16; the sum cannot overflow before the average |
 | bool | int32 | SUM and MAX are "any", PRODUCT and MIN are "all" |

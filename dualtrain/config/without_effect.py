@@ -17,7 +17,7 @@ _CONVERT_INPUTS = ("googlenet", "inception_v3")
 _IN_MEMORY = ("digits", "mnist", "fashion-mnist", "cifar10")
 
 
-def _own(name: str) -> bool:
+def _is_users_function(name: str) -> bool:
     return ":" in name
 
 
@@ -33,7 +33,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
     (("shape", "samples"), lambda s: s["dataset"] == "synthetic", "it is for --dataset synthetic"),
     (
         ("classes",),
-        lambda s: s["dataset"] == "synthetic" or _own(s["dataset"]),
+        lambda s: s["dataset"] == "synthetic" or _is_users_function(s["dataset"]),
         "--dataset {dataset} has its own number of classes",
     ),
     (("text_file", "sequence_length", "vocabulary"), lambda s: s["dataset"] == "text", "it is for --dataset text"),
@@ -41,7 +41,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
     (("download",), lambda s: s["dataset"] in _IN_MEMORY[1:], "--dataset {dataset} is not downloaded"),
     (
         ("workers",),
-        lambda s: s["dataset"] == "imagefolder" or _own(s["dataset"]),
+        lambda s: s["dataset"] == "imagefolder" or _is_users_function(s["dataset"]),
         "--dataset {dataset} is in memory, and needs no processes that read it",
     ),
     (
@@ -73,7 +73,7 @@ class RunFacts:
         ranks: the number of ranks.
         cores: how many cores this process may use.
         resumed: whether the run resumes from a checkpoint.
-        norms: whether the model has BatchNorm that is trained.
+        norms: whether the model has SyncBatchNorm layers. ``--sync-batchnorm`` makes them of trained BatchNorm layers.
         workers: whether worker processes can read the data.
         folder: whether the user's own dataset function takes the folder of the data.
     """
@@ -155,7 +155,8 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         # A run always saves a checkpoint at its end. So this setting changes only runs of more than one epoch.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
-        # The first epoch is always the best so far. So at most epochs - 1 epochs can pass without a better one.
+        # The first epoch is always the best so far. So at most epochs - 1 epochs can pass without a better one, and after
+        # the last of them, the run ends in any case.
         "early_stop": (settings["early_stop"] or 0) >= max(1, epochs - 1) and only,
     }
     return {name: reason for name, reason in found.items() if reason}

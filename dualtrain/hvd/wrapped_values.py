@@ -27,13 +27,13 @@ class _WrappedValue:
 
 
 def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
-    """Return a ``_WrappedValue`` for each attribute of the class of ``optimizer`` that must be read from ``optimizer``.
+    """Return a ``_WrappedValue`` by name for each attribute of ``optimizer``'s class that must be read from ``optimizer``.
 
     These are plain values, such as defaults of attributes, and methods that the object ``optimizer`` replaces by its own
     attributes. All other methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's
-    ``step``. Names that ``base`` defines are left out: the wrapper has its own attributes of these names.
+    ``step``. Names that ``base``, the wrapper's own class, defines are left out, and so are names that begin with ``__``.
     """
     kind, own = type(optimizer), vars(optimizer)
-    theirs = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}
-    hidden = {name: value for name, value in theirs.items() if name in own or not hasattr(value, "__get__")}
-    return {name: _WrappedValue(name, value) for name, value in hidden.items()}
+    attributes = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}
+    forwarded = {name: value for name, value in attributes.items() if name in own or not hasattr(value, "__get__")}
+    return {name: _WrappedValue(name, value) for name, value in forwarded.items()}

@@ -50,7 +50,7 @@ _CONSTANTS = re.compile(r"torch\.nn\.init\.(constant|eye|ones|zeros)_$")
 
 
 def _is_set_to_constants(source: Source, model: str) -> bool:
-    """Return whether the script sets all parameters of ``model`` to constants, in a loop or as ``weight`` and ``bias``."""
+    """Return whether the script sets all parameters of ``model`` to constants: all in a loop, or weight and bias by name."""
     found = set()
     for call in source.calls:
         tensor = _set_to_constant(source, call)
@@ -120,7 +120,10 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
 
 
 def _is_sent_later(source: Source, load: ast.Call, sender: str) -> bool:
-    """Return whether a call of ``sender`` may follow ``load``, or no training follows, as after the last epoch."""
+    """Return whether a call of ``sender`` may follow ``load``.
+
+    Also True if no training follows ``load``, as after the last epoch: the state need not be sent then.
+    """
     sends = [(file, call) for file in source.files for call in file.calls if last_name(call.func) == sender]
     if any(file is not source or source.scope(call) is not source.scope(load) for file, call in sends):
         return True
@@ -129,7 +132,7 @@ def _is_sent_later(source: Source, load: ast.Call, sender: str) -> bool:
 
 
 def _is_wrapped_before(source: Source, optimizer: ast.expr, load: ast.Call) -> bool:
-    """Return whether ``load`` certainly loads state into a wrapped optimizer, which the same function has wrapped."""
+    """Return whether an earlier line of the function that contains ``load`` has wrapped ``optimizer``."""
     wraps = [wrap for name, wrap in source.wraps if name == last_name(optimizer)]
     return any(source.scope(wrap) is source.scope(load) and wrap.lineno < load.lineno for wrap in wraps)
 
