@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_join_is_named():
         agree_on_session(dist.HashStore(), 2, 3, limit(0.1))
 
 
-def test_a_rank_that_rank_0_has_answered_names_the_rank_that_does_not_join(monkeypatch):
+def test_after_an_answer_of_rank_0_the_error_names_the_missing_rank(monkeypatch):
     monkeypatch.setattr(session.secrets, "token_hex", lambda _: "number")
     store = dist.HashStore()
     store.set("answer/1/number", "name")

@@ -103,9 +103,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
     # One write per rank: print() writes in parts, between which the other rank can write.
-    place = "world = detect_world()\nparts = rank, world.launcher, world.size, world.job, *arguments\n"
-    place += "os.write(1, (' '.join(map(str, parts)) + chr(10)).encode())\nreturn 0"
-    job = start(place, "--lr", "a b")
+    body = "world = detect_world()\nparts = rank, world.launcher, world.size, world.job, *arguments\n"
+    body += "os.write(1, (' '.join(map(str, parts)) + chr(10)).encode())\nreturn 0"
+    job = start(body, "--lr", "a b")
     assert job.wait(SECONDS) == 0, job.errors
     [name] = {line.split()[3] for line in job.output.splitlines()}  # each job gets a new name
     assert sorted(job.output.splitlines()) == [f"0 spawn 2 {name} --lr a b", f"1 spawn 2 {name} --lr a b"]

@@ -104,7 +104,10 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
 
 
 def gradients_of_another_model(backend, inputs, step):
-    """In one step, let the parameters of another model have the same gradients, to which only C++ refers."""
+    """In one step, assign each gradient to a parameter of another model too (``q.grad = p.grad``).
+
+    C++ alone holds such a reference, so Python's reference count does not show it.
+    """
 
     def loss(model, rank):
         return model(torch.ones(inputs) * rank).square().sum()
@@ -278,7 +281,7 @@ def changes_what_was_sent(backend, change, in_place):
         (model(torch.ones(1, 2)).sum() * backend.rank).backward()
     own = bias.grad.clone()
     optimizer.step()
-    torch.testing.assert_close(own, torch.full_like(own, 0.0 if change is drop else 0.5 * backend.rank))
+    torch.testing.assert_close(own, torch.full_like(own, 0.0 if change is replace_by_zeros else 0.5 * backend.rank))
     optimizer.close()
 
 
@@ -286,12 +289,16 @@ def halve(p):
     p.grad.mul_(0.5)
 
 
-def drop(p):
+def replace_by_zeros(p):
     p.grad = torch.zeros_like(p)
 
 
 def test_changes_of_gradients_that_were_sent_are_refused(typical):
-    typical.each(changes_what_was_sent, itertools.product([halve, drop], [False, True]), [(halve, True), (drop, False)])
+    typical.each(
+        changes_what_was_sent,
+        itertools.product([halve, replace_by_zeros], [False, True]),
+        [(halve, True), (replace_by_zeros, False)],
+    )
 
 
 def assigns_the_heads_gradient(backend):

@@ -46,8 +46,8 @@ def defaults(backend):
         for op, wanted in pairs:
             assert hvd.allreduce(kept, name=f"op {op}", op=op).item() == wanted
         # All ranks are on one host, so local ranks equal ranks.
-        places = [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.mpi_ops.is_homogeneous()]
-        assert places == [me, size, 0, 1, True]
+        found = [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.mpi_ops.is_homogeneous()]
+        assert found == [me, size, 0, 1, True]
         assert hvd.gloo_built()
         assert hvd.gloo_enabled()
 
@@ -248,7 +248,7 @@ def handles(backend):
 
 
 class Subclass(torch.Tensor):
-    """A subclass of Tensor, as libraries define them."""
+    """A subclass of Tensor, such as libraries define."""
 
 
 def in_inference_mode(backend):
@@ -294,7 +294,7 @@ def wrong_arguments(backend):
         for broadcast in (hvd.broadcast, hvd.broadcast_object):
             with pytest.raises(ValueError, match="root_rank '0' is not in"):
                 broadcast(torch.ones(1), "0")
-        # Arguments in the wrong positions: the last one is the name.
+        # Arguments in the wrong positions: the last one is taken as ``name``.
         world = hvd.global_process_set
         for call, *arguments in (
             (hvd.allreduce, None, hvd.Sum),

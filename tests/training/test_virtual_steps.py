@@ -1,4 +1,4 @@
-"""With virtual ranks: steps that fail or are refused, and the control flags of ranks without shards."""
+"""Virtual ranks: failed and refused steps, control flags, SyncBatchNorm, resume, evaluation, and kept gradients."""
 
 from __future__ import annotations
 
