@@ -165,7 +165,7 @@ class GradientPath(Protocol):
 
 
 class Primitives(Waits, ABC):
-    """A rank's place in a world of processes, and the operations that a communication library implements.
+    """One rank of a world of processes, and the operations that a communication library implements.
 
     :class:`~dualtrain.backends.waits.Waits` has further attributes.
 
@@ -282,7 +282,7 @@ class Primitives(Waits, ABC):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:
-        """Return a backend over some ``ranks`` of this one; ``world`` is this rank's place in it. Blocks.
+        """Return a backend over some ``ranks`` of this one; ``world`` has this process's rank in it. Blocks.
 
         Collective over this backend. ``ranks`` is sorted; ranks outside of it pass ``world=None`` and get ``None``.
         """

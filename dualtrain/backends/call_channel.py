@@ -135,7 +135,7 @@ class CallChannel:
             yield from _send(self._sockets[0], message)
             yield from _receive(self._sockets[0], reply)
             if exact and HEADER + _length(reply) != len(reply):
-                raise ValueError("rank 0 has answered another kind of exchange")
+                raise ValueError("the answer of rank 0 belongs to another kind of exchange")
 
 
 def _send(to: socket.socket, frame: memoryview) -> Iterator[None]:

@@ -30,7 +30,7 @@ from dualtrain.launchers import World
 
 
 class Backend(Reductions, ObjectCalls):
-    """A rank's place in a world of processes, and the collective operations over this world.
+    """One rank of a world of processes, and the collective operations over this world.
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's

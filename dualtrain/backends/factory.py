@@ -161,7 +161,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
         from dualtrain.backends.horovod import HorovodBackend
 
         return HorovodBackend(world, device, timeout, groups, over_torch.meet)
-    found = over_torch.default_group_place()
+    found = over_torch.rank_in_default_group()
     if found is not None and not world.name:
         _refuse_other_world(name, found, world)
     store, placed = over_torch.meet(world, timeout)
@@ -184,9 +184,9 @@ def _refuse_to_train_alone() -> None:
     Raises:
         UserError: torch.distributed's default process group has several ranks.
     """
-    from dualtrain.backends.torch import default_group_place
+    from dualtrain.backends.torch import rank_in_default_group
 
-    rank, size = default_group_place() or (0, 1)
+    rank, size = rank_in_default_group() or (0, 1)
     if size > 1:
         raise UserError(
             f"this process is rank {rank} of {size} in torch.distributed's default process group, but no launcher's "

@@ -176,7 +176,7 @@ class HorovodBackend(Backend):
     Construction is collective and blocks. It starts Horovod, unless the program has done so.
 
     Args:
-        world: this process's place.
+        world: this process's rank, and the number of ranks.
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         groups: whether process sets can be made later.

@@ -38,7 +38,7 @@ def initialise(
 
     Args:
         start: Horovod's ``init``.
-        world: this process's place.
+        world: this process's rank, and the number of ranks.
         timeout: seconds to wait for the other ranks.
         launched: whether Horovod's own launcher or MPI has started this process.
         groups: whether process sets can be made later.
@@ -173,8 +173,8 @@ def http_store(host: str, serving: bool, share: Callable[[str | None], str], joi
 
 
 def description(world: World) -> dict[str, str]:
-    """Return this process's place as the variables that Horovod's own launcher would have set."""
-    place = {
+    """Return the variables with this process's ranks and sizes, as Horovod's own launcher would have set them."""
+    values = {
         "RANK": world.rank,
         "SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
@@ -187,5 +187,5 @@ def description(world: World) -> dict[str, str]:
     }
     name = listening_interface(world)
     if name is not None and "HOROVOD_GLOO_IFACE" not in os.environ:
-        place["GLOO_IFACE"] = name
-    return {f"HOROVOD_{key}": str(value) for key, value in place.items()}
+        values["GLOO_IFACE"] = name
+    return {f"HOROVOD_{key}": str(value) for key, value in values.items()}

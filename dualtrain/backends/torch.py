@@ -71,7 +71,7 @@ from dualtrain.torch_versions import asynchronous, shut_down
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _START = "the start of NCCL"
-_PLACE_BYTES = 128  # longest text of an address, a port and a key prefix
+_ADDRESS_BYTES = 128  # longest text of an address, a port and a key prefix
 
 #: The groups in use, each with the id of the process that made it. This list keeps the groups alive: after a peer has
 #: failed, dropping the last reference to a group blocks the thread until the group's last operation ends. A forked child
@@ -388,7 +388,7 @@ class TorchBackend(Backend):
                 native, address = _serve_native(host, self.size, wait)
             except (OSError, RuntimeError) as error:  # raised below: the other ranks wait for the address
                 failure = error
-        [address, *_] = exchange_text(self.exchange, address, _PLACE_BYTES)
+        [address, *_] = exchange_text(self.exchange, address, _ADDRESS_BYTES)
         if not address:
             if failure is None:
                 raise BackendError(f"{_START} failed on rank 0: see its own message")
@@ -514,7 +514,7 @@ def build_facts() -> dict[str, bool]:
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
-def default_group_place() -> tuple[int, int] | None:
+def rank_in_default_group() -> tuple[int, int] | None:
     """Return this process's rank in torch.distributed's default group, and the group's size; ``None`` without a group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
@@ -612,9 +612,9 @@ def open_store(world: World, timeout: float) -> dist.Store:
     return _numbered(store, world, (host, port))
 
 
-def _numbered(store: dist.Store, world: World, place: tuple[str, int]) -> dist.Store:
+def _numbered(store: dist.Store, world: World, address: tuple[str, int]) -> dist.Store:
     """Return a part of ``store`` for this world alone: a store outlives its worlds, and keeps their keys."""
-    key = *place, world.name
+    key = *address, world.name
     _WORLDS[key] += 1
     return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[key]}", store)
 
@@ -655,7 +655,7 @@ def _store_of_default_group(world: World) -> dist.Store | None:
     smaller than the group. dualtrain uses this store because rank 0 of the default group already listens on MASTER_PORT.
     Under torchrun, this store is not needed: the agent's store serves any number of worlds.
     """
-    found = default_group_place()
+    found = rank_in_default_group()
     if found is None or world.launcher == "torchrun":
         return None
     same = found[1] > world.size if world.name else found == (world.rank, world.size)

@@ -23,10 +23,10 @@ _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed
 
 
 class Waits:
-    """A rank's place in a world of processes, its waits for the other ranks, and the errors that end them.
+    """One rank of a world of processes, its waits for the other ranks, and the errors that end them.
 
     Attributes:
-        world: this process's place in the job; for a group, the process's place in the group.
+        world: this process's rank and the number of ranks, in the job or, for a group, in the group.
         timeout: the longest time in seconds that any wait lasts.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.

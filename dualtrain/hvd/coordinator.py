@@ -85,7 +85,9 @@ class Coordinator:
         self.sets: dict[int, list[int]] = {0: list(range(size))}
         self._free_ids: list[int] = []
         self._send, self._settings, self._note, self._clock = send, settings, note, clock
+        #: The calls that are not matched yet.
         self._table: dict[Key, _Waiting] = {}
+        #: Rank → its request, for each rank that has called ``join``.
         self._joined: dict[int, Message] = {}
         #: Channel → index of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
@@ -94,7 +96,9 @@ class Coordinator:
         #: Reports of ranks that wait for gradients: operation → waiting rank → (time of the report, report). The ranks
         #: exchange gradients without this class. It only records which ranks wait.
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
+        #: Operation → the time at which all ranks were asked to report whether they wait for it.
         self._requested: dict[str, float] = {}
+        #: Titles of the long waits that were reported to the ranks, and that still last.
         self._reported: set[str] = set()
         #: Rank → (the call for which its main thread waits, time of the report). Such a rank makes no other calls.
         self._blocked: dict[int, tuple[Key, float]] = {}
