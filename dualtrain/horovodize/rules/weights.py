@@ -50,7 +50,7 @@ _CONSTANTS = re.compile(r"torch\.nn\.init\.(constant|eye|ones|zeros)_$")
 
 
 def _is_set_to_constants(source: Source, model: str) -> bool:
-    """Return whether the script sets all parameters of ``model`` to constants: all in a loop, or weight and bias by name."""
+    """Return whether the script sets all parameters of ``model`` to constants, in a loop or by name (weight and bias)."""
     found = set()
     for call in source.calls:
         tensor = _set_to_constant(source, call)
