@@ -264,20 +264,23 @@ class ChannelReducer(HorovodReducer):
             self._opening = basics.engine().open_channel(
                 name,
                 self.set_id,
-                layout=[self._describe_transfer(), *(slot.describe() for slot in slots)],
+                layout=[*self._describe_transfer(), *(slot.describe() for slot in slots)],
                 sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
                 buffers=buffer_sizes(slots, _SCALARS + 1, self._exchange.transfer),  # 1 for the flag of a refusal
                 then=self._start if start else None,
             )
         return self._opening
 
-    def _describe_transfer(self) -> str:
+    def _describe_transfer(self) -> list[str]:
         """Describe the options that must be the same on every rank, such as HOROVOD_FUSION_THRESHOLD."""
         t = self._exchange.transfer
-        groups = [len(group) for group in t.groups]
-        factors = f"factors {t.before} before and {t.after} after the sum"
-        options = f"buckets of at most {t.bucket_bytes} bytes, groups {groups}, dtype {t.dtype}, {factors}"
-        return f"{options}, sparse_as_dense={t.sparse_as_dense}"
+        return [
+            f"buckets of at most {t.bucket_bytes} bytes",
+            f"groups {[len(group) for group in t.groups]}",
+            f"dtype {t.dtype}",
+            f"factors {t.before} before and {t.after} after the sum",
+            f"sparse_as_dense={t.sparse_as_dense}",
+        ]
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """Make and send all buckets, in the engine's thread: the main thread may wait for another optimizer's gradients."""
