@@ -107,7 +107,7 @@ def _check_step(config: Config) -> None:
     if step.batch_size is None and step.global_batch_size is None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")
     if output.resume == "" and output.run_dir is None:
-        raise UserError("--resume needs a run to resume: add --run-dir, or give a checkpoint file: --resume FILE")
+        raise UserError("--resume needs a run to resume: add --run-dir, or name a checkpoint file (--resume FILE)")
     if output.resume == AUTO and output.run_dir is None:
         raise UserError("--resume auto needs the folder of the run: add --run-dir (for a file named auto, give ./auto)")
     # With --resume or --resume FILE, lr_batch comes from the checkpoint. With --resume auto, there may be no checkpoint.

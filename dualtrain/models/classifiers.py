@@ -61,7 +61,7 @@ def _load_published(model: nn.Module, name: str) -> None:
     wrong = differences(ours, state)
     if wrong:
         raise UserError(
-            f"torchvision's weights of {name} do not fit inputs of this size: {'; '.join(wrong)}: resize the inputs"
+            f"torchvision's weights of {name} do not fit inputs of this size ({'; '.join(wrong)}): resize the inputs"
         )
     model.load_state_dict(state, strict=False)
 

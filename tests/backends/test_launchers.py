@@ -133,7 +133,7 @@ def test_a_ray_train_worker_is_recognised_unless_it_starts_another_launcher():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_without_launchers_removes_the_variables_of_every_launcher(launcher):
+def test_the_function_without_launchers_removes_the_variables_of_every_launcher(launcher):
     env = {**LAUNCHERS[launcher], "TORCHELASTIC_RESTART_COUNT": "1", "DUALTRAIN_SECRET": "x", "PATH": "/bin"}
     assert detect_world(without_launchers(env)) == World()
     assert without_launchers(env)["PATH"] == "/bin"

@@ -38,8 +38,8 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     if foreign:
         world = ranks[foreign[0]].world
         raise UserError(
-            f"{shown} mixes several runs: rank-{foreign[0]}.jsonl was written by rank {world['rank']} of "
-            f"{world['size']}, instead of rank {foreign[0]} of {size}: record the script again, in a new folder"
+            f"{shown} mixes several runs (rank-{foreign[0]}.jsonl was written by rank {world['rank']} of {world['size']}, "
+            f"instead of rank {foreign[0]} of {size}): record the script again, in a new folder"
         )
     if missing:
         raise UserError(
