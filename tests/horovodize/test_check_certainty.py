@@ -406,6 +406,11 @@ CASES = [
     ),
     ("discarded_result", "def f(x):\n    y = hvd.allreduce(x)", "def f(x):\n    _ = hvd.allreduce(x)"),
     (
+        "discarded_result",  # no finding for the number of an iteration, as in a warm-up
+        "for x in losses:\n    hvd.allreduce(torch.tensor(x))",
+        "for i in range(9):\n    hvd.allreduce(torch.tensor(i))",
+    ),
+    (
         "same_gpu",
         f"{INIT}{WRAP}model.cuda()",
         f"import ray\n{INIT}{WRAP}model.cuda()",

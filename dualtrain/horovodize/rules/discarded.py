@@ -135,7 +135,10 @@ def _is_barrier(source: Source, call: ast.Call) -> bool:
 
 
 def _holds_variable(source: Source, made: ast.expr | None) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``; ``x`` must not be a constant or a rank."""
+    """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` may differ between ranks.
+
+    Constants, ranks and counts of loops do not count.
+    """
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
         made = made.func.value  # torch.tensor(x).cuda()
     if not isinstance(made, ast.Call) or not made.args:
@@ -147,6 +150,9 @@ def _holds_variable(source: Source, made: ast.expr | None) -> bool:
     content = elements[0] if len(elements) == 1 else content
     if not isinstance(content, ast.Name | ast.Attribute) or source.constant(content) is not None:
         return False
+    counts = [loop.target for loop in source.around(made, ast.For) if re.match(r"\w*range\(", ast.unparse(loop.iter))]
+    if any(ast.unparse(content) == ast.unparse(count) for count in counts):
+        return False  # most likely equal on all ranks, in a loop of calls that only warm up, for example
     return re.search("rank|size|world", ast.unparse(content), re.IGNORECASE) is None
 
 
