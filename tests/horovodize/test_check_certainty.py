@@ -515,6 +515,24 @@ CASES = [
         f"{WRAP}d = Data(download=hvd.rank() == 0)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
         f"{WRAP}d = Data(part=hvd.rank())\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
     ),
+    *(
+        (
+            "every_rank_reads_all",  # names and texts of command-line options do not split the data
+            f"{WRAP}{before}\nd = Data(args.folder)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+            f"{WRAP}{before}\nd = Data(args)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+        )
+        for before in (
+            "p = Parser('for MPI')\np.add_argument('--local_rank')\nargs = p.parse_args()\nargs.rank = hvd.rank()",
+            "args.rank = hvd.rank()",
+        )
+    ),
+    (
+        "every_rank_reads_all",  # the settings that a function gets, but not a data set that it gets
+        f"def fit(args):\n    {WRAP}    d = Data(args.folder)\n"
+        "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
+        f"def fit(data):\n    {WRAP}    d = Data(data.folder)\n"
+        "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(read())",
+    ),
     (
         "loop_by_value_of_some_ranks",  # no finding if a decorator may send the value
         f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"

@@ -33,9 +33,18 @@ def is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
 
 
 def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
-    """Return the values that the script assigns to the names in ``data``, also as elements of tuples."""
+    """Return the values that the script assigns to the names in ``data``, also as elements of tuples.
+
+    Leave out parsed command lines: they are equal on all ranks, whatever the help texts of the options say.
+    """
     names = names_in(data)
-    return [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
+    found = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
+    return [value for value in found if not any(_PARSES.match(last_name(call.func)) for call in calls_in(value))]
+
+
+_PARSES = re.compile(r"parse_(known_)?args$")
+#: Names of parameters whose attributes are settings.
+_SETTINGS = re.compile(r"(args?|cfg|conf|config|flags|hparams|hp|opts?|options|params)$", re.IGNORECASE)
 
 
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
@@ -48,8 +57,12 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):
         return True
-    if any(_is_unknown(source, data, name) or _is_changed_by_rank(source, name) for name in names_in(selecting)):
-        return True
+    owners = {ast.unparse(node.value) for node in ast.walk(selecting) if isinstance(node, ast.Attribute | ast.Subscript)}
+    for name in names_in(selecting):
+        if name in owners and _SETTINGS.match(name):
+            continue  # args, in args.folder
+        if _is_unknown(source, data, name) or _is_changed_by_rank(source, name):
+            return True
     if any(_is_split_inside(source, call) for call in calls_in(selecting)):
         return True
     return depth < 4 and any(is_sharded(source, value, depth + 1) for value in _definitions(source, selecting))
