@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from dualtrain.horovodize.nodes import last_name, names_in
-from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.nodes import last_name, names_in, names_of_target
+from dualtrain.horovodize.source import Function, Source
 
 RANKS = ("rank", "local_rank", "cross_rank")
+_KINDS = (*RANKS, "size")
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
 _NO_HOROVOD = re.compile(r"(^|[._])(no|not|disable|without|skip)_?(horovod|hvd)", re.IGNORECASE)
 #: Names that scripts use for conditions that are true on one rank.
@@ -37,9 +38,9 @@ class Guards:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._ranks: dict[str, str] = {}
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
-        self._ranks = self._assigned_ranks()
+        #: Kinds of variables, as text, and of the results of functions, with the position in the result if it is a tuple.
+        self._kinds: dict[str | tuple[Function, int | None], str] = {}
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
     @classmethod
@@ -47,43 +48,97 @@ class Guards:
         """Return the guards of ``source``. They are computed once, because all rules need them."""
         return source.once(cls)
 
-    def _assigned_ranks(self) -> dict[str, str]:
-        """Map each variable that is assigned one kind of rank, and no other kind, to this kind.
-
-        An element such as ``setup["rank"]`` counts as a rank.
-        """
-        kinds: dict[str, set[str]] = {}
-        for target, value, _ in self.source.assignments:
-            element = (
-                value.slice.value if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) else None
-            )
-            if name := self.rank(value) or (str(element) if element in RANKS else ""):
-                kinds.setdefault(target, set()).add(name)
-        return {target: names.pop() for target, names in kinds.items() if len(names) == 1}
-
     def rank(self, value: ast.expr) -> str:
         """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
-        if isinstance(value, ast.Call) and self.source.hvd(value.func) in RANKS:
-            return self.source.hvd(value.func)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            return self._returned.get(value.func.id, "")
+        kind = self.kind(value)
+        return kind if kind in RANKS else ""
+
+    def kind(self, value: ast.expr, position: int | None = None) -> str:
+        """Return which of ``_KINDS`` the ``value`` is, or its element at ``position``; return "" for other values."""
         if isinstance(value, ast.IfExp):  # hvd.rank() if args.horovod else 0
-            kinds = {self.rank(part) for part in (value.body, value.orelse) if not isinstance(part, ast.Constant)}
-            return kinds.pop() if len(kinds) == 1 else ""
-        return self._ranks.get(ast.unparse(value), "") if isinstance(value, ast.Name | ast.Attribute) else ""
+            return _only(self.kind(part, position) for part in (value.body, value.orelse) if not _is_constant(part))
+        if isinstance(value, ast.Tuple) and position is not None:
+            return self.kind(value.elts[position]) if position < len(value.elts) else ""
+        if isinstance(value, ast.Call):
+            name = self.source.hvd(value.func)
+            return (name if name in _KINDS and position is None else "") or self._kind_of_result(value.func, position)
+        if isinstance(value, ast.Name | ast.Attribute) and position is None:
+            text = ast.unparse(value)
+            if text not in self._kinds:
+                self._kinds[text] = ""  # for a variable that is assigned to itself
+                self._kinds[text] = self._kind_of_variable(text)
+            return self._kinds[text]
+        return ""
+
+    def _kind_of_variable(self, text: str) -> str:
+        """Return the kind of rank that is assigned to a variable; "" if there are several kinds, or none.
+
+        An element such as ``setup["rank"]`` counts as a rank. A copy of another variable counts if its name says so.
+        """
+        kinds = set()
+        for value, position in self._values.get(text, ()):
+            if isinstance(value, ast.Subscript):
+                key = str(value.slice.value) if isinstance(value.slice, ast.Constant) else ""
+                kinds.add(key if key in RANKS else "")
+            elif not isinstance(value, ast.Name | ast.Attribute) or "." in text or "rank" in text.lower():
+                kinds.add(self.kind(value, position))
+        return _only(kinds - {""})
 
     @cached_property
-    def _returned(self) -> dict[str, str]:
-        """Map of the script's functions that return a rank (or a constant if Horovod is not used) to the kind of rank."""
-        found = {}
-        for name, function in self.source.functions.items():
-            ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-            arms = [arm for end in ends for arm in ([end.body, end.orelse] if isinstance(end, ast.IfExp) else [end])]
-            kinds = {self.source.hvd(arm.func) for arm in arms if isinstance(arm, ast.Call)}
-            others = [arm for arm in arms if not isinstance(arm, ast.Call | ast.Constant)]
-            if len(kinds) == 1 and kinds <= set(RANKS) and not others:
-                found[name] = kinds.pop()
+    def _values(self) -> dict[str, list[tuple[ast.expr, int | None]]]:
+        """Map of each variable to its values: (value, position in the value if it is a tuple)."""
+        found: dict[str, list[tuple[ast.expr, int | None]]] = {}
+        for target, value, _ in self.source.assignments:
+            names = names_of_target(target)
+            for position, name in enumerate(names):
+                found.setdefault(name, []).append((value, None if name == target else position))
         return found
+
+    def _kind_of_result(self, called: ast.expr, position: int | None) -> str:
+        """Return the kind of rank that a function of the program returns, apart from constants and ranks of torch."""
+        found = self.function(called)
+        if found is None:
+            return ""
+        guards, function = found
+        if (function, position) not in guards._kinds:
+            guards._kinds[function, position] = ""  # for recursive calls
+            ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+            arms = [arm for end in ends for arm in ([end.body, end.orelse] if isinstance(end, ast.IfExp) else [end])]
+            if position is not None:
+                parts = [arm.elts[position] for arm in arms if isinstance(arm, ast.Tuple) and position < len(arm.elts)]
+                arms = parts if len(parts) == len(arms) else []
+            own = [arm for arm in arms if not _is_constant(arm) and not guards._is_of_torch(arm)]
+            guards._kinds[function, position] = _only(map(guards.kind, own))
+        return guards._kinds[function, position]
+
+    def _is_of_torch(self, value: ast.expr) -> bool:
+        return isinstance(value, ast.Call) and self.source.name(value.func).startswith("torch.distributed.")
+
+    def function(self, called: ast.expr) -> tuple[Guards, Function] | None:
+        """Return the function of the program that ``called`` names, with the guards of its file; None if it is unknown.
+
+        Leave out methods. A function of another file counts if only one file defines it, and if its name, or the name of a
+        module, is imported.
+        """
+        name = last_name(called)
+        if isinstance(called, ast.Name) and name in self.source.functions:
+            return None if self.source.is_ambiguous(name) else (self, self.source.functions[name])
+        root = called.value if isinstance(called, ast.Attribute) else called
+        imported = self._imported
+        if not isinstance(root, ast.Name) or not {root.id, "*"} & imported.keys() or root.id in self.source.values:
+            return None
+        if self.source.name(called).startswith(("torch.", "horovod.", "numpy.", "tensorflow.")):
+            return None
+        name = imported.get(name, name) if root is called else name
+        files = [file for file in self.source.files if file is not self.source and name in file.functions]
+        known = len(files) == 1 and not files[0].is_ambiguous(name)
+        return (Guards.of(files[0]), files[0].functions[name]) if known else None
+
+    @cached_property
+    def _imported(self) -> dict[str, str]:
+        """Map of each name that an import statement binds to the name in the imported module."""
+        imports = (node for node in self.source.nodes if isinstance(node, ast.Import | ast.ImportFrom))
+        return {alias.asname or alias.name.partition(".")[0]: alias.name for node in imports for alias in node.names}
 
     def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
         """Return whether both nodes are in the same branch of a condition on the rank, and so run on the same ranks."""
@@ -121,8 +176,8 @@ class Guards:
             return holds, f"{self.rank(test.left)} == {rank}"
         if self.rank(test):
             return False, f"{self.rank(test)} == 0"
-        returned = self._returned_test(test)
-        return self.signature(returned, depth + 1) if returned is not None else None
+        guards, returned = self._returned_test(test) or (self, None)
+        return guards.signature(returned, depth + 1) if returned is not None else None
 
     def _signature_of_operands(self, test: ast.BoolOp, depth: int) -> tuple[bool, str] | None:
         if isinstance(test.op, ast.Or):  # not args.horovod or rank == 0
@@ -132,13 +187,24 @@ class Guards:
         others = sorted(ast.unparse(value) for value in test.values if self.signature(value, depth) is None)
         return (found[0][0], " and ".join([found[0][1], *others])) if found else None
 
-    def _returned_test(self, value: ast.expr) -> ast.expr | None:
-        """Return the expression that ``is_main()``, ``self.is_main()`` or a property returns under Horovod, or None."""
+    def _returned_test(self, value: ast.expr) -> tuple[Guards, ast.expr] | None:
+        """Return the expression that ``is_main()``, ``self.is_main()`` or a property returns under Horovod, or None.
+
+        Return the guards of its file, too: the function may be in a different file.
+        """
         called = value.func if isinstance(value, ast.Call) else value
         if isinstance(value, ast.Call) and (value.args or value.keywords):
             return None
+        guards, function = self._tested_function(value, called) or (self, None)
+        ends = [node for node in ast.walk(function) if isinstance(node, ast.Return)] if function is not None else []
+        ends = [end for end in ends if not guards.is_without_horovod(end)]
+        return (guards, ends[0].value) if len(ends) == 1 and ends[0].value is not None else None
+
+    def _tested_function(self, value: ast.expr, called: ast.expr) -> tuple[Guards, Function] | None:
         function = self.source.functions.get(last_name(called))
-        if function is None or not self.source.is_only(function.name) or not isinstance(called, ast.Name | ast.Attribute):
+        if function is None:
+            return self.function(called) if isinstance(value, ast.Call) else None
+        if not self.source.is_only(function.name) or not isinstance(called, ast.Name | ast.Attribute):
             return None
         is_property = any(last_name(each) in ("property", "cached_property") for each in function.decorator_list)
         around = self.source.parents[function]
@@ -146,8 +212,7 @@ class Guards:
             return None
         if isinstance(called, ast.Attribute) and not self._is_own(called, around):
             return None
-        ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and not self.is_without_horovod(node)]
-        return ends[0].value if len(ends) == 1 else None
+        return self, function
 
     def _is_own(self, attribute: ast.Attribute, cls: ast.AST) -> bool:
         """Return whether ``attribute`` most likely belongs to an object of the script's class ``cls``."""
@@ -370,7 +435,7 @@ class Guards:
     def is_size(self, value: ast.expr) -> bool:
         """Return whether ``value`` is the number of ranks, or a variable that may hold it."""
         calls = (given for given in self.source.possible_values(value) if isinstance(given, ast.Call))
-        return any(self.source.hvd(call.func) == "size" for call in calls)
+        return any(self.source.hvd(call.func) == "size" for call in calls) or self.kind(value) == "size"
 
     @cached_property
     def _around_wraps(self) -> set[str]:
@@ -385,6 +450,16 @@ class Guards:
                         found.add(ast.unparse(above.test))
                 below = above
         return found
+
+
+def _is_constant(value: ast.expr) -> bool:
+    return isinstance(value.operand if isinstance(value, ast.UnaryOp) else value, ast.Constant)
+
+
+def _only(kinds: Iterable[str]) -> str:
+    """Return the only one of ``kinds``; "" if there are several, or none."""
+    found = set(kinds)
+    return found.pop() if len(found) == 1 else ""
 
 
 def _lines(statement: ast.stmt) -> range:

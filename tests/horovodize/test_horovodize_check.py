@@ -1907,6 +1907,44 @@ def test_an_optimizer_is_followed_into_functions_of_other_files(call, tmp_path):
     assert [found.line for found in BY_NAME["clip_before_synchronize"](sources[1])] == [line]
 
 
+HELPERS = (
+    "import horovod.torch as hvd\n"
+    "def start():\n    hvd.init()\n    rank = hvd.rank()\n    return rank, hvd.size()\n"
+    "def is_main():\n    return hvd.rank() == 0\n"
+    "def world():\n    if lib.enabled:\n        return hvd.size()\n    return 1\n"
+    "def mean(x):\n    if world() == 1:\n        return x\n    return hvd.allreduce(x)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "code", "count"),
+    [
+        ("collective_on_some_ranks", "if is_main():\n    mean(x)", 1),
+        ("collective_on_some_ranks", "def validate():\n    return own.mean(x)\nif own.is_main():\n    validate()", 1),
+        ("collective_on_some_ranks", "if main():\n    mean(x)", 1),
+        ("collective_on_some_ranks", "rank, size = start()\nif rank == 0:\n    hvd.barrier()", 1),
+        ("collective_on_some_ranks", "rank, size = start()\nif size == 0:\n    hvd.barrier()", 0),
+        ("collective_on_some_ranks", "rank, size = job.start()\nif rank == 0:\n    hvd.barrier()", 0),
+        ("collective_on_some_ranks", "if is_main():\n    np.mean(x)", 0),
+        ("rate_times_size", "rank, size = start()\no = SGD(p, lr=0.1 * size)", 1),
+        ("rate_times_size", "o = SGD(p, lr=0.1 * own.world())", 1),
+        ("rate_times_size", "rank, size = start()\no = SGD(p, lr=0.1 * rank)", 0),
+    ],
+)
+def test_functions_of_other_files_that_call_horovod_are_followed(rule, code, count, tmp_path):
+    imports = "import numpy as np\nfrom . import own\nfrom .own import is_main, mean, start\n"
+    texts = {"train.py": f"{imports}from .own import is_main as main\n", "own.py": HELPERS}
+    texts["train.py"] += f"import horovod.torch as hvd\n{WRAP}{code}\n"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    parsed = parse_scripts([str(tmp_path / name) for name in texts])
+    assert len(list(BY_NAME[rule](parsed[str(tmp_path / "train.py")][1]))) == count
+    if count:  # the functions may also be in the same file
+        alone = texts["own.py"] + texts["train.py"].replace("own.mean", "mean").replace("own.world", "world")
+        alone = alone.replace("own.is_main", "is_main").replace("if main()", "if is_main()").replace(imports, "")
+        assert len(list(BY_NAME[rule](Source(alone)))) == count
+
+
 def test_a_plain_optimizer_with_the_name_of_a_wrapped_argument_has_no_finding(tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text(f"import horovod.torch as hvd\n{WRAP}\ntrain(m, optimizer)\n")

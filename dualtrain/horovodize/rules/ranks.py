@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
@@ -127,7 +128,15 @@ class Collectives:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.guards = Guards.of(source)
+        #: Functions of all files that make such calls.
         self.own: set[Function] = set()
+        for file in source.files[1:]:
+            self.own |= file.once(_own_collectives)
+        self._find_own()
+
+    def _find_own(self) -> None:
+        """Add the functions of this file that make such calls to ``own``."""
+        source = self.source
         for _ in range(4):  # nested calls, four levels deep
             self.own |= {one for name, one in source.functions.items() if self._contains(one) and source.is_only(name)}
 
@@ -229,7 +238,8 @@ class Collectives:
         name, called = self.source.hvd(call.func), last_name(call.func)
         if name in COLLECTIVES - {"shutdown"}:  # shutdown on one rank ends Horovod on all ranks
             return name if keyword(call, "process_set") is None else ""
-        if called_function(self.source, call) in self.own:
+        _, function = self.guards.function(call.func) or (self.guards, called_function(self.source, call))
+        if function in self.own:
             return called
         if isinstance(call.func, ast.Attribute) and called in _OF_STATE and self._is_state(call.func.value):
             return called
@@ -250,6 +260,13 @@ class Collectives:
     def _contains(self, function: Function) -> bool:
         """Return whether ``function`` certainly makes a call that all ranks must make."""
         return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))
+
+
+def _own_collectives(source: Source) -> set[Function]:
+    """Return the functions of one file that make such calls themselves, or by other functions of the file."""
+    alone = copy(source)
+    alone.files = [alone]
+    return Collectives(alone).own
 
 
 def may_leave(node: ast.AST) -> bool:

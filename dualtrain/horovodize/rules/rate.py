@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from dualtrain.horovodize.nodes import given_values, keyword, last_name
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.nodes import given_values, keyword, last_name, names_of_target
 from dualtrain.horovodize.source import Finding, Function, Scope, Source
 
 _SIZES = ("size", "local_size", "cross_size")
@@ -173,6 +174,10 @@ class _Powers:
             (self._key(text, statement), value, statement, text if _contains(value, text) else "")
             for text, value, statement in source.assignments
         ]
+        for text, value, statement in source.assignments:  # rank, size = start()
+            for position, name in enumerate(names_of_target(text)):
+                if name != text and self._is_size(value, position):
+                    self._names[self._key(name, statement)] = 1.0
         for _ in range(4):  # chains of assignments, four levels deep
             self._names = {**self._names, **dict(self._assigned())}
 
@@ -239,10 +244,13 @@ class _Powers:
             return max(powers) if name == "max" else min(powers)
         function = self.source.functions.get(name) if isinstance(call.func, ast.Name) and depth < 4 else None
         if function is None:
-            return 0.0
+            return float(self._is_size(call))
         bound = {parameter.arg: power for parameter, power in zip(function.args.args, powers, strict=False)}
         bound |= {word.arg: self.of(word.value, given, depth) for word in call.keywords if word.arg}
         return max((self.of(end, bound, depth + 1) for end in self._ends[name]), default=0.0)
+
+    def _is_size(self, value: ast.expr, position: int | None = None) -> bool:
+        return "size" in self._sizes and Guards.of(self.source).kind(value, position) == "size"
 
     def _of_operation(self, value: ast.BinOp, given: Mapping[str, float] | None, depth: int) -> float:
         left, right = self.of(value.left, given, depth), self.of(value.right, given, depth)
