@@ -253,7 +253,9 @@ class GradientReducer:
         It is repeated if all averages were zero and the program changed them in place, for example by clipping: the
         gradients then look as if the model's ``zero_grad(set_to_none=False)`` had zeroed them.
         """
-        if self.extra._version == self._summed_version and torch.equal(self.extra, self._exchange.extra.double()):
+        sums = self._exchange.extra.double()
+        # ``torch.equal`` would compare NaN as different from itself.
+        if self.extra._version == self._summed_version and torch.allclose(self.extra, sums, 0, 0, equal_nan=True):
             self.extra.copy_(self._own_scalars)
 
     def begin_shards(self) -> None:
