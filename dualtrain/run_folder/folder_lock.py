@@ -91,13 +91,13 @@ class FolderLock:
         descriptor = generation.create(folder, number, owner)
         if descriptor is None:
             return
-        if generation.newest(folder) > number:  # this process was slow: others have made newer generations
-            generation.path_of(folder, number).unlink(missing_ok=True)
-            os.close(descriptor)
-            return
         self._folder, self.generation, self.run = folder, number, run
         self._owner, self._descriptor, self._status = owner, descriptor, os.fstat(descriptor)
         _held.add(self)
+        if generation.newest(folder) > number:  # this process was slow: others have made newer generations
+            generation.path_of(folder, number).unlink(missing_ok=True)
+            self.forget()
+            return
         generation.remove_older(folder, number)
         start_thread(self._renew, "dualtrain-owner")
 

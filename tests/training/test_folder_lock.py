@@ -82,6 +82,24 @@ def test_the_lock_is_released_after_the_run_and_after_an_error(tmp_path, monkeyp
     train(tmp_path, "--resume", "--epochs", "2")
 
 
+def test_a_lock_that_an_error_interrupts_is_released(tmp_path, monkeypatch):
+    newest, lock = generation.newest, FolderLock()
+
+    def fail_after_the_first(folder: Path) -> int:
+        number = newest(folder)
+        if number:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return number
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "newest", fail_after_the_first)
+        with pytest.raises(OSError, match="Stale file handle"):
+            lock.take(tmp_path, LIMIT)
+    lock.release()
+    with locked(tmp_path):
+        assert newest(tmp_path) == 2
+
+
 def test_the_lock_is_kept_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     may_write = threading.Event()
     write = Writer._write
