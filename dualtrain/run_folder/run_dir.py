@@ -212,8 +212,13 @@ def has_weights(path: Path, step: int) -> bool:
 class MetricsFile:
     """``metrics.jsonl``: one JSON object per line, without a buffer. A line that does not fit on the disk is removed."""
 
-    def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
+    def __init__(
+        self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock, evaluated: int | None = None
+    ) -> None:
         """Keep the lines up to ``step``. If some lines are not metrics, keep the old file too, and call ``report``.
+
+        ``evaluated`` is the step of the last evaluation up to ``step`` (default: ``step``). Lines of later evaluations are
+        removed, since the run evaluates that step again.
 
         Raises OSError, SupersededError.
         """
@@ -225,7 +230,9 @@ class MetricsFile:
             link_whole(path, aside)
             found = "1 line that is not a metric" if unreadable == 1 else f"{unreadable} lines that are not metrics"
             report(f"{path} has {found}, left out of the new file; the old file is kept as {aside.name}")
-        content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
+        last = {"epoch": step if evaluated is None else evaluated}  # of a kind of line; ``step`` for other kinds
+        kept = [line for line in lines if line["step"] <= last.get(str(line.get("kind")), step)]
+        content = "".join(json.dumps(line) + "\n" for line in kept).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags), "ab", buffering=0)

@@ -250,6 +250,7 @@ class Run:
             launcher=self.backend.world.launcher,
             total=self.total_steps,
             done=self.cursor.step,
+            evaluated=self.cursor.evaluated_step,
             lock=self.lock,
         )
 

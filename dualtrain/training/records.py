@@ -30,6 +30,7 @@ class Records:
         launcher: the launcher that started the process.
         total: optimizer steps in the whole run.
         done: optimizer steps that the run took before this start.
+        evaluated: the step of the last evaluation before this start.
         lock: the folder's lock. If it is superseded, because another process uses the folder, nothing is written.
 
     Attributes:
@@ -45,11 +46,12 @@ class Records:
         launcher: str,
         total: int,
         done: int,
+        evaluated: int,
         lock: FolderLock,
     ) -> None:
         self.progress = Progress(total, done, shown=shown, launcher=launcher, seconds=output.log_seconds)
         self._lock = lock
-        self._metrics = MetricsFile(folder, done, self.progress.warn, lock) if shown else None
+        self._metrics = MetricsFile(folder, done, self.progress.warn, lock, evaluated) if shown else None
         self._board = _board(folder, done) if shown and output.tensorboard else None
         self._every = output.log_every
         self._since, self._samples = time.perf_counter(), 0

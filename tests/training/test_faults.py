@@ -322,6 +322,27 @@ def test_a_full_disk_at_the_last_tensorboard_events_only_causes_a_warning(tmp_pa
     assert said in caplog.text
 
 
+def test_an_evaluation_that_a_resumed_run_repeats_has_one_line_of_metrics(tmp_path, monkeypatch):
+    flags, save = ("--checkpoint-every", "2", "--checkpoint-epochs", "2"), loop.Run._save
+
+    def killed_after_the_evaluation(run: loop.Run, *, best: bool) -> None:
+        if best:
+            raise KilledError
+        save(run, best=best)
+        run.writer.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "_save", killed_after_the_evaluation)
+        with pytest.raises(KilledError):
+            train(tmp_path, 2, *flags)
+    train(tmp_path, 2, *flags, "--resume")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        *(("step", 1), ("step", 2), ("epoch", 2)),
+        *(("step", 3), ("step", 4), ("epoch", 4)),
+    ]
+
+
 def test_a_partly_written_metrics_line_is_removed_if_the_disk_is_full(tmp_path):
     file = MetricsFile(tmp_path, 0, print, FolderLock())
     file.write(step=1)
