@@ -217,8 +217,8 @@ sys.meta_path.insert(0, Missing())
 said = {"missing": refusal("horovod", ALONE)}
 del sys.meta_path[0]
 if find_spec("horovod"):
-    place = "127.0.0.1", int(sys.argv[1])
-    said["port"] = refusal("horovod", World(0, 2, 0, 2, launcher="environment", rendezvous=place))
+    address = "127.0.0.1", int(sys.argv[1])
+    said["port"] = refusal("horovod", World(0, 2, 0, 2, launcher="environment", rendezvous=address))
     import horovod.torch as hvd
     hvd.init()
     said["found"] = refusal("horovod", ELSEWHERE)

@@ -104,8 +104,8 @@ def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
     server = serve(listen("127.0.0.1", [0], 2), 2, "job 0 ")
     try:
         port = server._listening.getsockname()[1]
-        place = rank(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DUALTRAIN_SECRET="job 1")
-        said = alone(place, 20, monkeypatch, capsys)
+        variables = rank(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DUALTRAIN_SECRET="job 1")
+        said = alone(variables, 20, monkeypatch, capsys)
         assert server.call("count") == 0
     finally:
         server.close()
@@ -163,11 +163,11 @@ LAUNCHED = {
 def horovodrun(size):
     """Run a fake of horovodrun's key-value server; yield, per rank, the variables of ``horovodrun --gloo`` on loopback."""
     server = KeyValueServer()
-    place = {"LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1, "HOSTNAME": "localhost", "SIZE": size}
-    place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": server.server_port, "CONTROLLER": "gloo"}
+    variables = {"LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1, "HOSTNAME": "localhost", "SIZE": size}
+    variables |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": server.server_port, "CONTROLLER": "gloo"}
     try:
         yield [
-            {f"HOROVOD_{key}": str(value) for key, value in (place | {"RANK": n, "LOCAL_RANK": n}).items()}
+            {f"HOROVOD_{key}": str(value) for key, value in (variables | {"RANK": n, "LOCAL_RANK": n}).items()}
             for n in range(size)
         ]
     finally:

@@ -116,8 +116,8 @@ def test_an_incomplete_set_of_launcher_variables_is_a_problem(monkeypatch, capsy
 
 def test_a_rendezvous_without_a_server_fails_within_the_timeout(tmp_path):
     port = str(free_port())
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    end = run((*DOCTOR, "--timeout", "1"), tmp_path, env=ENV | place)
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    end = run((*DOCTOR, "--timeout", "1"), tmp_path, env=ENV | variables)
     assert end.returncode == 2
     assert end.stdout == ""  # only rank 0 prints the report
     (said,) = end.stderr.splitlines()

@@ -138,11 +138,11 @@ except KeyboardInterrupt:
 def test_imports_show_progress_and_a_ctrl_c_prints_one_line_for_the_job(tmp_path, command, rank):
     given = {"rank": "1", "process": "getppid"} if rank is None else {"rank": rank, "process": "getpid"}
     (tmp_path / "torch.py").write_text(INTERRUPTED.format(**given))
-    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    rank_variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    rank_variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     if rank is None:  # rank 1 interrupts its parent: the command that starts the ranks
-        place, command = {}, [*command, "--nproc", "2"]
-    env = {**without_launchers(os.environ), **place, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        rank_variables, command = {}, [*command, "--nproc", "2"]
+    env = {**without_launchers(os.environ), **rank_variables, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", *command, "--log-seconds", "0.02"]
     end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert end.returncode == 130
@@ -156,9 +156,9 @@ def test_a_ctrl_c_while_predict_imports_torch_prints_one_line(tmp_path):
     for name, content in {"config": {}, "task": {"kind": "classes", "shape": [1, 8, 8], "classes": 10}}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "model.safetensors").touch()
-    place = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    rank_variables = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "dualtrain", "predict", str(tmp_path), "image.png"]
-    env = {**without_launchers(os.environ), **place}
+    env = {**without_launchers(os.environ), **rank_variables}
     end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (end.returncode, end.stdout, end.stderr) == (130, "", "dualtrain: error: interrupted\n")
 

@@ -269,10 +269,10 @@ def test_a_timeline_has_calls_that_began_before_it_and_a_line_per_gradient(real,
 def initializes_for_cpus(backend, port):
     """Call ``init`` on a host with one GPU for two ranks, in a script that does not use the GPU."""
     hvd, rank = ours(), str(backend.rank)
-    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank_variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    rank_variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with (
-        mock.patch.dict(os.environ, place),
+        mock.patch.dict(os.environ, rank_variables),
         mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1),
     ):
         hvd.init()

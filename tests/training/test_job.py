@@ -153,8 +153,8 @@ def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_
 
 
 def test_the_store_of_torchruns_agent_keeps_the_jobs_name(tmp_path):
-    def name(place: dict[str, str]) -> str:
-        return job_of(detect_world(place), 20.0)
+    def name(variables: dict[str, str]) -> str:
+        return job_of(detect_world(variables), 20.0)
 
     with forked.torchrun_variables(2) as ranks, forked.torchrun_variables(1) as [other]:
         names = [name(variables) for variables in (*ranks, *ranks)]
