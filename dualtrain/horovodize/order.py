@@ -57,13 +57,15 @@ def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Ite
 
 
 def called(source: Source, call: ast.Call) -> Function | None:
-    """Return the script's function or method that ``call`` calls, or None.
+    """Return the script's function or method that ``call`` calls, or None; ``__init__`` for a class of the script.
 
     ``model.train()`` does not call a function ``train`` of the script.
     """
     function = source.functions.get(last_name(call.func))
     if function is None:
-        return None
+        made = [one for one in source.classes if isinstance(call.func, ast.Name) and one.name == call.func.id]
+        parts = (part for one in made for part in one.body if isinstance(part, Function))
+        return next((part for part in parts if part.name == "__init__"), None)
     method = isinstance(source.parents[function], ast.ClassDef)
     if isinstance(call.func, ast.Attribute):
         owner = call.func.value

@@ -178,6 +178,13 @@ CASES = [
         f"{WRAP}data = Pairs(torch.randn(9))\nloader = {LOADER}",
     ),
     (
+        "events_of_all_ranks",  # the constructor of a class that is made after hvd.init()
+        f"from torch.utils.tensorboard import SummaryWriter\nclass T:\n    def __init__(self):\n"
+        f"        self.w = SummaryWriter('runs')\n        {WRAP}        self.w.add_scalar('x', 1)\n{INIT}T()",
+        f"from torch.utils.tensorboard import SummaryWriter\nclass T:\n    def __init__(self):\n"
+        f"        self.w = SummaryWriter('runs')\n        {WRAP}        self.w.add_scalar('x', 1)\nT()\n{INIT}",
+    ),
+    (
         "sampler_without_ranks",
         f"if args.train:\n    s = torch.utils.data.DistributedSampler(d)\n{WRAP}",
         f"if args.ddp:\n    s = torch.utils.data.DistributedSampler(d)\n{WRAP}",
