@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
@@ -16,6 +19,7 @@ _IMPORTS = re.compile(
     re.MULTILINE,
 )
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
+_QUIET = 5.0
 
 
 class Found(NamedTuple):
@@ -61,15 +65,19 @@ def find_sources(names: Sequence[str]) -> Found:
 def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
     """Yield the Python files below ``folder`` in order, except in hidden folders, virtual environments and ``_LEFT_OUT``.
 
-    Folders that cannot be read are added to ``unreadable``.
+    Folders that cannot be read are added to ``unreadable``. The current folder is printed every ``_QUIET`` seconds.
     """
-    found = False
+    found, shown = False, time.monotonic()
     for path, folders, files in os.walk(folder, onerror=lambda error: unreadable.append(str(error.filename))):
         kept = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
         folders[:] = sorted(name for name in kept if not os.path.exists(os.path.join(path, name, "pyvenv.cfg")))
-        regular = (os.path.join(path, name) for name in sorted(files) if name.endswith(".py"))
-        for name in filter(os.path.isfile, regular):
-            found = True
-            yield name
+        names = (os.path.join(path, name) for name in sorted(files) if name.endswith(".py"))
+        for name in (None, *names):
+            if time.monotonic() - shown > _QUIET:
+                shown = time.monotonic()
+                show(f"reading {path}", sys.stderr)
+            if name is not None and os.path.isfile(name):
+                found = True
+                yield name
     if not found:
         raise UserError(f"the folder {folder!r} has no readable Python file: name a script, or the folder of your scripts")

@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 
+from dualtrain.horovodize import folders
 from dualtrain.horovodize.check import check, findings
 from dualtrain.horovodize.names import MODULE_NAMES, RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
@@ -2002,6 +2003,14 @@ def test_checking_a_folder_reads_only_its_files_that_import_horovod(tmp_path, ca
     assert lines == [f"{tmp_path}/b.py:2", f"{tmp_path}/inner/a.py:2"]
     assert skipped == (f"2 files skipped: 1 without an import of horovod and 1 that cannot be read ({tmp_path}/old.py)")
     assert last == "2 files read: 2 traps; --fix repairs 2 of them"
+
+
+def test_checking_a_large_folder_says_where_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(folders, "_QUIET", 0)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    assert check([str(tmp_path)]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"reading {tmp_path / 'inner'}"
 
 
 def test_a_folder_without_horovod_has_no_findings(tmp_path, capsys):
