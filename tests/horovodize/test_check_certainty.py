@@ -66,6 +66,23 @@ CASES = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\nfor epoch in range(3): pass",
         "d.sampler = torch.utils.data.DistributedSampler(d, 2, 0)\nfor epoch in range(3):\n    print(d.sampler)",
     ),
+    *(
+        (
+            "same_order_every_epoch",  # no finding if other code gets the loader by another variable
+            f"s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n{copy}\n"
+            "for epoch in range(3):\n    for x in l: pass",
+            f"s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n{copy}\n"
+            "for epoch in range(3):\n    lib.fit(all)",
+        )
+        for copy in ("all = l", "all = {'train': l}", "all = [(l, 1)]")
+    ),
+    (
+        "same_order_every_epoch",  # no finding if other code gets the loader in a dict
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "for epoch in range(3):\n    for x in l: pass",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "for epoch in range(3):\n    lib.fit(loaders={'train': l})",
+    ),
     (
         "saved_by_all_ranks",  # no finding if a subclass that uses Horovod overrides the method
         f"{BASE}class Own(Base):\n    def load(self):\n        pass\n{INIT}Base().fit()",

@@ -53,15 +53,25 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
         return leaves_program(source, loader)
     if not name or (target.startswith("self.") and _has_unknown_base(source, call)):
         return True
-    for file, node in _loads(source, name):
+    return _leaves_program(source, name, depth=0)
+
+
+def _leaves_program(source: Source, name: str, depth: int) -> bool:
+    """Return whether code outside the program's files may get the value of the variable ``name``."""
+    for file, use in _loads(source, name):
+        node = _with_container(file, use)
         if isinstance(entry := file.parents[node], ast.Subscript) and entry.value is node:
             node = entry
         parent = file.parents[node]
-        parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
-        if node is entry and not isinstance(parent, ast.Call | ast.For | ast.Attribute | ast.Return):
+        if node is entry and not isinstance(parent, ast.Call | ast.For | ast.Attribute | ast.Return | ast.keyword):
             return True  # train = loaders["train"], for example; uses of this variable are not examined
+        parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
         if isinstance(parent, ast.Attribute) and parent.attr in ("items", "values"):
             return True
+        if isinstance(parent, ast.Assign) and parent.value is node:  # all = {"train": loader}
+            copies = {last_name(target) for target in parent.targets} - {name, ""}
+            if depth < 3 and any(_leaves_program(source, copy, depth + 1) for copy in copies):
+                return True
         if isinstance(parent, ast.Call) and parent.func is not node:
             if _is_loader(parent):
                 if leaves_program(file, parent) if _name_of(file, parent) else _is_returned(file, parent):
@@ -71,6 +81,13 @@ def leaves_program(source: Source, call: ast.Call) -> bool:
         elif _is_returned(file, node):
             return True
     return False
+
+
+def _with_container(source: Source, node: ast.AST) -> ast.AST:
+    """Return the outermost dict, list or tuple that contains ``node`` directly or in another one; else ``node``."""
+    while isinstance(source.parents[node], ast.Dict | ast.List | ast.Tuple):
+        node = source.parents[node]
+    return node
 
 
 def loader_around(source: Source, call: ast.Call) -> ast.Call | None:
