@@ -26,6 +26,7 @@ LOADER = "torch.utils.data.DataLoader(data, shuffle=True)"
 CLIP = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(q, 1)\n"
 STEP = "    loss.backward()\n    optimizer.step()\n"
 LOSS = f"{WRAP}for x in data:\n    loss = model(x)\n"
+STOPPER = f"{WRAP}stopper = EarlyStopping()\nfor epoch in range(9):\n{STEP}"
 FIRST = "class T:\n    @property\n    def first(self):\n        return hvd.rank() == 0\n"
 CRITICS = "first = torch.nn.Linear(1, 1)\nsecond = torch.nn.Linear(1, 1)\nfirst.train()\nsecond.train()\n"
 AUGMENTED = "class Data:\n    def __getitem__(self, i):\n        return numpy.random.rand(3)\n"
@@ -556,6 +557,24 @@ CASES = [
         "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
         f"def fit(data):\n    {WRAP}    d = Data(data.folder)\n"
         "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(read())",
+    ),
+    *(
+        (
+            "loop_by_value_of_some_ranks",  # an object that only rank 0 calls; no finding if other ranks may change it
+            f"{STOPPER}    if hvd.rank() == 0:\n        stopper{call}(loss)\n    if stopper.stop:\n        break",
+            f"{STOPPER}    if hvd.rank() == 0:\n        stopper{call}(loss)\n    {other}\n"
+            "    if stopper.stop:\n        break",
+        )
+        for call in ("", ".step")
+        for other in (f"stopper{call}(0)", "share(stopper)", "stopper.stop = hvd.broadcast_object(stopper.stop)")
+    ),
+    (
+        "loop_by_value_of_some_ranks",  # an attribute that only rank 0 sets
+        f"{WRAP}class T:\n  def fit(self):\n    self.stop = False\n    for epoch in range(9):\n"
+        "      loss.backward()\n      optimizer.step()\n      if hvd.rank() == 0:\n        self.stop = loss < best\n"
+        "      if self.stop:\n        break",
+        f"{WRAP}class T:\n  def fit(self):\n    self.stop = False\n    for epoch in range(9):\n"
+        "      loss.backward()\n      optimizer.step()\n      self.stop = loss < best\n      if self.stop:\n        break",
     ),
     (
         "loop_by_value_of_some_ranks",  # no finding if a decorator may send the value

@@ -38,7 +38,9 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
             collective, text = look.first_in(loop.body), ast.unparse(name)
             if not collective or guards.looks_like_one_rank(loop):
                 continue
-            if not _is_set_on_some_ranks(source, name) and not _is_result_of_some_ranks(source, name):
+            if not any(
+                is_own(source, name) for is_own in (_is_set_on_some_ranks, _is_result_of_some_ranks, _is_changed_by_calls)
+            ):
                 continue
             message = (
                 f"only some ranks set {text}, which decides how often this loop runs, so that {collective}() of other "
@@ -57,8 +59,8 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.At
     exits = [node for part in loop.body for node in ast.walk(part) if may_leave(node)]
     endless = isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))
     for one in loop.body if endless else ():
-        if isinstance(one, ast.If) and isinstance(one.test, ast.Name) and isinstance(one.body[-1], ast.Break):
-            yield from [one.test] if exits == one.body[-1:] else []
+        if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break) and exits == one.body[-1:]:
+            yield from [one.test] if isinstance(one.test, ast.Name | ast.Attribute) else []
 
 
 def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
@@ -112,6 +114,27 @@ def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> 
         (len(ends) > 1 and guards.is_on_some_ranks(given[0]) and not guards.is_without_horovod(given[0]))
         or (isinstance(given[0].value, ast.Name) and _is_set_on_some_ranks(source, given[0].value))
     )
+
+
+def _is_changed_by_calls(source: Source, name: ast.Name | ast.Attribute) -> bool:
+    """Return whether ``name`` is an attribute of an object that only some ranks call, as in ``stopper(loss)``.
+
+    All ranks make the object. The program must not send any values.
+    """
+    if not isinstance(name, ast.Attribute) or not isinstance(name.value, ast.Name) or may_send(source):
+        return False
+    guards, owner = Guards.of(source), name.value
+    made = [(value, at) for target, value, at in source.assignments if target == owner.id]
+    if len(made) != 1 or not isinstance(made[0][0], ast.Call) or guards.looks_like_one_rank(made[0][1]):
+        return False
+    if source.scope(made[0][1]) is not source.scope(name) or owner.id in source.parameters(name):
+        return False
+    uses = [node for node in source.mentions[owner.id] if isinstance(node, ast.Name) and not is_stored(node)]
+    parents = [source.parents[node] for node in uses]
+    others = [parent for parent in parents if not isinstance(parent, ast.Attribute) or parent.attr != name.attr]
+    calls = [source.parents[other] if isinstance(other, ast.Attribute) else other for other in others]
+    known = all(isinstance(call, ast.Call) and call.func in (*uses, *others) for call in calls)
+    return bool(calls) and known and all(map(guards.is_on_some_ranks, calls))
 
 
 def _home(source: Source, name: ast.Name | ast.Attribute, node: ast.AST) -> ast.AST:
