@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from dualtrain.differences import ranks_in_words
 from dualtrain.errors import BackendError, UserError
 
 MESSAGE_BYTES = 1 << 24
@@ -261,7 +262,7 @@ def _accept_each(ranks: Ranks, address: str, name: str, connections: dict[int, C
             except TimeoutError:
                 missing = sorted(set(range(1, ranks.size)) - set(connections))
                 raise BackendError(
-                    f"{name}: ranks {missing} did not connect to rank 0 within {ranks.timeout:g} s"
+                    f"{name}: {ranks_in_words(missing)} did not connect to rank 0 within {ranks.timeout:g} s"
                 ) from None
             try:
                 connection = Connection.accept(accepted, secret)
