@@ -61,6 +61,20 @@ CASES = [
         f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
         f"def run(loader):\n    print(len(loader))\nrun(test_loader)\n{TRAIN}",
     ),
+    (
+        "padded_evaluation",  # an incomplete last batch is left out, but then something must combine the results
+        f"test_sampler = {SAMPLER}\nl = torch.utils.data.DataLoader(d, sampler=test_sampler, drop_last=True)\n"
+        "hvd.allreduce_(torch.Tensor(0), name='barrier')\nfor x in l:\n    total += model(x)",
+        f"test_sampler = {SAMPLER}\n"
+        "l = torch.utils.data.DataLoader(d, sampler=test_sampler if many else None, drop_last=True)\n"
+        "for x in l:\n    total += model(x)\nt = torch.zeros(2)\nt[0] = total\nhvd.allreduce_(t)",
+    ),
+    (
+        "padded_evaluation",
+        f"test_sampler = {SAMPLER}\nl = torch.utils.data.DataLoader(d, sampler=test_sampler)\nfor x in l:\n    model(x)",
+        f"test_sampler = {SAMPLER}\nl = torch.utils.data.DataLoader(d, sampler=test_sampler, drop_last=True)\n"
+        "for x in l:\n    total += model(x)\nmean = hvd.allreduce(torch.tensor([total, 1]))",
+    ),
     ("padded_evaluation", f"test_sampler = {SAMPLER}", f"test_data.sampler = {SAMPLER}\nlearn(test_data.sampler)"),
     (
         "same_order_every_epoch",

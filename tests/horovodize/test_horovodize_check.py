@@ -1210,7 +1210,7 @@ CASES = [
         "test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler)\nfor x in test_loader: pass",
         "test_sampler = torch.utils.data.DistributedSampler(test_data, 2, 0)\n"
         "test_loader = torch.utils.data.DataLoader(test_data, sampler=test_sampler, drop_last=True)\n"
-        "for x in test_loader: pass",
+        "for x in test_loader: hvd.allreduce_(x)",
     ),
     (
         "adasum_skipping",

@@ -21,7 +21,7 @@ def discarded_result(source: Source) -> Iterator[Finding]:
     """A collective whose result or handle is discarded."""
     for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC, *OBJECTS):
         alone = isinstance(source.parents[call], ast.Expr)
-        if not (alone or _is_unused(source, call)) or _is_barrier(source, call) or _expects_error(source, call):
+        if not (alone or _is_unused(source, call)) or is_barrier(source, call) or _expects_error(source, call):
             continue
         name = source.hvd(call.func)
         if name in ASYNC:
@@ -115,7 +115,7 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
     return []
 
 
-def _is_barrier(source: Source, call: ast.Call) -> bool:
+def is_barrier(source: Source, call: ast.Call) -> bool:
     """Return whether the call may be only a barrier.
 
     It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input

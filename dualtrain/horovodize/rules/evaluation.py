@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, is_bool, keyword, last_name
+from dualtrain.horovodize.rules.discarded import is_barrier
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -28,11 +29,14 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if not is_distributed_sampler(source, call) and not source.hvd(call.func).endswith(".ElasticSampler"):
             continue
-        if not is_for_evaluation(source, call) or not is_read(source, call) or _drops_last(source, call):
+        if not is_for_evaluation(source, call) or not is_read(source, call):
             continue
         combined = any(_combines(file, one) for file in source.files for one in file.calls)
         known = not combined and not leaves_program(source, call) and not _is_returned_with(source, call)
-        yield Finding(call.lineno, "trap", _PARTIAL if known or _evaluates_on_some_ranks(source) else _PADDED)
+        if known or _evaluates_on_some_ranks(source):
+            yield Finding(call.lineno, "trap", _PARTIAL)
+        elif not _drops_last(source, call):
+            yield Finding(call.lineno, "trap", _PADDED)
 
 
 _PADDED = (
@@ -68,6 +72,9 @@ def _combines(source: Source, call: ast.Call) -> bool:
     if name.startswith(("torch.", "numpy.", "os.")) and not name.startswith("torch.distributed"):
         return False
     if source.hvd(call.func):
+        made_here = bool(call.args) and isinstance(call.args[0], ast.Call) and isinstance(source.parents[call], ast.Expr)
+        if made_here and is_barrier(source, call):
+            return False  # nothing can read hvd.allreduce_(torch.zeros(1))
         return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
     called = last_name(call.func)
     if called[:1].isupper():
@@ -81,7 +88,12 @@ def _drops_last(source: Source, sampler: ast.Call) -> bool:
     """Return whether the loaders with ``sampler`` leave out an incomplete last batch, and with it the repeated samples."""
     names = {target for target, value, _ in source.assignments if value is sampler}
     given = [(call, keyword(call, "sampler")) for call in source.calls]
-    loaders = [call for call, value in given if value is sampler or (value is not None and ast.unparse(value) in names)]
+    arms = [
+        (call, part)
+        for call, value in given
+        for part in ([value.body, value.orelse] if isinstance(value, ast.IfExp) else [value])
+    ]
+    loaders = [call for call, value in arms if value is sampler or (value is not None and ast.unparse(value) in names)]
     drops = [keyword(loader, "drop_last") for loader in loaders]
     return bool(drops) and all(is_bool(value, True) for value in drops)
 
