@@ -370,6 +370,7 @@ class GradientReducer:
             exchange.refuse_change(slot)
             bucket.pending += 1
         slot.ready_in_round = schedule.round
+        slot.ready_version = slot.param._version  # private in torch 2.5 to 2.15, as in ``Exchange``
         if slot.copies_early:
             slot.copy_to_bucket()
         if schedule.mark_ready(bucket) and not has_later_hook(self, slot):
@@ -397,6 +398,8 @@ class GradientReducer:
             # ``reduce`` can average gradients whose hooks did not run, but raises an error while hooks are dropped:
             # restore the hooks first.
             self.hooks.restore()
+            if self.backend.size > 1:
+                self._exchange.find_stepped()
             self.reduce()
 
     def _forget_failed_pass(self) -> None:

@@ -16,12 +16,14 @@ class RefusedSlots:
         sparse: its gradient is sparse, although only dense ones can be summed. Found by ``Bucket.pack``.
         reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
         trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``.
+        stepped: its parameter was changed and its gradient dropped in backward. Found by ``Exchange.find_stepped``.
     """
 
     misplaced: Slot | None = None
     sparse: Slot | None = None
     reshaped: Slot | None = None
     trained_elsewhere: Slot | None = None
+    stepped: Slot | None = None
 
     def reason(self) -> str | None:
         """Return the first reason to refuse, for an error message; ``None`` if there is none."""
@@ -42,5 +44,11 @@ class RefusedSlots:
             return (
                 f"parameter {self.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
                 "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
+            )
+        if self.stepped is not None:
+            return (
+                f"parameter {self.stepped.name!r} was changed in backward, and its gradient was dropped before it was "
+                "averaged (by step() and zero_grad() of an optimizer in a hook), so that weights differ: call both after "
+                "backward"
             )
         return None

@@ -648,6 +648,27 @@ def test_one_rank_may_drop_the_gradients_of_a_pass():
     run_threads(2, drops_alone)
 
 
+def steps_in_backward(backend):
+    """Step and drop each gradient in a hook. Every rank changes its weights by its own gradients, and must refuse this."""
+    model = perceptron()
+    reducer = GradientReducer(model.named_parameters(), backend)
+    vector_loss(model, backend.rank).backward()  # makes the bucket
+
+    def step(p):
+        torch.optim.SGD([p], lr=0.1).step()
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    with pytest.raises(BackendError, match="changed in backward, and its gradient was dropped"):
+        vector_loss(model, backend.rank).backward()
+    reducer.close()
+
+
+def test_steps_in_hooks_are_refused_if_they_use_local_gradients():
+    run_threads(2, steps_in_backward)
+
+
 def drops_in_backward(backend):
     """On one rank, let a hook call zero_grad() before backward has reached all parameters."""
     model = perceptron()
