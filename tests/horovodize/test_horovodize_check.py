@@ -517,6 +517,23 @@ CASES = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0, shuffle=False)\nfor epoch in range(3): pass",
     ),
     (
+        "same_order_every_epoch",  # a script that counts steps reads the loader again when it ends
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nloader = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "batches = iter(loader)\nfor step in range(9):\n    try:\n        x = next(batches)\n    except StopIteration:\n"
+        "        batches = iter(loader)\n        x = next(batches)",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\nloader = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "batches = iter(loader)\nwhile True:\n    try:\n        x = next(batches)\n    except StopIteration:\n"
+        "        break\n    for y in test_loader: pass",
+    ),
+    (
+        "same_order_every_epoch",
+        "def endless(loader):\n    while True:\n        for batch in loader:\n            yield batch\n"
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\n"
+        "for x in endless(torch.utils.data.DataLoader(d, sampler=s)): pass",
+        "while step < 9:\n    d = data(step)\n    s = torch.utils.data.DistributedSampler(d, 2, 0)\n"
+        "    loader = torch.utils.data.DataLoader(d, sampler=s)\n    for x in loader:\n        step += 1",
+    ),
+    (
         "sampler_by_local_rank",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.local_rank())  # HERE",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())\n"

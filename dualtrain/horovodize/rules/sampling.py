@@ -130,8 +130,10 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     calls = [_sets_constant(file, node) for file in source.files for node in file.nodes if _sets_epoch(node)]
     if not all(calls) or has_trainer(source):
         return
-    loops = _epoch_loops(source)
-    for call in distributed_samplers(source) if loops else ():
+    loops, endless = _epoch_loops(source), _endless_reads(source)
+    for call in distributed_samplers(source):
+        if not loops and all(read in source.above(call) for read in endless):
+            continue  # no loop over epochs, or each pass makes its own sampler
         shuffle = keyword(call, "shuffle")
         shuffles = shuffle is None or is_bool(shuffle, True)
         scope = getattr(source.scope(call), "name", "")
@@ -215,6 +217,26 @@ def _epoch_loops(source: Source) -> list[ast.For]:
     loops = [loop for loop in loops if last_name(loop.iter.func) in _COUNTS]  # type: ignore[attr-defined]
     named = [loop for loop in loops if isinstance(loop.target, ast.Name) and _EPOCH.search(loop.target.id)]
     return [loop for loop in named if not _runs_once(source, loop)]
+
+
+def _endless_reads(source: Source) -> list[ast.AST]:
+    """Return the loops and handlers that read a loader again when it ends, in scripts that count steps, not epochs.
+
+    These are ``while`` loops around ``for … in loader`` (not a loader of test data), and ``except StopIteration:`` with a
+    call of ``iter``.
+    """
+    found: list[ast.AST] = []
+    for node in source.nodes:
+        if isinstance(node, ast.While):
+            iters = [loop.iter for loop in ast.walk(node) if isinstance(loop, ast.For)]
+            names = [last_name(part) for value in iters for part in ast.walk(value)]
+            if any("loader" in name.lower() and not is_evaluation(name) for name in names):
+                found.append(node)
+        elif isinstance(node, ast.ExceptHandler):
+            calls = [last_name(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
+            if "iter" in calls and node.type is not None and last_name(node.type) == "StopIteration":
+                found.append(node)
+    return found
 
 
 def _runs_once(source: Source, loop: ast.For) -> bool:
