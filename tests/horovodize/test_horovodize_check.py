@@ -312,6 +312,20 @@ CASES = [
         "with optimizer.skip_synchronize():\n    scaler.step(optimizer)",
     ),
     (
+        "scaler_before_synchronize",  # no finding in the else of ``if multi_gpu:``, which runs with one process
+        WRAP + "loss.backward()\nif clips:\n    if multi_gpu:\n        optimizer.synchronize()\n    else:\n"
+        "        scaler.unscale_(optimizer)\nelse:\n    scaler.step(optimizer)  # HERE",
+        WRAP + "loss.backward()\nif multi_gpu:\n    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n"
+        "        scaler.step(optimizer)\nelse:\n    scaler.step(optimizer)",
+    ),
+    (
+        "clip_before_synchronize",
+        WRAP + "loss.backward()\nif amp:\n    optimizer.synchronize()\nelse:\n    clip_grad_norm_(p, 1)  # HERE\n"
+        "optimizer.step()",
+        WRAP + "loss.backward()\nif multi_gpu:\n    optimizer.synchronize()\nelse:\n    clip_grad_norm_(p, 1)\n"
+        "optimizer.step()",
+    ),
+    (
         "scaler_before_synchronize",
         WRAP + "loss.backward()\nif amp:\n    optimizer.synchronize()\nelse:\n    scaler.step(optimizer)  # HERE",
         WRAP + "for o in [1]:\n    optimizer.synchronize()\n    other.step()\n    with optimizer.skip_synchronize():\n"

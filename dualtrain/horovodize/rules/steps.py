@@ -24,6 +24,8 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
                 continue  # scaler_before_synchronize reports the line with unscale_
             if _may_be_synchronized(source, events, number) or _is_of_another_optimizer(source, event):
                 continue
+            if _is_for_one_process(source, events, event):
+                continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later) and not _may_be_averaged(source, events, number):
                 message = f"{_early(event)}; {_CURE}"
@@ -48,6 +50,8 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
             if has(before, "synchronize", event.optimizer) or has(before, "unscale", event.optimizer):
                 continue
             if _may_be_synchronized(source, events, number) or _is_none(source, event.node.func):
+                continue
+            if _is_for_one_process(source, events, event):
                 continue
             cure = _CURE.replace("step inside", "scaler.step(…) inside")
             message = "the GradScaler checks gradients before they are averaged: one rank may skip a step that others take"
@@ -103,6 +107,21 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
         return True
     calls = (call for file in source.files for call in file.calls if not file.name(call.func))
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
+
+
+#: Words in conditions that are true if there are several processes.
+_SEVERAL = re.compile(r"dist|multi|parallel|world", re.IGNORECASE)
+
+
+def _is_for_one_process(source: Source, events: list[Event], event: Event) -> bool:
+    """Return whether ``event`` is in the ``else`` of ``if multi_gpu:``, or similar, with synchronize() in its body."""
+    synchronized = [one.node for one in events if one.kind == "synchronize"]
+    for branch in source.around(event.node, ast.If):
+        inside = {node for statement in branch.body for node in ast.walk(statement)}
+        averages = event.node not in inside and any(node in inside for node in synchronized)
+        if averages and _SEVERAL.search(ast.unparse(branch.test)):
+            return True
+    return False
 
 
 def _since_last_pass(source: Source, events: list[Event], number: int) -> tuple[list[ast.Call], list[ast.Call]]:
