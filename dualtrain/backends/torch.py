@@ -20,6 +20,7 @@ import errno
 import json
 import os
 import secrets
+import threading
 import time
 import weakref
 from array import array
@@ -78,34 +79,46 @@ _ADDRESS_BYTES = 128  # longest text of an address, a port and a key prefix
 #: must never drop its parent's groups, since it does not have their threads: it would wait for them, or crash.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
+_ENDING: list[threading.Thread] = []  # threads that still end groups, of backends without a failed peer
+_EXIT_SECONDS = 30.0  # longest wait for these threads at exit
 
 
-def _end(groups: list[Any]) -> None:
+def _end(groups: list[Any], *, failed: bool) -> None:
     """End groups by dropping their last references, which are in ``groups``. Usually blocks for a second at most.
 
     If a peer has failed, a group may wait for an unfinished operation. Then the thread that is started here goes on waiting
-    in the background.
+    in the background. Without a failed peer, it only needs more time, on a busy machine.
     """
     try:
-        start_thread(groups.clear, "dualtrain-group-end").join(1.0)
+        thread = start_thread(groups.clear, "dualtrain-group-end")
     except UserError:  # the limit of threads is reached: wait here
         groups.clear()
+        return
+    thread.join(1.0)
+    if not failed and thread.is_alive():
+        _ENDING.append(thread)
 
 
 @atexit.register
 def _end_all() -> None:
-    """End the groups of a program that does not close its backend.
+    """End the groups of a program that does not close its backend, and wait for groups that are still ending.
 
-    Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended.
+    Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended. So does a thread
+    that ends a group.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for _, group in _IN_USE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # otherwise the interpreter would drop the group at exit
+    failed = False
     for backend in _BACKENDS:
+        failed |= backend.watch is not None and backend.watch.peer_failed
         backend.forget_groups()
     if groups:
-        _end(groups)
+        _end(groups, failed=failed)
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in _ENDING:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _async_options(kind: type, **values: Any) -> Any:
@@ -458,7 +471,7 @@ class TorchBackend(Backend):
         groups = list(self._groups)
         self.forget_groups()
         _IN_USE[:] = [(process, group) for process, group in _IN_USE if group not in groups]
-        _end(groups)
+        _end(groups, failed=self.watch is not None and self.watch.peer_failed)
 
     def forget_groups(self) -> None:
         """Drop this backend's references to its groups."""

@@ -723,3 +723,24 @@ def test_a_failure_after_the_ranks_have_connected_ends_the_groups(monkeypatch):
     with pytest.raises(BackendError, match="has closed its connection"):
         connect("torch", world=ALONE)
     assert before == torch_backend._IN_USE
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_exit_waits_for_groups_that_end_slowly_unless_a_peer_has_failed(failed, monkeypatch):
+    """Without this wait, the thread that ends a group aborts the process, because the interpreter has ended."""
+    may_end, ended = threading.Event(), threading.Event()
+
+    class Group:
+        def __del__(self):
+            may_end.wait(30)
+            ended.set()
+
+    for name, empty in (("_IN_USE", []), ("_BACKENDS", set()), ("_ENDING", [])):
+        monkeypatch.setattr(torch_backend, name, empty)
+    torch_backend._end([Group()], failed=failed)
+    if not failed:
+        threading.Timer(0.3, may_end.set).start()
+    torch_backend._end_all()
+    assert ended.is_set() is not failed
+    may_end.set()
+    assert ended.wait(30)
