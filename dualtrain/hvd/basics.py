@@ -48,7 +48,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to add, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
-        ValueError: the world cannot be joined, or a process set appears twice.
+        ValueError: the world cannot be joined, or a process set appears twice. In the latter case, this process is in the
+            world, and the other sets can be used.
     """
     global _current, _generations
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -64,7 +65,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _generations += 1
         _current = _Current(engine, owned, _generations, os.getpid())
         atexit.register(shutdown)
-    attach(_current.engine, sets)
+    attach(_current.engine, sets, comm if hasattr(comm, "Get_rank") else None)
 
 
 def _connect(comm: Any, settings: Settings) -> Backend:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dualtrain.hvd.engine import Engine
-from dualtrain.rendezvous.meeting_point import ranks_in_world
+from dualtrain.rendezvous.meeting_point import parts_of
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 _engine: Engine | None = None
@@ -96,29 +96,47 @@ def _connected() -> Engine:
     return _engine
 
 
-def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
-    """Make ``sets`` usable in the world of ``engine``. Collective."""
+def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None:
+    """Make ``sets`` usable in the world of ``engine``. A set with the ranks of a set in use gets its id. Collective.
+
+    Args:
+        engine: the engine of this process.
+        sets: the sets, in the same order on all ranks. A communicator may have different ranks on different processes
+            (``Split``): then each process gets its part, and an id is given to each of the parts.
+        comm: the mpi4py communicator of the world, or ``None``.
+
+    Raises:
+        ValueError: two of the ``sets`` have the same ranks, or one has all ranks. The other sets can be used.
+    """
     global _engine
     _engine = engine
     global_process_set.ranks = list(range(engine.backend.size))
-    known = {tuple(one.ranks or []): one for one in [global_process_set, *_attached]}
+    global_process_set.mpi_comm = comm or global_process_set.mpi_comm
+    seen, duplicates = {0}, list[str]()
     for number, one in enumerate(sets):
-        if one.ranks is None:
-            one.ranks = ranks_in_world(one.mpi_comm)
-        same = known.get(tuple(one.ranks))
-        if same is not None and same is not one:
-            raise ValueError(
-                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: {one}"
-            )
-        if one.process_set_id is None:
-            _add(engine, one)
-        known[tuple(one.ranks)] = one
+        parts: Sequence[list[int] | None] = [one.ranks]
+        if one.mpi_comm is not None:
+            one.ranks, parts = parts_of(one.mpi_comm, global_process_set.mpi_comm)
+        for ranks in parts:
+            if ranks not in ids_and_ranks().values():
+                _add(engine, ProcessSet(ranks or []))  # not `one`, which may be invalidated below
+        one.process_set_id = next(known for known, ranks in ids_and_ranks().items() if ranks == one.ranks)
+        if one.process_set_id in seen:
+            one._invalidate()
+            duplicates.append(f"process_sets entry number {number} is a duplicate: {one}")
+            continue
+        seen.add(one.process_set_id)
+        if one not in _attached:
+            _attached.append(one)
+    if duplicates:  # not before all sets are added: other ranks may have no duplicate
+        raise ValueError(f"Horovod could not be initialized because {duplicates[0]}")
 
 
 def detach() -> None:
     """Make all added sets unusable, because the world has ended."""
     global _engine
     _engine = None
+    global_process_set.mpi_comm = None
     for one in _attached:
         one._invalidate()
     _attached.clear()
@@ -177,6 +195,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     _dynamic("removing")
     removed = bool(_connected().submit("remove_process_set", ranks=[number]).wait())
-    process_set._invalidate()  # not before: if the call fails, the set can still be used, and removed later
-    _attached[:] = [one for one in _attached if one is not process_set]
+    for one in [process_set, *_attached]:  # not before: if the call fails, the set can still be used, and removed later
+        if one.process_set_id == number:
+            one._invalidate()
+    _attached[:] = [one for one in _attached if one.process_set_id is not None]
     return removed

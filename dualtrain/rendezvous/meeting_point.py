@@ -115,12 +115,21 @@ def world_of(comm: Any, world: World) -> World:
     return replace(found, rendezvous=rendezvous, secret=secret)
 
 
-def ranks_in_world(comm: Any) -> list[int]:
-    """Return the ranks that a communicator's processes have in MPI's world, in ascending order."""
-    from mpi4py import MPI
+def parts_of(comm: Any, world: Any = None) -> tuple[list[int], list[list[int]]]:
+    """Return the ranks of ``comm``'s processes in ``world``, and the different results of all processes of ``world``.
 
-    group = comm.Get_group()
-    return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
+    Both arguments are mpi4py communicators; ``None`` is MPI's world. Collective over ``world``; blocks.
+    """
+    if world is None:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+    mine = sorted(comm.allgather(world.Get_rank()))
+    parts: list[list[int]] = []
+    for ranks in world.allgather(mine):
+        if ranks not in parts:
+            parts.append(ranks)
+    return mine, parts
 
 
 #: horovodrun's servers (host:port) through which :func:`names_by_server` has already gathered names.

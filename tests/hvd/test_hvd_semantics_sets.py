@@ -88,8 +88,6 @@ def several_sets(backend):
         one = hvd.ProcessSet([2])
         hvd.init(process_sets=[one])
         assert one.process_set_id == 4
-        with pytest.raises(ValueError, match="duplicate"):
-            hvd.init(process_sets=[hvd.ProcessSet([2])])
         assert hvd.allreduce(x, op=hvd.Sum).item() == 6
     assert one.process_set_id is None
     assert sets[1].size() is None
@@ -98,6 +96,64 @@ def several_sets(backend):
 @OURS_3
 def test_several_sets_are_independent(real):
     real(several_sets)
+
+
+def equal_sets(backend):
+    with library(backend) as hvd:
+        first, again = hvd.add_process_set([0]), hvd.ProcessSet([0])
+        hvd.init(process_sets=[again])
+        assert again.process_set_id == first.process_set_id
+        twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+        with pytest.raises(ValueError, match="entry number 1 is a duplicate"):
+            hvd.init(process_sets=twice)
+        assert [one.process_set_id for one in twice] == [first.process_set_id, None]
+        with pytest.raises(ValueError, match="entry number 0 is a duplicate"):
+            hvd.init(process_sets=[hvd.ProcessSet(range(hvd.size()))])
+        with pytest.raises(ValueError, match="is a duplicate"):
+            hvd.init(process_sets=[again, again])
+        hvd.init(process_sets=[again])
+        if hvd.rank() == 0:
+            assert hvd.allreduce(torch.ones(1), name="a", process_set=again).item() == 1
+        assert hvd.remove_process_set(first)
+
+
+@PAIR
+def test_init_gives_a_set_in_use_the_same_id_again_but_refuses_two_equal_sets_in_one_call(fresh):
+    fresh(equal_sets)
+
+
+class Communicator:
+    """Stand-in for an mpi4py communicator: the ranks of the world that have the same ``color``, as after ``Split``."""
+
+    def __init__(self, hvd, color=0):
+        self.gather = lambda value: [one for key, one in hvd.allgather_object((color, value)) if key == color]
+        self.Get_rank = hvd.rank
+
+    def allgather(self, value):
+        return self.gather(value)
+
+
+def split_sets(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        everyone, half = Communicator(hvd), hvd.ProcessSet(Communicator(hvd, me % 2))
+        even = hvd.ProcessSet(range(0, size, 2))
+        if me % 2 == 0:  # on the other ranks, `even` is no duplicate
+            with pytest.raises(ValueError, match="entry number 1 is a duplicate"):
+                hvd.init(comm=everyone, process_sets=[half, even])
+        else:
+            hvd.init(comm=everyone, process_sets=[half, even])
+        assert (half.process_set_id, half.ranks) == (1 + me % 2, list(range(me % 2, size, 2)))
+        assert hvd.global_process_set.mpi_comm is everyone
+        x = torch.tensor([me + 1.0])
+        assert hvd.allreduce(x, op=hvd.Sum, process_set=half).item() == sum(rank + 1 for rank in half.ranks)
+        hvd.barrier()
+    assert hvd.global_process_set.mpi_comm is None
+
+
+@OURS_3
+def test_a_communicator_with_different_ranks_on_each_process_makes_a_set_of_each_part(real):
+    real(split_sets)
 
 
 def at_init(backend):
