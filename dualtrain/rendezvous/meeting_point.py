@@ -6,6 +6,7 @@ If the launcher gives no address, rank 0 listens on a free port and sends its ad
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import secrets
@@ -150,6 +151,9 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
             f"{world.launcher} started {world.size} ranks, and without mpi4py ({error}) they cannot exchange an address: "
             "pip install mpi4py, or use --backend horovod"
         ) from error
+    if not MPI.Is_initialized():  # the program set mpi4py.rc.initialize = False, because Horovod initializes MPI
+        MPI.Init_thread()
+        atexit.register(_finalize)
     comm = MPI.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (world.rank, world.size):
         raise UserError(
@@ -158,6 +162,14 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
         )
     what = f"rank {world.rank} of {world.size} did not meet the others by MPI"
     return within(timeout, partial(_share, world, comm.bcast, comm.allgather), what)
+
+
+def _finalize() -> None:
+    """Finalize MPI, because mpirun otherwise reports a failure of this process."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def within(timeout: float, call: Callable[[], Result], what: str) -> Result:

@@ -190,9 +190,25 @@ def test_the_torch_backend_without_a_rendezvous_names_the_missing_variables():
 def test_an_mpi4py_whose_world_differs_from_the_launchers_world_is_refused(monkeypatch):
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
     monkeypatch.setenv("PMIX_RANK", "0")
-    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
+    mpi = SimpleNamespace(COMM_WORLD=comm, Is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
     with pytest.raises(UserError, match=r"mpi4py is rank 0 of 1, but mpirun started rank 0 of 2: .*rebuild"):
         connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
+
+
+def test_mpi_is_initialized_and_finalized_if_the_program_left_that_to_horovod(monkeypatch):
+    done, at_exit = [], []
+    comm = SimpleNamespace(Get_rank=lambda: done.append("rank"), Get_size=lambda: 1)
+    mpi = SimpleNamespace(COMM_WORLD=comm, Is_initialized=lambda: False, Is_finalized=lambda: False)
+    mpi.Init_thread, mpi.Finalize = lambda: done.append("initialize"), lambda: done.append("finalize")
+    monkeypatch.setenv("PMIX_RANK", "0")
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    with pytest.raises(UserError, match="mpi4py is rank None of 1"):
+        connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
+    [finalize] = at_exit
+    finalize()
+    assert (done[0], done[-1]) == ("initialize", "finalize")
 
 
 def refusal(name, world):
