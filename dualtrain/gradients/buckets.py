@@ -134,6 +134,17 @@ class Bucket:
             memory.wire[: memory.values.numel()].copy_(memory.values)
         self._packed.record(grads if slots is self.slots else None)
 
+    def find_stepped(self, number: int) -> None:
+        """Refuse round ``number`` if the program has changed a parameter, and dropped its gradient, during backward.
+
+        Optimizers that step in hooks do so: each rank has then changed the parameter by its own gradient. Call this after
+        ``pack``.
+        """
+        for slot in self._missing:
+            # Private in torch 2.5 to 2.15: the version counter, which counts a tensor's in-place changes.
+            if slot.ready_in_round == number and slot.param._version != slot.ready_version:
+                self.refused.stepped = slot
+
     def changed(self) -> list[Slot]:
         """Return the slots whose gradients may have changed since ``pack``. Call it before ``unpack``."""
         return self._packed.changed()

@@ -164,6 +164,7 @@ class Exchange:
         self._refuse_after_interrupt()
         bucket = schedule.take_next()
         bucket.pack()
+        bucket.find_stepped(schedule.round)
         if not schedule.has_unsent:
             self._load_extra(scalars)
             self.refusals.load(schedule.buckets)
@@ -334,17 +335,6 @@ class Exchange:
     def has_sums(self) -> bool:
         """Return whether all sums of this round have arrived, and the round has not ended."""
         return self.schedule.next > 0 and self._finished == (self.schedule.round, len(self.schedule.buckets))
-
-    def find_stepped(self) -> None:
-        """Refuse the round if the program has changed a parameter, and dropped its gradient, during backward.
-
-        Optimizers that step in hooks do so: each rank has then changed the parameter by its own gradient.
-        """
-        for slot in self.slots:
-            dropped = slot.param.grad is None and slot.ready_in_round == self.schedule.round
-            # Private in torch 2.5 to 2.15, as in ``_unpack_buckets``.
-            if dropped and slot.bucket is not None and slot.param._version != slot.ready_version:
-                slot.bucket.refused.stepped = slot
 
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""

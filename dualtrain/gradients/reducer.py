@@ -398,8 +398,6 @@ class GradientReducer:
             # ``reduce`` can average gradients whose hooks did not run, but raises an error while hooks are dropped:
             # restore the hooks first.
             self.hooks.restore()
-            if self.backend.size > 1:
-                self._exchange.find_stepped()
             self.reduce()
 
     def _forget_failed_pass(self) -> None:

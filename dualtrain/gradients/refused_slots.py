@@ -16,7 +16,7 @@ class RefusedSlots:
         sparse: its gradient is sparse, although only dense ones can be summed. Found by ``Bucket.pack``.
         reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
         trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``.
-        stepped: its parameter was changed and its gradient dropped in backward. Found by ``Exchange.find_stepped``.
+        stepped: its parameter was changed and its gradient dropped in backward. Found by ``Bucket.find_stepped``.
     """
 
     misplaced: Slot | None = None
@@ -48,7 +48,7 @@ class RefusedSlots:
         if self.stepped is not None:
             return (
                 f"parameter {self.stepped.name!r} was changed in backward, and its gradient was dropped before it was "
-                "averaged (by step() and zero_grad() of an optimizer in a hook), so that weights differ: call both after "
-                "backward"
+                "averaged (by step() and zero_grad() of an optimizer in a hook), so that weights of ranks would differ: "
+                "call both after backward"
             )
         return None

@@ -30,17 +30,10 @@ class SlotMemory(Protocol):
         """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
 
 
-class SlotReasons(Protocol):
-    """The part of ``RefusedSlots`` that is not found by its bucket."""
-
-    stepped: Slot | None
-
-
 class SlotBucket(Protocol):
     """Interface of a bucket for its slots, and for the code that uses the slots."""
 
     pending: int
-    refused: SlotReasons
     work: Work[None] | None
 
     @property
@@ -69,7 +62,7 @@ class Slot:
     dtype: torch.dtype | None = None
     #: The last round (see ``Schedule``) in which the gradient was marked ready.
     ready_in_round: int = 0
-    #: The parameter's counter of in-place changes (``_version``) at that time.
+    #: The parameter's version counter (``_version``) at that time.
     ready_version: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0

@@ -666,7 +666,8 @@ def steps_in_backward(backend):
 
 
 def test_steps_in_hooks_are_refused_if_they_use_local_gradients():
-    run_threads(2, steps_in_backward)
+    for size in (1, 2):
+        run_threads(size, steps_in_backward)
 
 
 def drops_in_backward(backend):
