@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualtrain import BackendError, PeerFailedError
 from dualtrain.gradients import GradientReducer, Transfer
+from tests.forked import wait_until
 from tests.models_for_tests import (
     EXACT,
     conv_net,
@@ -1107,7 +1108,8 @@ def nothing_grows(backend):
             optimizer.step()
             if step == 4:
                 before = living_tensors()
-    assert living_tensors() == before
+    # Horovod's thread may hold a tensor a little longer on a busy machine.
+    assert wait_until(lambda: living_tensors() <= before, 20)
     optimizer.reducer.close()
     model.zero_grad()
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
