@@ -71,8 +71,14 @@ class Source:
         connect([after, *map(copy, self.files[1:])])
         return after
 
+    def alone(self) -> Source:
+        """Return a program that has only this file, and shares no results of :meth:`once`."""
+        copied = copy(self)
+        copied.files, copied._computed = [copied], {}
+        return copied
+
     def once(self, compute: Callable[[Source], T]) -> T:
-        """Return ``compute(self)``, which must depend on this file only. Copies share the result."""
+        """Return ``compute(self)``. Copies share it, so it must not depend on what repairs change in other files."""
         if compute not in self._computed:
             self._computed[compute] = compute(self)
         return self._computed[compute]  # type: ignore[no-any-return]

@@ -590,6 +590,23 @@ CASES = [
         f"{WRAP}class T:\n  def fit(self):\n    self.stop = False\n    for epoch in range(9):\n"
         "      loss.backward()\n      optimizer.step()\n      self.stop = loss < best\n      if self.stop:\n        break",
     ),
+    *(
+        (
+            "every_rank_reads_all",  # other code may replace the setting by this rank's part
+            f"def fit(args):\n    {WRAP}    print(args)\n    d = Data(args.folder)\n"
+            "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
+            f"def fit(args):\n    {WRAP}    {replaces}\n    d = Data(args.folder)\n"
+            "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
+        )
+        for replaces in ("choose(args)", "args.folder = choose(args.folder)")
+    ),
+    (
+        "every_rank_reads_all",
+        f"def part(files):\n    return files[1:]\n{WRAP}d = Data(part(FILES))\n"
+        "for x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+        f"def part(files):\n    return files[hvd.rank():]\n{WRAP}d = Data(part(FILES))\n"
+        "for x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
+    ),
     (
         "loop_by_value_of_some_ranks",  # no finding if a decorator may send the value
         f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"

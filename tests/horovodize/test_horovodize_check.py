@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from itertools import permutations
 
 import pytest
 
@@ -1975,6 +1976,21 @@ def test_functions_of_other_files_that_call_horovod_are_followed(rule, code, cou
         alone = texts["own.py"] + texts["train.py"].replace("own.mean", "mean").replace("own.world", "world")
         alone = alone.replace("own.is_main", "is_main").replace("if main()", "if is_main()").replace(imports, "")
         assert len(list(BY_NAME[rule](Source(alone)))) == count
+
+
+@pytest.mark.parametrize("order", list(permutations(["main.py", "util.py", "places.py"])))
+def test_the_order_of_the_files_does_not_change_what_is_found(order, tmp_path):
+    head = "import horovod.torch as hvd\n"
+    texts = {
+        "main.py": f"{head}from util import is_main\n{WRAP}if is_main():\n    hvd.allreduce(x)\n",
+        "util.py": f"{head}from places import get_rank\ndef is_main():\n    return get_rank() == 0\n",
+        "places.py": f"{head}def get_rank():\n    return hvd.rank()\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    parsed = parse_scripts([str(tmp_path / name) for name in order])
+    found = {name: list(BY_NAME["collective_on_some_ranks"](parsed[str(tmp_path / name)][1])) for name in order}
+    assert [len(found[name]) for name in texts] == [1, 0, 0]
 
 
 def test_a_plain_optimizer_with_the_name_of_a_wrapped_argument_has_no_finding(tmp_path):

@@ -57,11 +57,13 @@ def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):
         return True
-    owners = {ast.unparse(node.value) for node in ast.walk(selecting) if isinstance(node, ast.Attribute | ast.Subscript)}
+    parts = [node for node in ast.walk(selecting) if isinstance(node, ast.Attribute | ast.Subscript)]
     for name in names_in(selecting):
-        if name in owners and _SETTINGS.match(name):
-            continue  # args, in args.folder
-        if _is_unknown(source, data, name) or _is_changed_by_rank(source, name):
+        settings = {ast.unparse(part) for part in parts if ast.unparse(part.value) == name}
+        if settings and _SETTINGS.match(name):  # args, in args.folder
+            if _may_be_replaced(source, name, settings):
+                return True
+        elif _is_unknown(source, data, name) or _is_changed_by_rank(source, name):
             return True
     if any(_is_split_inside(source, call) for call in calls_in(selecting)):
         return True
@@ -77,6 +79,23 @@ def _is_unknown(source: Source, data: ast.expr, name: str) -> bool:
     return not rest and isinstance(scope, Function) and name in {word.arg for word in scope.args.args}
 
 
+def _may_be_replaced(source: Source, name: str, settings: set[str]) -> bool:
+    """Return whether the program may replace one of the ``settings`` (``args.files``) of the object ``name``.
+
+    It may do so by an assignment, or by a function that it imports and whose result it does not use: ``choose(args)``.
+    """
+    for file in source.files:
+        if any(target in settings and not isinstance(value, ast.Constant) for target, value, _ in file.assignments):
+            return True
+        for node in file.nodes:
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id != "print":
+                own = any(call.func.id in one.functions for one in source.files)
+                if not own and any(ast.unparse(value) == name for value in call.args):
+                    return True
+    return False
+
+
 def _is_changed_by_rank(source: Source, name: str) -> bool:
     """Return whether the script splits the variable ``name`` in place: ``data.files = data.files[rank::size]``."""
     changes = [value for target, value, _ in source.assignments if target.startswith((f"{name}.", f"{name}["))]
@@ -88,8 +107,9 @@ def _is_changed_by_rank(source: Source, name: str) -> bool:
 
 
 def _is_split_inside(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` makes an object of a class of the script that contains a slice such as [rank::size]."""
-    made = [one for one in source.classes if one.name == last_name(call.func)]
+    """Return whether a function or class of the script that ``call`` calls contains a slice such as [rank::size]."""
+    functions = [function for name, function in source.functions.items() if name == last_name(call.func)]
+    made = [*functions, *(one for one in source.classes if one.name == last_name(call.func))]
     slices = [node for one in made for node in ast.walk(one) if isinstance(node, ast.Slice)]
     return any("rank" in ast.unparse(node) for node in slices)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
@@ -264,9 +263,7 @@ class Collectives:
 
 def _own_collectives(source: Source) -> set[Function]:
     """Return the functions of one file that make such calls themselves, or by other functions of the file."""
-    alone = copy(source)
-    alone.files = [alone]
-    return Collectives(alone).own
+    return Collectives(source.alone()).own
 
 
 def may_leave(node: ast.AST) -> bool:
