@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def found(folder: Path) -> list[Path]:
 def with_best(folder: Path) -> dict[Path, int]:
     """Return the checkpoints of a folder with their steps, including ``BEST``, which may be the only good one.
 
-    Raises OSError if the folder cannot be read; UserError if ``BEST`` cannot be read now, but may be good.
+    ``BEST`` is left out if it cannot be read. Raises OSError if the folder cannot be read.
     """
     steps = {path: step_of_name(path) for path in found(folder)}
     best_step = step_in(folder / BEST)
@@ -126,8 +126,10 @@ def load(path: Path) -> dict[str, Any]:
             f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume"
         ) from None
     except OSError as error:
-        _refuse_unread(path, error)
-        raise DamagedError(f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})") from error
+        what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
+        if _may_be_good(error):
+            raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
+        raise DamagedError(what) from error
     except MemoryError:
         raise
     except Exception as error:  # safetensors raises errors of many types for bad bytes
@@ -148,14 +150,9 @@ def load(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _refuse_unread(path: Path, error: OSError) -> None:
-    """Raise UserError if the file that could not be read because of ``error`` may be good."""
-    if is_disk_or_network_error(error) or error.errno in _NOT_READABLE:
-        raise UserError(
-            f"checkpoint {str(path)!r} cannot be read ({error.strerror or error}): repair the cause, or name another "
-            "checkpoint",
-            transient=True,
-        ) from error
+def _may_be_good(error: OSError) -> bool:
+    """Return whether a file that could not be read because of ``error`` may be read later."""
+    return is_disk_or_network_error(error) or error.errno in _NOT_READABLE
 
 
 @contextmanager
@@ -193,7 +190,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     """Rename all checkpoints of steps after ``step``: they are kept, but no run resumes from them.
 
-    Raises OSError, UserError.
+    Raises OSError, SupersededError.
     """
     for path in found(folder):
         if step_of_name(path) > step:
@@ -217,15 +214,19 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 
 
 def step_in(path: Path) -> int | None:
-    """Read the step of a run's checkpoint from its header alone; ``None`` if the file is missing, or no such checkpoint.
+    """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read."""
+    with suppress(OSError):
+        return _read_step(path)
+    return None
 
-    Raises:
-        UserError: the file cannot be read now, but may be good.
-    """
+
+def _read_step(path: Path) -> int | None:
+    """Return as :func:`step_in`, but raise OSError if the file may be read later."""
     try:
         step = rebuild(parse_json(_header(path)["structure"]), NoTensors())["cursor"]["step"]
     except OSError as error:
-        _refuse_unread(path, error)
+        if _may_be_good(error):
+            raise
         return None
     except Exception:  # not a checkpoint of a run
         return None
@@ -253,15 +254,26 @@ def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]]
     """Find a good checkpoint of ``step`` in ``folders``, and read it; ``None`` if there is none.
 
     Raises:
-        UserError: a file cannot be read now, but may be that checkpoint.
+        UserError: none was found, and a file that may be this checkpoint cannot be read now.
     """
+    unread: tuple[Path, Exception] | None = None
     for folder in folders:
         for path in (folder / BEST, path_of(folder, step)):
-            if step_in(path) == step:
-                try:
+            try:
+                if _read_step(path) == step:
                     return path, load(path)
-                except DamagedError:
-                    continue
+            except DamagedError:
+                continue
+            except (OSError, UserError) as error:
+                unread = path, error
+    if unread is not None:
+        path, cause = unread
+        raise UserError(
+            f"{str(path)!r} may be the checkpoint of the best evaluation (step {step}), but cannot be read "
+            f"({getattr(cause, 'strerror', None) or one_line(cause)}): repair the cause, or remove the file to continue "
+            "without that evaluation",
+            transient=True,
+        ) from cause
     return None
 
 

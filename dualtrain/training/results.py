@@ -11,7 +11,7 @@ import torch
 
 from dualtrain.config import OutputSection
 from dualtrain.data import Task
-from dualtrain.errors import NotSavedError, UserError
+from dualtrain.errors import NotSavedError
 from dualtrain.files import cure_of, write_json
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder import checkpoint
@@ -126,7 +126,7 @@ def write_results(
 def way_to_continue(output: OutputSection, folder: Path) -> str:
     """Describe how to continue the run in ``folder`` if its last checkpoint could not be written."""
     saved = True
-    with suppress(OSError, UserError):  # if the folder cannot be read now, it may contain checkpoints
+    with suppress(OSError):  # if the folder cannot be read now, it may contain checkpoints
         saved = bool(checkpoint.with_best(folder / "checkpoints"))
     if saved:
         return f"continue from the last saved checkpoint with {output.again(folder)}"

@@ -232,7 +232,7 @@ def _as_flag(name: str, value: Any) -> str:
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     """Rename files of steps after ``step``, and remove temporary files of killed processes.
 
-    Call this on rank 0 only. Raises OSError, or UserError.
+    Call this on rank 0 only. Raises OSError, or SupersededError.
     """
     lock.check()
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)

@@ -113,24 +113,41 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
         assert weights.read_bytes() == whole
 
 
-@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
-def test_a_best_checkpoint_that_cannot_be_read_now_is_not_given_up(tmp_path, monkeypatch, resume):
-    train(tmp_path, 3)
-    kept, opened = best_of(tmp_path), files.open_regular
-    (tmp_path / "checkpoints" / "step-00000006.safetensors").unlink()  # only the best checkpoint has this step
-    best = tmp_path / "checkpoints" / checkpoint.BEST
+@pytest.fixture
+def unreadable_best(tmp_path, monkeypatch):
+    """Let the best checkpoint of a run be unreadable for a while, as on a network file system."""
+    opened = files.open_regular
 
     def stale(path: Any) -> Any:
-        if Path(path) == best:
+        if Path(path).name == checkpoint.BEST and Path(path).exists():
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return opened(path)
 
+    train(tmp_path, 3)
     with monkeypatch.context() as patch:
         patch.setattr(files, "open_regular", stale)
-        with pytest.raises(UserError, match=r"best.safetensors' cannot be read \(Stale file handle\): repair") as error:
-            train(tmp_path, 4, resume)
+        yield tmp_path
+
+
+def test_a_best_checkpoint_that_cannot_be_read_now_is_not_given_up(unreadable_best):
+    folder = unreadable_best / "checkpoints"
+    same_step = folder / "step-00000006.safetensors"
+    assert checkpoint.find_step([folder], 6)[0] == same_step
+    same_step.unlink()
+    with pytest.raises(UserError, match=r"\(step 6\), but cannot be read \(Stale file handle\): repair") as error:
+        checkpoint.find_step([folder], 6)
     assert error.value.transient
-    assert best_of(tmp_path) == kept == (6, 6)
+    (folder / checkpoint.BEST).unlink()
+    assert checkpoint.find_step([folder], 6) is None
+
+
+@pytest.mark.parametrize("last", [4, 6])
+@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
+def test_a_run_resumes_although_a_best_checkpoint_that_it_does_not_need_cannot_be_read(unreadable_best, resume, last):
+    if last == 4:
+        (unreadable_best / "checkpoints" / "step-00000006.safetensors").unlink()
+    train(unreadable_best, 4, resume)
+    assert step_of(unreadable_best / "model-best.safetensors") == 8
 
 
 def interrupted_resume(folder: Path, path: Path) -> None:
