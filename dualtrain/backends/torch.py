@@ -95,6 +95,7 @@ def _end(groups: list[Any], *, failed: bool) -> None:
         groups.clear()
         return
     thread.join(1.0)
+    _ENDING[:] = [each for each in _ENDING if each.is_alive()]
     if not failed and thread.is_alive():
         _ENDING.append(thread)
 

@@ -103,15 +103,17 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
         engine: the engine of this process.
         sets: the sets, in the same order on all ranks. A communicator may have different ranks on different processes
             (``Split``): then each process gets its part, and an id is given to each of the parts.
-        comm: the mpi4py communicator of the world, or ``None``.
+        comm: the mpi4py communicator that ``init`` was given, or ``None``.
 
     Raises:
-        ValueError: two of the ``sets`` have the same ranks, or one has all ranks. The other sets can be used.
+        ValueError: two of the ``sets`` have the same ranks, or one has all ranks: the other sets can be used. Or a
+            communicator is not valid.
     """
     global _engine
     _engine = engine
     global_process_set.ranks = list(range(engine.backend.size))
-    global_process_set.mpi_comm = comm or global_process_set.mpi_comm
+    if comm is not None and comm.Get_size() == engine.backend.size:  # else init was called before, for another world
+        global_process_set.mpi_comm = global_process_set.mpi_comm or comm
     seen, duplicates = {0}, list[str]()
     for number, one in enumerate(sets):
         parts: Sequence[list[int] | None] = [one.ranks]
@@ -122,8 +124,9 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
                 _add(engine, ProcessSet(ranks or []))  # not `one`, which may be invalidated below
         one.process_set_id = next(known for known, ranks in ids_and_ranks().items() if ranks == one.ranks)
         if one.process_set_id in seen:
-            one._invalidate()
             duplicates.append(f"process_sets entry number {number} is a duplicate: {one}")
+            if one not in _attached:
+                one._invalidate()
             continue
         seen.add(one.process_set_id)
         if one not in _attached:

@@ -32,6 +32,8 @@ from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
 #: The stores that this process has joined, by (host, port, name of the world, size of the world).
 _JOINED: dict[tuple[str, int, str, int], Store] = {}
+#: The module mpi4py.MPI, if this module has initialized MPI.
+_initialized: list[Any] = []
 
 
 def meeting_point(world: World, timeout: float) -> World:
@@ -120,14 +122,26 @@ def parts_of(comm: Any, world: Any = None) -> tuple[list[int], list[list[int]]]:
     """Return the ranks of ``comm``'s processes in ``world``, and the different results of all processes of ``world``.
 
     Both arguments are mpi4py communicators; ``None`` is MPI's world. Collective over ``world``; blocks.
+
+    Raises:
+        ValueError: on every rank, if ``comm`` is no valid communicator on some ranks, such as ``MPI.COMM_NULL``.
     """
     if world is None:
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
-    mine = sorted(comm.allgather(world.Get_rank()))
+    try:
+        mine = sorted(comm.allgather(world.Get_rank()))
+    except Exception:  # mpi4py raises errors of several types
+        mine = []
+    of_ranks = world.allgather(mine)
+    if [] in of_ranks:
+        raise ValueError(
+            f"the communicator of a process set is not valid on rank {of_ranks.index([])}: give every rank a communicator, "
+            "for example one of Split()"
+        )
     parts: list[list[int]] = []
-    for ranks in world.allgather(mine):
+    for ranks in of_ranks:
         if ranks not in parts:
             parts.append(ranks)
     return mine, parts
@@ -153,7 +167,7 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
         ) from error
     if not MPI.Is_initialized():  # the program set mpi4py.rc.initialize = False, because Horovod initializes MPI
         MPI.Init_thread()
-        atexit.register(_finalize)
+        _initialized.append(MPI)
     comm = MPI.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (world.rank, world.size):
         raise UserError(
@@ -164,12 +178,12 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
     return within(timeout, partial(_share, world, comm.bcast, comm.allgather), what)
 
 
+@atexit.register  # at the import of this module, so that exit handlers that the program adds later may use MPI
 def _finalize() -> None:
-    """Finalize MPI, because mpirun otherwise reports a failure of this process."""
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized():
-        MPI.Finalize()
+    """Finalize MPI if this module has initialized it, because mpirun otherwise reports a failure of this process."""
+    for mpi in _initialized:
+        if not mpi.Is_finalized():
+            mpi.Finalize()
 
 
 def within(timeout: float, call: Callable[[], Result], what: str) -> Result:

@@ -36,6 +36,7 @@ from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.backends.waits import SLICE_SECONDS
 from dualtrain.launchers import World
+from dualtrain.rendezvous import meeting_point
 from dualtrain.rendezvous.hosts import gloo_interface, variables
 from dualtrain.rendezvous.left_over import refuse_left_over
 from tests.conftest import require_horovod
@@ -197,18 +198,18 @@ def test_an_mpi4py_whose_world_differs_from_the_launchers_world_is_refused(monke
 
 
 def test_mpi_is_initialized_and_finalized_if_the_program_left_that_to_horovod(monkeypatch):
-    done, at_exit = [], []
+    done = []
     comm = SimpleNamespace(Get_rank=lambda: done.append("rank"), Get_size=lambda: 1)
     mpi = SimpleNamespace(COMM_WORLD=comm, Is_initialized=lambda: False, Is_finalized=lambda: False)
     mpi.Init_thread, mpi.Finalize = lambda: done.append("initialize"), lambda: done.append("finalize")
     monkeypatch.setenv("PMIX_RANK", "0")
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
-    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(meeting_point, "_initialized", [])
+    meeting_point._finalize()
     with pytest.raises(UserError, match="mpi4py is rank None of 1"):
         connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
-    [finalize] = at_exit
-    finalize()
-    assert (done[0], done[-1]) == ("initialize", "finalize")
+    meeting_point._finalize()
+    assert (done[0], done[-1], done.count("finalize")) == ("initialize", "finalize", 1)
 
 
 def refusal(name, world):

@@ -127,7 +127,7 @@ class Communicator:
 
     def __init__(self, hvd, color=0):
         self.gather = lambda value: [one for key, one in hvd.allgather_object((color, value)) if key == color]
-        self.Get_rank = hvd.rank
+        self.Get_rank, self.Get_size = hvd.rank, hvd.size
 
     def allgather(self, value):
         return self.gather(value)
@@ -154,6 +154,21 @@ def split_sets(backend):
 @OURS_3
 def test_a_communicator_with_different_ranks_on_each_process_makes_a_set_of_each_part(real):
     real(split_sets)
+
+
+def invalid_communicator(backend):
+    with library(backend) as hvd:
+        everyone, one = Communicator(hvd), hvd.ProcessSet(Communicator(hvd))
+        if hvd.rank() == 1:
+            one.mpi_comm.gather = lambda value: hvd.allgather_object((1, value))[len(value)]  # TypeError
+        with pytest.raises(ValueError, match="the communicator of a process set is not valid on rank 1"):
+            hvd.init(comm=everyone, process_sets=[one])
+        hvd.barrier()
+
+
+@OURS_3
+def test_a_communicator_that_is_not_valid_on_one_rank_is_refused_on_all_ranks(real):
+    real(invalid_communicator)
 
 
 def at_init(backend):
