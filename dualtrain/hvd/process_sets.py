@@ -114,15 +114,17 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
     global_process_set.ranks = list(range(engine.backend.size))
     if comm is not None and comm.Get_size() == engine.backend.size:  # else init was called before, for another world
         global_process_set.mpi_comm = global_process_set.mpi_comm or comm
-    seen, duplicates = {0}, list[str]()
+    ids: dict[tuple[int, ...], int | None] = {tuple(ranks): number for number, ranks in ids_and_ranks().items()}
+    seen: set[int | None] = {0}
+    duplicates: list[str] = []
     for number, one in enumerate(sets):
-        parts: Sequence[list[int] | None] = [one.ranks]
+        parts = [one.ranks or []]
         if one.mpi_comm is not None:
             one.ranks, parts = parts_of(one.mpi_comm, global_process_set.mpi_comm)
         for ranks in parts:
-            if ranks not in ids_and_ranks().values():
-                _add(engine, ProcessSet(ranks or []))  # not `one`, which may be invalidated below
-        one.process_set_id = next(known for known, ranks in ids_and_ranks().items() if ranks == one.ranks)
+            if tuple(ranks) not in ids:
+                ids[tuple(ranks)] = _add(engine, ProcessSet(ranks)).process_set_id
+        one.process_set_id = ids[tuple(one.ranks or ())]
         if one.process_set_id in seen:
             duplicates.append(f"process_sets entry number {number} is a duplicate: {one}")
             if one not in _attached:
