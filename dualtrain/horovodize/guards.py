@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from dualtrain.horovodize.nodes import last_name, names_in, names_of_target
+from dualtrain.horovodize.nodes import arms, last_name, names_in, names_of_target
 from dualtrain.horovodize.source import Function, Source
 
 RANKS = ("rank", "local_rank", "cross_rank")
@@ -56,7 +56,7 @@ class Guards:
     def kind(self, value: ast.expr, position: int | None = None) -> str:
         """Return which of ``_KINDS`` the ``value`` is, or its element at ``position``; return "" for other values."""
         if isinstance(value, ast.IfExp):  # hvd.rank() if args.horovod else 0
-            return _only(self.kind(part, position) for part in (value.body, value.orelse) if not _is_constant(part))
+            return _only(self.kind(arm, position) for arm in arms(value) if not _is_constant(arm))
         if isinstance(value, ast.Tuple) and position is not None:
             return self.kind(value.elts[position]) if position < len(value.elts) else ""
         if isinstance(value, ast.Call):
@@ -103,11 +103,12 @@ class Guards:
         if (function, position) not in guards._kinds:
             guards._kinds[function, position] = ""  # for recursive calls
             ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-            arms = [arm for end in ends for arm in ([end.body, end.orelse] if isinstance(end, ast.IfExp) else [end])]
+            results = [arm for end in ends for arm in arms(end)]
             if position is not None:
-                parts = [arm.elts[position] for arm in arms if isinstance(arm, ast.Tuple) and position < len(arm.elts)]
-                arms = parts if len(parts) == len(arms) else []
-            own = [arm for arm in arms if not _is_constant(arm) and not guards._is_of_torch(arm)]
+                tuples = (each.elts for each in results if isinstance(each, ast.Tuple))
+                parts = [elements[position] for elements in tuples if position < len(elements)]
+                results = parts if len(parts) == len(results) else []
+            own = [each for each in results if not _is_constant(each) and not guards._is_of_torch(each)]
             guards._kinds[function, position] = _only(map(guards.kind, own))
         return guards._kinds[function, position]
 

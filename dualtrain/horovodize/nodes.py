@@ -27,6 +27,11 @@ def names_in(node: ast.AST) -> set[str]:
     return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
 
 
+def arms(value: ast.expr) -> list[ast.expr]:
+    """Return ``a`` and ``b`` for the conditional expression ``a if test else b``, and else ``value`` itself."""
+    return [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+
+
 def calls_in(*nodes: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls in each of ``nodes``, including those in arguments of other calls."""
     return (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call))

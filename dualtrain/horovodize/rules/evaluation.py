@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import calls_in, is_bool, keyword, last_name
+from dualtrain.horovodize.nodes import arms, calls_in, is_bool, keyword, last_name
 from dualtrain.horovodize.rules.discarded import is_barrier
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source
@@ -88,12 +88,8 @@ def _drops_last(source: Source, sampler: ast.Call) -> bool:
     """Return whether the loaders with ``sampler`` leave out an incomplete last batch, and with it the repeated samples."""
     names = {target for target, value, _ in source.assignments if value is sampler}
     given = [(call, keyword(call, "sampler")) for call in source.calls]
-    arms = [
-        (call, part)
-        for call, value in given
-        for part in ([value.body, value.orelse] if isinstance(value, ast.IfExp) else [value])
-    ]
-    loaders = [call for call, value in arms if value is sampler or (value is not None and ast.unparse(value) in names)]
+    values = [(call, arm) for call, value in given if value is not None for arm in arms(value)]
+    loaders = [call for call, value in values if value is sampler or ast.unparse(value) in names]
     drops = [keyword(loader, "drop_last") for loader in loaders]
     return bool(drops) and all(is_bool(value, True) for value in drops)
 

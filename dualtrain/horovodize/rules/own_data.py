@@ -23,6 +23,11 @@ _MADE_BY_RANK = re.compile(
 )
 
 
+_PARSES = re.compile(r"parse_(known_)?args$")
+#: Names of parameters whose attributes are settings.
+_SETTINGS = re.compile(r"(args?|cfg|conf|config|flags|hparams|hp|opts?|options|params)$", re.IGNORECASE)
+
+
 def is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may make ``data`` itself: by random numbers without a seed, or by rollouts."""
     text = ast.unparse(data)
@@ -40,11 +45,6 @@ def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
     names = names_in(data)
     found = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
     return [value for value in found if not any(_PARSES.match(last_name(call.func)) for call in calls_in(value))]
-
-
-_PARSES = re.compile(r"parse_(known_)?args$")
-#: Names of parameters whose attributes are settings.
-_SETTINGS = re.compile(r"(args?|cfg|conf|config|flags|hparams|hp|opts?|options|params)$", re.IGNORECASE)
 
 
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
@@ -87,12 +87,11 @@ def _may_be_replaced(source: Source, name: str, settings: set[str]) -> bool:
     for file in source.files:
         if any(target in settings and not isinstance(value, ast.Constant) for target, value, _ in file.assignments):
             return True
-        for node in file.nodes:
-            call = node.value if isinstance(node, ast.Expr) else None
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id != "print":
-                own = any(call.func.id in one.functions for one in source.files)
-                if not own and any(ast.unparse(value) == name for value in call.args):
-                    return True
+        alone = (call for call in file.calls if isinstance(file.parents[call], ast.Expr))
+        calls = [call for call in alone if any(ast.unparse(value) == name for value in call.args)]
+        given = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+        if given.difference(["print"], *(one.functions for one in source.files)):
+            return True
     return False
 
 
@@ -108,9 +107,8 @@ def _is_changed_by_rank(source: Source, name: str) -> bool:
 
 def _is_split_inside(source: Source, call: ast.Call) -> bool:
     """Return whether a function or class of the script that ``call`` calls contains a slice such as [rank::size]."""
-    functions = [function for name, function in source.functions.items() if name == last_name(call.func)]
-    made = [*functions, *(one for one in source.classes if one.name == last_name(call.func))]
-    slices = [node for one in made for node in ast.walk(one) if isinstance(node, ast.Slice)]
+    called = [one for one in (*source.functions.values(), *source.classes) if one.name == last_name(call.func)]
+    slices = [node for one in called for node in ast.walk(one) if isinstance(node, ast.Slice)]
     return any("rank" in ast.unparse(node) for node in slices)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import is_stored, last_name
+from dualtrain.horovodize.nodes import arms, is_stored, last_name
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.source import Function, Source
 
@@ -111,8 +111,7 @@ def _name_of(source: Source, call: ast.Call) -> str:
     """
     for target, value, _ in source.assignments:
         entries = [value.value] if isinstance(value, ast.DictComp) and _has_key_for_training(source, value) else []
-        branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        if call in (*entries, *branches):
+        if call in (*entries, *arms(value)):
             return target.rpartition(".")[2] if target.replace(".", "_").isidentifier() else ""
     return ""
 
