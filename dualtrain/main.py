@@ -7,6 +7,7 @@ from dualtrain.training.signals import (
     ignore_late_requests,
     interrupt,
     interrupted,
+    is_ignored,
     note_early_requests,
 )
 
@@ -22,6 +23,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, RunSection, parse
@@ -130,10 +132,12 @@ def _train(config: Config, backend: Backend) -> int:
     interrupted.clear()
     if backend.watch is not None:
         backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, reported)
-    earlier = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(reported)),
-        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
-    }
+
+    def leave_on_signal(number: int, frame: FrameType | None) -> None:
+        _leave_on_signal(number, reported)
+
+    handlers = {signal.SIGTERM: leave_on_signal, signal.SIGHUP: leave_on_signal, signal.SIGINT: interrupt}
+    earlier = {number: signal.signal(number, each) for number, each in handlers.items() if not is_ignored(number)}
     try:
         train(config, backend)
     except BaseException as error:
@@ -234,10 +238,10 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
     reported.set()
 
 
-def _leave_on_sigterm(reported: threading.Event) -> None:
-    """Exit on SIGTERM before or after the training loop, which has its own handler.
+def _leave_on_signal(number: int, reported: threading.Event) -> None:
+    """Exit on SIGTERM or SIGHUP before or after the training loop, which has its own handler.
 
-    Launchers send SIGTERM when a rank has failed, so first wait until the failure is printed.
+    Launchers send the signal when a rank has failed, so first wait until the failure is printed.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
@@ -245,7 +249,7 @@ def _leave_on_sigterm(reported: threading.Event) -> None:
     if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and is about to end
         remove_own_folder()  # data workers do this, too, but this rank may have none at the moment
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from typing import Any
 
 from dualtrain.errors import UserError
 
-#: SIGTERM and SIGINT (save and stop), and SIGUSR1 (save). Only ranks act on them; ``--nproc`` passes them on to its ranks.
-JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: SIGTERM, SIGINT and SIGHUP (save and stop), and SIGUSR1 (save). Only ranks act on them; ``--nproc`` passes them on to
+#: its ranks.
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _EXIT_SECONDS = 5.0
 #: What the user can do if the system refuses a process or a thread.

@@ -25,8 +25,10 @@ from dualtrain.errors import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, given_job, new_job, spawned
 from dualtrain.processes import JOB_SIGNALS, LIMIT_CURE, release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import (
+    STOP_SIGNALS,
     end_on_early_interrupt,
     ignore_late_requests,
+    is_ignored,
     note_early_requests,
     take_early_request,
 )
@@ -36,7 +38,6 @@ from dualtrain.training.signals import (
 
 Body = Callable[[list[str]], int]
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and the longest wait after SIGKILL
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of the kill may be reaped first
@@ -56,10 +57,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
     Blocks until the processes have exited. There is no time limit while all of them run, or while they stop after a first
-    SIGTERM or SIGINT. If a process fails before such a signal, or at a second signal, the remaining processes are ended
-    within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A program other
-    than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every rank imports the
-    program again.
+    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails before such a signal, or at a second one, the remaining
+    processes are ended within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this in the main
+    thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since
+    every rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or a key of ``TRANSIENT`` after an
@@ -67,14 +68,15 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often the job may be restarted after a rank has failed. A restart starts all ranks again. There is no
-            restart after a rank's status 2 (an error that a restart would repeat), or after a SIGTERM or SIGINT. Before a
+            restart after a rank's status 2 (an error that a restart would repeat), or after a stop signal. Before a
             restart after a transient error, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The
             waits begin at 1 s again after an attempt that has lasted longer than 30 s or has ended with another error.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
         If several ranks fail at about the same time, a status other than 1 takes precedence over 1.
-        If this process received SIGTERM or SIGINT before a rank failed, or while it waited before a restart: 143 or 130.
+        If this process received a stop signal before a rank failed, or while it waited before a restart: 128 plus the
+        signal's number, for example 143.
 
     Raises:
         UserError: ``nproc`` is too large for this host's cores, or the system refuses to start so many processes.
@@ -217,9 +219,9 @@ class _Job:
     def _handle(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return  # wakes the loop, which checks all ranks
-        if number in STOPPING and self._stopped is None:
+        if number in STOP_SIGNALS and self._stopped is None:
             self._stopped = number, time.monotonic()
-        elif number in STOPPING and self._stopped is not None:
+        elif number in STOP_SIGNALS and self._stopped is not None:
             if time.monotonic() > self._stopped[1] + REPEAT_SECONDS:
                 self._deadline = time.monotonic()
             return
@@ -273,7 +275,7 @@ class _Job:
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Deliver signals, including SIGCHLD, as bytes on a self-pipe."""
+    """Deliver signals, including SIGCHLD, as bytes on a self-pipe. SIGHUP stays ignored under ``nohup``."""
     inbox, outbox = os.pipe()
     os.set_blocking(outbox, False)
 
@@ -282,7 +284,8 @@ def _signals() -> Iterator[int]:
 
     # Set the pipe before the handlers: a signal that arrives between these calls must not be lost.
     earlier_outbox = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-    earlier = {number: signal.signal(number, note) for number in (*JOB_SIGNALS, signal.SIGCHLD)}
+    numbers = [number for number in (*JOB_SIGNALS, signal.SIGCHLD) if not is_ignored(number)]
+    earlier = {number: signal.signal(number, note) for number in numbers}
     try:
         yield inbox
     finally:

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from dualtrain.training.signals import take_early_request
+from dualtrain.training.signals import is_ignored, take_early_request
 
 
 class AfreshContext:
@@ -25,8 +25,9 @@ class AfreshContext:
 
 def _begin(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
+        if not is_ignored(number):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     take_early_request()
     kept = 0, 1, 2, resource_tracker.getfd()

@@ -384,8 +384,10 @@ class Run:
         if stops:
             self.writer.wait()
             saved = on_rank_zero(self.backend, "checkpoint", self._describe_save)
-            name = signal.Signals(stops[0]).name
-            raise StoppedError(f"{name} ended the run after step {cursor.step} of {self.total_steps}, {saved}", stops[0])
+            hangups = self.backend.allgather_object(self.signals.received_hangup(), name="SIGHUP")
+            number = signal.SIGHUP if any(hangups) else stops[0]
+            reason = f"{number.name} ended the run after step {cursor.step} of {self.total_steps}"
+            raise StoppedError(f"{reason}, {saved}", number)
 
     def _describe_save(self) -> str:
         """Describe where the last checkpoint was saved, or why it was not, and how to continue the run. On rank 0 alone.

@@ -14,9 +14,12 @@ from dualtrain.errors import StoppedError, UserError
 
 # Import nothing else here: until this module is imported, a Ctrl-C ends the program with a traceback.
 
-#: The signals, in the order of a step's control flags. The first two end the run, the last one only saves a checkpoint.
+#: The signals that save the run and end it. The system sends SIGHUP when the terminal of a run is closed.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: The signals that have a control flag of a step, in this order. The first two end the run, the last one only saves a
+#: checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: Index of SIGTERM's flag. Rank 0 also sets this flag if another process uses the run's folder.
+#: Index of SIGTERM's flag, which SIGHUP sets too. Rank 0 also sets this flag if another process uses the run's folder.
 STOP = SIGNALS.index(signal.SIGTERM)
 #: Index of SIGUSR1's flag. Rank 0 also sets this flag if a checkpoint is due by time.
 SAVE = SIGNALS.index(signal.SIGUSR1)
@@ -25,6 +28,11 @@ _REPEAT_SECONDS = 2.0  # a launcher may repeat the SIGINT of one Ctrl-C within t
 
 #: Contains an entry if SIGUSR1 was received before there was anything to save.
 _early: list[bool] = []
+
+
+def is_ignored(number: int) -> bool:
+    """Return whether ``number`` is SIGHUP and this process ignores it, as under ``nohup``: install no handler then."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def end_on_early_interrupt() -> None:
@@ -93,7 +101,10 @@ def ignore_late_requests() -> None:
 
 
 class Signals:
-    """Context manager whose handlers record ``SIGNALS``. Outside of the main thread, it installs no handlers."""
+    """Context manager whose handlers record ``STOP_SIGNALS`` and SIGUSR1. Outside of the main thread, it installs none.
+
+    It installs no handler of SIGHUP if this process ignores that signal, as under ``nohup``.
+    """
 
     def __init__(self) -> None:
         self._noted: dict[int, float] = {}
@@ -104,7 +115,11 @@ class Signals:
             interrupted.clear()
             self._noted[signal.SIGINT] = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._earlier = {
+                number: signal.signal(number, self._note)
+                for number in (*STOP_SIGNALS, signal.SIGUSR1)
+                if not is_ignored(number)
+            }
             if take_early_request():
                 self._noted[signal.SIGUSR1] = time.monotonic()
         return self
@@ -120,9 +135,16 @@ class Signals:
             os._exit(128 + number)  # a second Ctrl-C: exit now, since the current step may hang
 
     def take(self) -> list[float]:
-        """Return 1 for each of ``SIGNALS`` that was received, else 0.
+        """Return 1 for each of ``SIGNALS`` that was received, else 0. SIGHUP counts as SIGTERM.
 
-        A SIGUSR1 is returned once. SIGTERM and SIGINT are returned by every later call too.
+        A SIGUSR1 is returned once. The other signals are returned by every later call too.
         """
         requested = self._noted.pop(signal.SIGUSR1, None) is not None  # in one call: a signal may come at any time
-        return [float(requested if number == signal.SIGUSR1 else number in self._noted) for number in SIGNALS]
+        flags = [float(requested if number == signal.SIGUSR1 else number in self._noted) for number in SIGNALS]
+        if self.received_hangup():
+            flags[STOP] = 1.0
+        return flags
+
+    def received_hangup(self) -> bool:
+        """Return whether SIGHUP was received."""
+        return signal.SIGHUP in self._noted

@@ -141,13 +141,23 @@ def test_an_error_of_a_rank_is_shown_without_tracebacks_of_multiprocessing(start
     assert "_bootstrap" not in job.errors
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_ranks_and_gives_the_status(start, number, status):
-    job = start(WAIT)
+    job = start(WAIT, settings="signal.signal(signal.SIGHUP, signal.SIG_DFL)")  # the tests may run under nohup
     job.await_ranks(2)
     job.send_signal(number)
     assert job.wait(SECONDS) == status
     assert job.errors == ("dualtrain: error: interrupted\n" if number == signal.SIGINT else "")
+
+
+def test_a_job_under_nohup_continues_after_a_hangup(start):
+    wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if received.wait(60) else 1"
+    note = "received = threading.Event()\nsignal.signal(signal.SIGUSR1, lambda *_: received.set())\n"
+    job = start(note + wait, settings="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    job.await_ranks(2)
+    job.send_signal(signal.SIGHUP)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(SECONDS) == 0
 
 
 def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dualtrain.config import parse
 from dualtrain.errors import StoppedError, UserError
 from dualtrain.models.weights import published
 from dualtrain.torchvision_shim import torchvision
+from dualtrain.training.signals import STOP_SIGNALS
 from tests.conftest import require_horovod
 from tests.data.test_data_sources import write_cifar, write_mnist
 from tests.pool import Pool
@@ -166,11 +169,28 @@ def test_a_run_resumes_at_another_world_size(processes, paths, tmp_path):
         torch.testing.assert_close(other[name], tensor, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("by", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_saves_and_ends_the_run(paths, tmp_path, by, name):
-    said = train_alone(flags("digits", paths, tmp_path), 2, by)
-    assert said.startswith(f"{name} ended the run after step 2 of 16, saved in {tmp_path}")
+@contextmanager
+def handling_hangups(handler: int) -> Iterator[None]:
+    """Set SIGHUP's handler inside the block: under nohup, the tests ignore the signal."""
+    earlier = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+
+
+@pytest.mark.parametrize("by", STOP_SIGNALS)
+def test_a_signal_saves_and_ends_the_run(paths, tmp_path, by):
+    with handling_hangups(signal.SIG_DFL):
+        said = train_alone(flags("digits", paths, tmp_path), 2, by)
+    assert said.startswith(f"{by.name} ended the run after step 2 of 16, saved in {tmp_path}")
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
+
+
+def test_a_run_under_nohup_continues_after_a_hangup(paths, tmp_path):
+    with handling_hangups(signal.SIG_IGN):
+        assert train_alone(flags("digits", paths, tmp_path), 2, signal.SIGHUP)["steps"] == 16
 
 
 def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(paths, tmp_path):
