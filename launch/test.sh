@@ -8,8 +8,8 @@
 #   bash launch/test.sh PYTEST-ARGUMENTS…     the tests that the arguments select, such as tests/gradients -k sparse
 #   bash launch/test.sh --help                this text
 #
-# Tests that cannot run on this machine are listed at the end as skipped, with the reason. After a failure, the last lines
-# are the commands that repeat the failed tests. tests/README.md describes the folders of tests.
+# Tests that cannot run on this machine are listed at the end as skipped, with the reason. For each failed test, the output
+# has the command that repeats this test. tests/README.md describes the folders of tests.
 set -euo pipefail
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -24,7 +24,8 @@ source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 # Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules, and each
 # process of pytest would rewrite the assertions of all tests again.
 unset PYTHONDONTWRITEBYTECODE
-python -m compileall -q dualtrain
+# Ignore errors: the tests' user may not write into dualtrain/, as in the Docker image of the tests.
+python -m compileall -qq dualtrain || true
 
 # begin_checks: checks the format, lints, and starts mypy in the background. mypy takes 20 s without its cache, but it hardly
 # delays the tests, because they leave the cores idle for a longer time. mypy's output is written to a file, so that it is not

@@ -128,6 +128,12 @@ def test_a_failure_of_ruff_ends_the_script_before_the_tests(script):
     assert (status, first_words(lines)) == (5, ["python", "ruff", "ruff"])
 
 
+def test_tests_run_even_if_the_package_cannot_be_compiled(script):
+    script.set(python="exit 1")  # as if no file can be written into the folder of the package
+    status, lines = script.run("tests/gradients")
+    assert (status, first_words(lines)) == (0, ["python", "pytest"])
+
+
 def test_selected_tests_run_without_the_checks(script):
     script.set(pytest="exit 6")
     assert script.run("tests/gradients", "-k", "sparse")[0] == 6
