@@ -6,7 +6,7 @@
 #
 #   bash tests/extras.sh [PART…]     (default: all parts)
 #
-# hosts   tests/launch/test_hosts.py: iproute2, openssh-client, openssh-server
+# hosts   tests/launch/test_hosts.py, tests/commands/test_bench.py: iproute2, openssh-client, openssh-server
 # slurm   tests/launch/test_slurm.py and test_smoke.py: munge, slurm-wlm
 # k8s     tests/commands/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
 # browser tests/commands/test_report_browser.py: chromium

@@ -60,7 +60,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one call on one rank: its value, or an ``error`` (a traceback, or the exit code of the process)."""
+    """Result of one call on one rank: its value, or an ``error`` (a traceback, the exit code, or a timeout)."""
 
     rank: int
     value: Any = None

@@ -115,6 +115,7 @@ LAYERS = {
         {"reducer"},
     ],
 }
+#: Modules that ``import dualtrain`` must not load, because they are optional or their import takes long.
 HEAVY = [
     "cloudpickle",
     "horovod",

@@ -33,7 +33,7 @@ IN_NAMES = re.compile(rf"(?<![a-z0-9])({IDENTIFIERS.replace(' ', '|')})(?![a-z0-
 IN_PROSE = re.compile(
     r"\b(cargo|farewell|mourn(s|ed|ing)?|graves|strangers?|mended|thaw(s|ed|ing)?|ticked\s+off)\b", re.IGNORECASE
 )
-#: A docstring starts with a verb or a noun phrase.
+#: Words with which no docstring starts, because it starts with a verb or a noun phrase.
 NO_START = re.compile(r"\A(Whether|How|Where|When|What|Who|Has)\b")
 NO_START_IN_TEXT = re.compile(NO_START.pattern.replace(r"\A", r'"""\s*'))
 #: Names with banned words that may follow a dot, because they are Python's own: ``file.tell()``, ``ast.TryStar``.

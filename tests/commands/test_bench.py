@@ -1,4 +1,4 @@
-"""Statistics, tables and plans of the bench. No test depends on the machine's speed."""
+"""The bench: statistics, tables, charts, plans and the start of contenders. No test depends on the machine's speed."""
 
 from __future__ import annotations
 
