@@ -201,7 +201,7 @@ def layer_of(name, package):
     return next((numbers[each] for each in modules if each in numbers), None)
 
 
-def type_imports(path):
+def from_imports(path):
     """Yield the full names of all ``from`` imports of the file, including those under ``if TYPE_CHECKING:``."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
@@ -233,14 +233,14 @@ def test_files_of_a_package_import_only_from_lower_layers(package):
     """Imports under ``if TYPE_CHECKING:`` count too, because a layer must not depend on the layers above it."""
     for path in files_of(package):
         own = layer_of(module(path), package)
-        for name in type_imports(path):
+        for name in from_imports(path):
             if own is not None and name.startswith(f"dualtrain.{package}."):
                 assert layer_of(name, package) < own, f"{path.name} imports {name}"
 
 
 def test_no_file_of_the_rendezvous_imports_torch():
     for path in files_of("rendezvous"):
-        names = {*imports(path), *type_imports(path)}
+        names = {*imports(path), *from_imports(path)}
         assert not [name for name in names if name.partition(".")[0] == "torch"], path.name
 
 
@@ -376,7 +376,7 @@ def test_only_the_console_module_prints():
     assert calls == {"console.py"}
 
 
-def test_importing_the_package_loads_no_optional_module():
+def test_importing_the_package_loads_no_heavy_module():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))\n"
     # The handler of Ctrl-C must be installed early, so its module may import only few other modules of the package.
     program += "import dualtrain.training.signals; print(*(name for name in sys.modules if name.startswith('dualtrain.')))"
