@@ -20,6 +20,9 @@ from dualtrain import processes
 from dualtrain.processes import signal_at_parents_end
 from tests.pool import ROOT
 
+# Program that starts the helper processes: the fork server, the resource tracker, and two workers one after the other. It
+# sends the job's signals to them, and prints multiprocessing's temporary folder and the helpers' process ids. After a line
+# on standard input, it exits with status 3.
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing import forkserver, resource_tracker, util
@@ -152,6 +155,7 @@ if shell:
 child = subprocess.Popen(command, env={**os.environ, **({"TORCHELASTIC_RUN_ID": run_id} if run_id else {})})
 child.wait()
 """
+#: Program of the child: a rank, which gets SIGTERM when its parent ends if the parent is torchrun's agent.
 RANK = """
 import os, signal, time
 from dualtrain.launchers import torchrun_is_parent

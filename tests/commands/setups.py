@@ -1,8 +1,8 @@
 """Runs of the launch scripts with fake programs. ``Setup`` runs ``launch/setup.sh``.
 
 The fakes of ``Setup`` are the interpreter, pip, nvidia-smi, nvcc and Horovod. With them, a set-up takes a second, needs no
-network and compiles nothing. They print the contents of files that a test has written, but pip runs its file as shell code.
-The fakes of pip and nvcc record their arguments.
+network and compiles nothing. The fakes print the contents of files that a test has written, except pip, which runs
+its file as shell code. The fakes of pip and nvcc record their arguments.
 """
 
 from __future__ import annotations

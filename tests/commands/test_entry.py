@@ -120,7 +120,7 @@ def test_the_installed_command_finds_the_users_modules_in_the_current_folder(tmp
     assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not a rank's command
 
 
-# A module that turns an interrupt during its import into a different exception, as modules written in C do.
+# A module that turns an interrupt during its import into a different exception, as modules written in C may do.
 INTERRUPTED = """
 import os, signal, time
 try:
