@@ -1,4 +1,7 @@
-"""Pairs of scripts for the rules of ``--check``: one script shows a mistake, which a rule must find; the other does not."""
+"""Pairs of scripts for the rules of ``--check``: one script shows a mistake, which a rule must find; the other does not.
+
+The tests at the end of the file are about programs of several files, printed lines, unreachable code and speed.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +58,14 @@ CASES = [
         f"{LOADERS}train_loader, test_loader = loaders()\n{TRAIN}",
     ),
     (
-        "padded_evaluation",  # a function that gets the loader
+        "padded_evaluation",  # no finding if the function that gets the loader reads no batch
         f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
         f"def run(loader):\n    for x in loader:\n        model(x)\nrun(test_loader)\n{TRAIN}",
         f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
         f"def run(loader):\n    print(len(loader))\nrun(test_loader)\n{TRAIN}",
     ),
     (
-        "padded_evaluation",  # an incomplete last batch is left out, but then something must combine the results
+        "padded_evaluation",  # no finding if loaders leave out an incomplete last batch, and a call combines the results
         f"test_sampler = {SAMPLER}\nl = torch.utils.data.DataLoader(d, sampler=test_sampler, drop_last=True)\n"
         "hvd.allreduce_(torch.Tensor(0), name='barrier')\nfor x in l:\n    total += model(x)",
         f"test_sampler = {SAMPLER}\n"
@@ -105,7 +108,7 @@ CASES = [
         "Base().fit()\nOwn().fit()",
     ),
     (
-        "saved_by_all_ranks",  # a call that unpacks its arguments
+        "saved_by_all_ranks",  # no finding if an unpacked argument depends on the rank
         f"{INIT}def save(path):\n    torch.save(x, path)\nsave(**{{'path': 'x'}})",
         f"{INIT}def save(path):\n    torch.save(x, path)\nsave(**{{'path': str(hvd.rank())}})",
     ),
@@ -115,12 +118,12 @@ CASES = [
         f"{INIT}if args.save_logs:\n    torch.save(x, 'x')",
     ),
     (
-        "accumulation_without_passes",  # losses of two models
+        "accumulation_without_passes",  # no finding for the losses of two models
         f"{CRITICS}{WRAP}first(x).backward()\nfirst(y).backward()\noptimizer.step()",
         f"{CRITICS}{WRAP}first(x).backward()\nsecond(y).backward()\noptimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # a model whose output has no gradients
+        "accumulation_without_passes",  # no finding if one of the model's calls is in no_grad()
         f"{CRITICS}{WRAP}z = first(x)\n(z + y).backward()\nfirst(y).backward()\noptimizer.step()",
         f"{CRITICS}{WRAP}with torch.no_grad():\n    z = first(x)\n"
         "second(z).backward()\nfirst(y).backward()\noptimizer.step()",
@@ -141,17 +144,17 @@ CASES = [
         "import horovod.torch as h\ndef forward(x, h):\n    return h.view(-1)",
     ),
     (
-        "frozen_after_wrapping",  # only the variable of the loop is a parameter
+        "frozen_after_wrapping",  # no finding if the frozen variable is not the variable of the loop
         f"{WRAP}for group in model.parameters():\n    group.requires_grad = False",
         f"{WRAP}for group in model.parameters():\n    p.requires_grad = False\n    masks[0].requires_grad = False",
     ),
     (
-        "frozen_after_wrapping",  # a target network, whose parameters the optimizer does not have
+        "frozen_after_wrapping",  # no finding for a target network, whose parameters the optimizer does not have
         f"{WRAP}for p in model.parameters():\n    p.requires_grad = False",
         f"{WRAP}for p in target.parameters():\n    p.requires_grad = False",
     ),
     (
-        "clip_before_synchronize",  # another function may have synchronized
+        "clip_before_synchronize",  # no finding if another function may have synchronized
         f"def clip():\n    torch.nn.utils.clip_grad_norm_(p, 1)\n    optimizer.step()\n{WRAP}",
         f"def clip():\n    torch.nn.utils.clip_grad_norm_(p, 1)\n    optimizer.step()\n{WRAP}def other():\n"
         "    loss.backward()\n    optimizer.synchronize()",
@@ -162,7 +165,7 @@ CASES = [
         f"{WRAP}loss.backward()\nsync_gradients(model)\ntorch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
     ),
     (
-        "clip_before_synchronize",  # gradients of an optimizer that is not wrapped
+        "clip_before_synchronize",  # no finding if the next step is that of an optimizer that is not wrapped
         f"plain = torch.optim.SGD(q)\n{WRAP}{CLIP}optimizer.step()\nplain.step()",
         f"plain = torch.optim.SGD(q)\n{WRAP}{CLIP}plain.step()\noptimizer.step()",
     ),
@@ -172,7 +175,7 @@ CASES = [
         f"plain = torch.optim.SGD(q)\n{WRAP}s = torch.optim.lr_scheduler.StepLR(plain, 1)\n{CLIP}plain.step()\ns.step()",
     ),
     (
-        "averaged_twice",  # DDP of the wrapped optimizer's model, or of another model
+        "averaged_twice",  # no finding if DDP wraps another model than the optimizer's
         "net = torch.nn.parallel.DistributedDataParallel(model)\no = hvd.DistributedOptimizer(a, net.named_parameters())",
         f"net = torch.nn.parallel.DistributedDataParallel(other)\n{WRAP}",
     ),
@@ -183,7 +186,7 @@ CASES = [
         f"{WRAP}{INIT}for p in model.parameters():\n    p.data.zero_()",
     ),
     (
-        "clip_before_synchronize",  # two conditions with the same text
+        "clip_before_synchronize",  # no finding if synchronize() has run under a condition with the same text
         f"{WRAP}loss.backward()\nif half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\noptimizer.step()",
         f"{WRAP}if half:\n    scaled.backward()\n    optimizer.synchronize()\nelse:\n    loss.backward()\n"
         "if half:\n    torch.nn.utils.clip_grad_norm_(p, 1)\nelse:\n    optimizer.synchronize()\noptimizer.step()",
@@ -199,7 +202,7 @@ CASES = [
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=4)",
     ),
     (
-        "different_splits",  # a function of another file gets the seed
+        "different_splits",  # no finding if a function of another file gets the seed
         f"{WRAP}a, b = torch.utils.data.random_split(d, [1, 2])",
         f"from lib import start\n{WRAP}start(args.seed)\na, b = torch.utils.data.random_split(d, [1, 2])",
     ),
@@ -210,7 +213,7 @@ CASES = [
         f"{WRAP}data = Pairs(torch.randn(9))\nloader = {LOADER}",
     ),
     (
-        "events_of_all_ranks",  # the constructor of a class that is made after hvd.init()
+        "events_of_all_ranks",  # a writer in a constructor; no finding if the object is made before hvd.init()
         f"from torch.utils.tensorboard import SummaryWriter\nclass T:\n    def __init__(self):\n"
         f"        self.w = SummaryWriter('runs')\n        {WRAP}        self.w.add_scalar('x', 1)\n{INIT}T()",
         f"from torch.utils.tensorboard import SummaryWriter\nclass T:\n    def __init__(self):\n"
@@ -222,7 +225,7 @@ CASES = [
         f"if args.ddp:\n    s = torch.utils.data.DistributedSampler(d)\n{WRAP}",
     ),
     (
-        "collective_on_some_ranks",  # rank 0 may make the same call, under a further condition
+        "collective_on_some_ranks",  # no finding if rank 0 may make the same call, under a further condition
         "if hvd.rank() != 0:\n    hvd.barrier()",
         "if hvd.rank() != 0:\n    hvd.barrier()\nload()\nif hvd.rank() == 0 and args.many:\n    hvd.barrier()",
     ),
@@ -279,26 +282,26 @@ CASES = [
         "first = first and args.log\nif first:\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a property that is true on rank 0, and in runs without Horovod
+        "collective_on_some_ranks",  # a property that is true on rank 0 only; no finding if it may be true on all ranks
         "class T:\n    @property\n    def first(self):\n        return not args.horovod or hvd.rank() == 0\n"
         "    def f(self):\n        if self.first:\n            hvd.barrier()",
         "class T:\n    @property\n    def first(self):\n        return args.debug or hvd.rank() == 0\n"
         "    def f(self):\n        if self.first:\n            hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a function that is true on rank 0, and in runs without Horovod
+        "collective_on_some_ranks",  # a function that is true on rank 0 only; no finding if it may be true on all ranks
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
         "def first():\n    if not parallel:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
         "def first():\n    if args.debug:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a property of an object of the script, or an attribute of another object
+        "collective_on_some_ranks",  # a property of a class of the script; no finding for an attribute of another object
         f"{FIRST}t = T()\nif t.first:\n    hvd.barrier()",
         f"{FIRST}t = T()\nif args.first:\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a constant, or the variable of a loop
+        "collective_on_some_ranks",  # the root is a constant; no finding if it is the variable of a loop
         "root = 0\nif hvd.rank() == root:\n    hvd.barrier()",
         "root = 0\nfor root in range(hvd.size()):\n    if hvd.rank() == root:\n        hvd.barrier()",
     ),
@@ -318,7 +321,7 @@ CASES = [
         "ROOT = args.root\nif hvd.rank() in ROOT:\n    hvd.barrier()",
     ),
     (
-        "inner_step",  # the optimizer is wrapped in all runs with Horovod
+        "inner_step",  # no finding if only runs without Horovod step the original optimizer
         "optimizer = torch.optim.SGD(p, 1)\nif args.mpi:\n    hvd.init()\n"
         "    wrapper = hvd.DistributedOptimizer(optimizer)\noptimizer.step()",
         "optimizer = torch.optim.SGD(p, 1)\nif args.mpi:\n    hvd.init()\n"
@@ -386,24 +389,24 @@ CASES = [
         "        optimizer.step()\n    loss = test()\n    if loss < best:\n        hvd.barrier()",
     ),
     (
-        "schedule_on_some_ranks",  # rank 0 sends its rate
+        "schedule_on_some_ranks",  # no finding if rank 0 broadcasts its learning rate
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\nif hvd.rank() == 0:\n    s.step()",
         "s = torch.optim.lr_scheduler.StepLR(o, 1)\nif hvd.rank() == 0:\n    s.step()\n"
         "o.param_groups[0]['lr'] = hvd.broadcast_object(o.param_groups[0]['lr'])",
     ),
     (
-        "saved_by_all_ranks",  # a return in a branch that all runs with Horovod take
+        "saved_by_all_ranks",  # no finding if the other ranks return in a branch that all runs with Horovod take
         f"{INIT}def run():\n    if args.horovod:\n        print()\n    torch.save(x, 'x')\nrun()",
         f"{INIT}def run():\n    if args.hvd:\n        if hvd.rank():\n            return\n    torch.save(x, 'x')\nrun()",
     ),
     (
-        "variables_of_mpi",  # the branches of several launchers
+        "variables_of_mpi",  # no finding if hvd.init() is in the branch of a different launcher
         "import os\nif args.platform == 'azure':\n    hvd.init()\nrank = os.environ['OMPI_COMM_WORLD_RANK']",
         "import os\nif args.platform == 'azure':\n    hvd.init()\nelif args.platform == 'k8s':\n"
         "    rank = os.environ['OMPI_COMM_WORLD_RANK']",
     ),
     (
-        "optimizer_state",  # a variable that is 0
+        "optimizer_state",  # no finding if the variable with the weight decay is 0
         "decay = 0.1\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
         "decay = 0\no = torch.optim.SGD(p, 1, weight_decay=decay)\nhvd.broadcast_optimizer_state(o, 0)",
     ),
@@ -413,7 +416,7 @@ CASES = [
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
     (
-        "schedule_on_some_ranks",  # a schedule that may be None
+        "schedule_on_some_ranks",  # a schedule that may be None; no finding for an unknown object
         "if args.s:\n    s = torch.optim.lr_scheduler.StepLR(o, 1)\nelse:\n    s = None\nif hvd.rank() == 0:\n    s.step()",
         "s = make(o)\nif hvd.rank() == 0:\n    s.step()",
     ),
@@ -428,17 +431,17 @@ CASES = [
         "try:\n    train()\nexcept ValueError:\n    hvd.shutdown()\nhvd.rank()",
     ),
     (
-        "scaler_before_synchronize",  # the scaler is always None
+        "scaler_before_synchronize",  # no finding if the scaler is always None
         f"{WRAP}scaler = GradScaler()\nscaler.scale(loss).backward()\nscaler.step(optimizer)",
         f"{WRAP}scaler = None\nif scaler:\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)",
     ),
     (
-        "variables_of_mpi",  # a branch for runs without Horovod
+        "variables_of_mpi",  # no finding in a branch for runs without Horovod
         "import os\nrank = int(os.environ['PMI_RANK'])",
         "import os\nif args.use_ddp:\n    rank = int(os.environ['PMI_RANK'])",
     ),
     (
-        "sampler_without_ranks",  # a function that may create the default group
+        "sampler_without_ranks",  # no finding if a function of another file may create the default process group
         "def setup_distributed():\n    hvd.init()\nsetup_distributed()\n"
         "train_sampler = torch.utils.data.DistributedSampler(data)",
         "from lib import setup_distributed\nsetup_distributed()\ntrain_sampler = torch.utils.data.DistributedSampler(data)",
@@ -460,7 +463,7 @@ CASES = [
         f"from lib import sync_parameters\n{WRAP}{INIT}sync_parameters(model)",
     ),
     (
-        "clip_before_synchronize",  # no finding if init() and the line need different values of one variable
+        "clip_before_synchronize",  # no finding if init() and the clipping need different values of one variable
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}{CLIP}optimizer.step()",
         f"if args.mode == 0:\n    hvd.init()\n{WRAP}loss.backward()\nif args.mode == 1:\n"
         "    clip_grad_norm_(q, 1)\noptimizer.step()",
@@ -531,7 +534,7 @@ CASES = [
         "        if hvd.rank() == 0:\n            self.log()",
     ),
     (
-        "averaged_twice",  # two methods; no finding if the second one may not be called
+        "averaged_twice",  # two methods; no finding if the call of the second one is conditional
         f"{DDP}        self.wrap()\n{WRAP_METHOD}",
         f"{DDP}        if args.wrap:\n            self.wrap()\n{WRAP_METHOD}",
     ),
@@ -550,13 +553,13 @@ CASES = [
         f"begin = load()\nbegin = hvd.broadcast_object(begin)\nfor epoch in range(begin, 9):\n{STEP}",
     ),
     (
-        "every_rank_reads_all",  # the rank that downloads the data does not select samples
+        "every_rank_reads_all",  # an argument that selects the rank that downloads the data does not split the data
         f"{WRAP}d = Data(download=hvd.rank() == 0)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
         f"{WRAP}d = Data(part=hvd.rank())\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
     ),
     *(
         (
-            "every_rank_reads_all",  # names and texts of command-line options do not split the data
+            "every_rank_reads_all",  # no finding if the data set gets all options, the rank too; help texts do not count
             f"{WRAP}{before}\nd = Data(args.folder)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
             f"{WRAP}{before}\nd = Data(args)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
         )
@@ -566,7 +569,7 @@ CASES = [
         )
     ),
     (
-        "every_rank_reads_all",  # the settings that a function gets, but not a data set that it gets
+        "every_rank_reads_all",  # an attribute of settings; no finding for an attribute of an unknown parameter
         f"def fit(args):\n    {WRAP}    d = Data(args.folder)\n"
         "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
         f"def fit(data):\n    {WRAP}    d = Data(data.folder)\n"
@@ -592,7 +595,7 @@ CASES = [
     ),
     *(
         (
-            "every_rank_reads_all",  # other code may replace the setting by this rank's part
+            "every_rank_reads_all",  # no finding if other code may replace the setting by this rank's part
             f"def fit(args):\n    {WRAP}    print(args)\n    d = Data(args.folder)\n"
             "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
             f"def fit(args):\n    {WRAP}    {replaces}\n    d = Data(args.folder)\n"

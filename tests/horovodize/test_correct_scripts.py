@@ -1,4 +1,4 @@
-"""Correct scripts for which ``horovodize --check`` reports nothing."""
+"""Correct scripts for which a rule of ``horovodize --check`` reports nothing, and methods that write files."""
 
 import pytest
 

@@ -150,7 +150,10 @@ def test_the_list_of_public_names_matches_the_names_in_horovod():
 
 @pytest.fixture
 def unprepared(monkeypatch):
-    """Skip the preparation of scripts; restore arguments, path, main module and sys.excepthook afterwards."""
+    """Skip the preparation of scripts, select the backend torch, and unset the variables of launchers.
+
+    Afterwards, restore arguments, path, main module, sys.excepthook and variables.
+    """
     monkeypatch.setattr(run_script, "_prepare", lambda: None)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name in ("argv", "path"):

@@ -1,4 +1,4 @@
-"""The checker of Horovod scripts: each rule on a script with a finding and on a script without findings."""
+"""The checker of Horovod scripts: each rule on a script with a finding and on one without; several files; folders."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CASES = [
         "from horovod import run, __version__\nfrom horovod.common import elastic\nfrom horovod.common.util import env",
     ),
     (
-        "uncovered_imports",  # names that the replaced module does not have
+        "uncovered_imports",  # names that dualtrain's replacement for the module does not have
         "from horovod.common.util import split_list, check_extension  # HERE",
         "from horovod.torch.elastic import state, TorchState\nfrom horovod.torch import *\n"
         # The rule unknown_name reports the last import.
@@ -532,7 +532,7 @@ CASES = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0, shuffle=False)\nfor epoch in range(3): pass",
     ),
     (
-        "same_order_every_epoch",  # a script that counts steps reads the loader again when it ends
+        "same_order_every_epoch",  # a script that counts steps, and reads the loader again after its last batch
         "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nloader = torch.utils.data.DataLoader(d, sampler=s)\n"
         "batches = iter(loader)\nfor step in range(9):\n    try:\n        x = next(batches)\n    except StopIteration:\n"
         "        batches = iter(loader)\n        x = next(batches)",
@@ -1436,7 +1436,7 @@ CASES = [
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nf = make_schedule(hvd.size(), args.warmup_epochs)",
     ),
     (
-        "shard_by_local_rank",  # a block of samples; no finding if its length is the part of one host's rank
+        "shard_by_local_rank",  # blocks of samples; no finding if the number of blocks is the number of ranks on this host
         "n = len(d) // hvd.size()\nd = d[hvd.local_rank() * n : (hvd.local_rank() + 1) * n]  # HERE",
         "n = len(d) // hvd.local_size()\nd = d[hvd.local_rank() * n : (hvd.local_rank() + 1) * n]",
     ),
@@ -1455,7 +1455,7 @@ CASES = [
         "for epoch in range(9):\n    for x in test(): pass",
     ),
     (
-        "discarded_result",  # a new tensor with the value of a variable: no barrier
+        "discarded_result",  # a new tensor with the value of a variable, so that the call is not only a barrier
         "hvd.broadcast(torch.Tensor([args.seed]), root_rank=0)  # HERE",
         "one = 1\nhvd.broadcast(torch.tensor(one), 0)\nhvd.allreduce(torch.tensor([local_rank]))\n"
         "hvd.broadcast(torch.tensor(epoch), 0, name='wait_for_data')\nepoch = hvd.broadcast(torch.tensor(epoch), 0).item()",
@@ -1498,7 +1498,7 @@ CASES = [
     ("undefined_names", "np.ones(1)  # HERE", "get_ipython().run_line_magic('pylab', 'inline')\nnp.ones(1)"),
     ("undefined_names", "print(lr)  # HERE", "vars().update(lr=1)\nprint(lr)"),
     (
-        "sampler_with_shuffle",  # the parameter of a function may be None
+        "sampler_with_shuffle",  # no finding if the sampler is a parameter that may be None
         "s = torch.utils.data.DistributedSampler(d)\ntorch.utils.data.DataLoader(d, sampler=s, shuffle=True)  # HERE",
         "s = torch.utils.data.DistributedSampler(d)\n"
         "def small(d, s=None):\n    return torch.utils.data.DataLoader(d, sampler=s, shuffle=True)",
@@ -1530,7 +1530,7 @@ CASES = [
         + "other = hvd.DistributedOptimizer(base, d.named_parameters())",
     ),
     (
-        "never_broadcast",  # a loop, or a function of the script, may broadcast any model
+        "never_broadcast",  # no finding if a loop broadcasts models, which may include this one
         "torch.manual_seed(1 + hvd.rank())\n" + WRAP.replace("\n", "  # HERE\n"),
         "torch.manual_seed(1)\ntorch.manual_seed(1 + hvd.rank())\n"
         + WRAP
@@ -2083,7 +2083,7 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, capsys, monkeypatch):
 
 
 def refuse_to_scan(closed, scandir):
-    """Return a ``scandir`` that fails for one folder, even for root, who can read a folder without permissions."""
+    """Return a ``scandir`` that fails for the folder ``closed``. File permissions would not stop root."""
 
     def scan(path):
         if path == closed:

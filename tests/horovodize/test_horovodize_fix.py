@@ -103,7 +103,7 @@ REPAIRS = [
         "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
     ),
     ("torch.save(x, best)\nx = torch.load(best)\n", None),  # not repaired: every rank reads the file
-    (  # both paths are options of the script
+    (  # the file that every rank loads is not the file that is saved
         "opt = parser.parse_args()\ny = torch.load(opt.old)\ntorch.save(x, opt.new)\n",
         "opt = parser.parse_args()\ny = torch.load(opt.old)\nif hvd.rank() == 0:\n    torch.save(x, opt.new)\n",
     ),
