@@ -236,7 +236,7 @@ def fresh_with_other_steps(backend):
         layer = nn.Embedding(2, 2, sparse=True)
         optimizer = torch.optim.SparseAdam(layer.parameters())
         hvd.broadcast_optimizer_state(optimizer, 0)
-        layer(torch.tensor([1])).sum().backward()  # adds to the zeros of the broadcast, which must be sparse
+        layer(torch.tensor([1])).sum().backward()  # this gradient is added to the broadcast's zeros: they must be sparse
         optimizer.step()
         assert layer.weight.grad.is_sparse
     with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:

@@ -352,7 +352,8 @@ def test_an_error_when_a_timeline_is_closed_is_logged(tmp_path):
     assert ["cannot be written (No space left on device)" in text for text in lines.texts] == [True]
 
 
-# Program in which rank 1 fails. Argument: whether rank 0 makes its call late, and gets rank 1's error after the call.
+# Program in which rank 1 fails. With the argument "late", rank 0 makes its call after rank 1 has ended the world, but
+# before the report on rank 1's error arrives.
 RAISING = """
 import sys, time
 import torch

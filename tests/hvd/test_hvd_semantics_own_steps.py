@@ -55,7 +55,7 @@ def without_wrapper(backend):
                     optimizer.synchronize()
             p.grad = torch.ones(2)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # there was no step after synchronize()
+                warnings.simplefilter("ignore")  # step() warns, because synchronize() was called before
                 optimizer.step()
             assert p.tolist() == [-1, -1]
             optimizer.close()

@@ -8,7 +8,8 @@ from torch import nn
 
 from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks, outcome
 
-#: The first value of ``backward_passes_per_step``, the actions (see ``act``), and the expected gradients of each step.
+#: The first value of ``backward_passes_per_step``, the actions (see ``act``), and the expected change in each step if the
+#: mean of the ranks' factors is 1.
 CHANGES = {
     "after the only pass": (1, "b 2 step zero b b step", [1, 110]),
     "after the last of two passes": (2, "b b 1 step zero b step", [11, 100]),
@@ -20,8 +21,9 @@ CHANGES = {
 
 
 def act(optimizer, params, actions, factor, passes=0):
-    """Run ``actions``: "b" is a backward pass, and a number is the new number of passes. Return each step's changes.
+    """Run ``actions``: "b" is a backward pass, and a number is the new number of passes.
 
+    Return, for each step, by how much it has decreased each parameter. With a learning rate of 1, this is the gradient.
     The gradients of the first pass are ``factor``, those of the second are ten times as large, and so on.
     """
     found = []

@@ -123,7 +123,10 @@ def test_init_gives_a_set_in_use_the_same_id_again_but_refuses_two_equal_sets_in
 
 
 class Communicator:
-    """Stand-in for an mpi4py communicator: the ranks of the world that have the same ``color``, as after ``Split``."""
+    """Stub of an mpi4py communicator. ``allgather`` gathers from the ranks of one ``color``, as after ``Split``.
+
+    ``Get_rank`` and ``Get_size`` return the rank and the size of the world.
+    """
 
     def __init__(self, hvd, color=0):
         self.gather = lambda value: [one for key, one in hvd.allgather_object((color, value)) if key == color]

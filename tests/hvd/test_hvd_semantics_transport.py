@@ -99,8 +99,8 @@ def test_shared_memory_adds_in_rank_order(real):
 def away(backend, folder):
     """Let rank 0 make no call of ``hvd`` between its backward and the end of rank 1's step.
 
-    A step has 12 operations. Rank 0's engine thread must advance all of them in this time. From the second step on, rank 1
-    can send only one request ("progress") per step, because the test discards further requests.
+    A step has 12 sums, one for each parameter. Rank 0's engine thread must advance all of them in this time. From the
+    second step on, rank 1 can send only one request ("progress") per step, because the test discards further requests.
     """
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]

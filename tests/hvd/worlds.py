@@ -15,7 +15,7 @@ import torch
 
 
 def worlds(*chosen: tuple[str, int]) -> pytest.MarkDecorator:
-    """Run a test once in each of these worlds. The test's argument ``real`` runs a body in the world."""
+    """Run a test once in each of these worlds. The test's argument ``real`` or ``fresh`` runs a body in the world."""
     return pytest.mark.parametrize("real", chosen, ids=[f"{name}-{size}" for name, size in chosen], indirect=True)
 
 
@@ -37,7 +37,11 @@ def ours() -> Any:
 
 @contextmanager
 def library(backend: Any, **env: str) -> Iterator[Any]:
-    """Yield Horovod's API for the world of ``backend``: Horovod itself, or ``dualtrain.hvd`` in torch's worlds."""
+    """Yield Horovod's API for the world of ``backend``: Horovod itself, or ``dualtrain.hvd`` in torch's worlds.
+
+    In torch's worlds, call ``init`` on entry, with the variables ``env`` set, and ``shutdown`` on exit. Horovod's worlds
+    are initialized already, and ``env`` has no effect there.
+    """
     if backend.name == "horovod":
         import horovod.torch as theirs
 
