@@ -226,11 +226,11 @@ class Saver(Base):
         ),
         pytest.param("self.out", "Saver(f'{hvd.rank()}').fit()", id="inherited-init"),
         pytest.param("self.folder", "saver = Base(0)\nsaver.folder = f'{hvd.rank()}'\nsaver.save()", id="set-from-outside"),
-        pytest.param("self.folder.format(1)", "Base(0).save()", id="property"),
+        pytest.param("self.folder.format(1)", "Base(0).save()", id="unknown-attribute"),
         pytest.param("'x') if self.out else print(", "Saver(hvd.rank() == 0).fit()", id="flag"),
     ],
 )
-def test_a_method_that_may_write_on_one_rank_has_no_finding(path, calls):
+def test_a_method_that_may_write_on_one_rank_or_to_a_file_of_each_rank_has_no_finding(path, calls):
     source = Source(f"{START}{SAVER.replace('{path}', path)}{calls}\n")
     assert not list(BY_NAME["saved_by_all_ranks"](source))
 

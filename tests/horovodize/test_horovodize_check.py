@@ -2052,7 +2052,7 @@ def test_checking_a_folder_reads_only_its_files_that_import_horovod(tmp_path, ca
     assert last == "2 files read: 2 traps; --fix repairs 2 of them"
 
 
-def test_checking_a_large_folder_says_where_it_is(tmp_path, capsys, monkeypatch):
+def test_checking_a_large_folder_prints_the_folder_that_is_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(folders, "_QUIET", 0)
     (tmp_path / "inner").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")

@@ -162,7 +162,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("before", "after"), WHOLE)
-def test_mistakes_outside_of_the_training_step_are_repaired(before, after):
+def test_repairs_outside_of_the_training_step(before, after):
     assert repair(Source(before)).source.text == after
 
 

@@ -203,7 +203,7 @@ def frozen_later(backend):
 
 
 @PAIR
-def test_a_parameter_that_is_frozen_later_does_not_change(real):
+def test_a_parameter_that_is_frozen_later_changes_only_with_horovod(real):
     first, second = real(frozen_later)
     assert first == second
     if real.name == "torch":

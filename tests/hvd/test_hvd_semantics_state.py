@@ -286,5 +286,5 @@ def restored(backend):
 
 
 @PAIR
-def test_a_restore_undoes_changes_in_lists_and_schedulers(real):
+def test_a_restore_undoes_changes_in_lists_and_schedulers_only_with_dualtrain(real):
     real(restored)
