@@ -1532,10 +1532,12 @@ CASES = [
     (
         "never_broadcast",  # no finding if a loop broadcasts models, which may include this one
         "torch.manual_seed(1 + hvd.rank())\n" + WRAP.replace("\n", "  # HERE\n"),
-        "torch.manual_seed(1)\ntorch.manual_seed(1 + hvd.rank())\n"
-        + WRAP
-        + "torch.manual_seed(1 + hvd.rank())\nfor one in models:\n    hvd.broadcast_parameters(one.state_dict(), 0)\n"
-        + WRAP,
+        "torch.manual_seed(1 + hvd.rank())\nfor one in models:\n    hvd.broadcast_parameters(one.state_dict(), 0)\n" + WRAP,
+    ),
+    (
+        "never_broadcast",  # no finding if one of several seeds is the same on all ranks
+        "torch.manual_seed(1 + hvd.rank())\n" + WRAP.replace("\n", "  # HERE\n"),
+        "torch.manual_seed(1)\ntorch.manual_seed(1 + hvd.rank())\n" + WRAP,
     ),
     (
         "loaded_on_some_ranks",  # no finding if a broadcast follows, or if no training follows
