@@ -1166,6 +1166,7 @@ def collected(simulated, monkeypatch):
     return collected
 
 
+#: Runs as pairs of a kind and a number of steps. A record replaces the first of the runs FIRST; SPEED measures the speed.
 FIRST = [("Horovod", 50), ("compat", 50)]
 SPEED = [("plain", 8), ("Horovod", 8), ("Horovod", 8), ("plain", 8)]
 SAME, DEFECTS = "same bits for 50 steps", "same bits for 50 steps, once these defects of Horovod are reproduced: it takes"

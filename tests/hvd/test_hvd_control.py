@@ -14,6 +14,10 @@ _LONG = "x" * (1 << 17)  # so long that unread messages exceed the system's sock
 
 
 def exchanged(backend, others_done):
+    """Send messages from rank 1 to all ranks. Rank 2 reads its messages last, then ends the world.
+
+    Return the numbers of the received messages.
+    """
     end = control(backend, "127.0.0.1", Settings(), lambda *_: None, lambda: None)
     answers = end.answers()
     if backend.rank == 1:

@@ -15,7 +15,7 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Run one or two backward passes per rank, some without a gradient of ``b``; every step still has one exchange."""
+    """Run one or two backward passes per rank; on some ranks, ``b`` may get no gradient. Every step has one exchange."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))

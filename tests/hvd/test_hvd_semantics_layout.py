@@ -148,7 +148,10 @@ def test_a_joined_rank_with_another_layout_causes_an_error_on_all_ranks(real):
 
 
 def two_optimizers(backend, discards):
-    """Join on the last rank. The others run backward for the first optimizer, step the second, and then step the first."""
+    """Join on the last rank. The others run backward for the first optimizer, step the second, and then step the first.
+
+    With ``discards``, they discard the gradients of this backward before they step.
+    """
     with library(backend, HOROVOD_FUSION_THRESHOLD="4") as hvd:  # each parameter has its own bucket
         programs = [Program(hvd, name=number) for number in range(2)]
         for program in programs:

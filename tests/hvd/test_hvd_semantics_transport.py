@@ -170,7 +170,8 @@ def grown(backend, way):
     """Unfreeze a parameter before the third backward pass; add one parameter after the first pass, one after the fourth.
 
     The first parameter's gradient is larger than 64 KiB, so it is copied to its bucket as soon as it is ready. In the
-    fourth step, rank 1 does not compute this gradient, so only rank 0 has sent it when the new parameter is added.
+    fourth step, rank 1 does not compute this gradient, so only rank 0 has sent it when the new parameter is added. If
+    ``way`` is "calls", gradients are sent by a grouped allreduce, because the optimizer has the user's own compressor.
     """
     transport = "" if way == "calls" else way
     with library(backend, DUALTRAIN_TRANSPORT=transport, HOROVOD_FUSION_THRESHOLD="0") as hvd:
