@@ -1720,7 +1720,7 @@ def test_every_listed_name_of_a_submodule_exists_in_dualtrain_hvd():
         assert names <= set(vars(import_module(f"dualtrain.hvd.{name}"))), name
 
 
-def test_functions_that_nothing_uses_have_no_findings():
+def test_unused_functions_of_a_script_have_only_findings_of_level_unsupported():
     rate = "def {}(o):\n    for group in o.param_groups:\n        group['lr'] = 0.1 * hvd.size()\n"
     pair = rate.format("first") + "def second(o):\n    first(o)\n"
     start = "if __name__ == '__main__':\n    "
