@@ -28,7 +28,7 @@ class BucketMemory:
         extra: how many scalars are sent behind the gradients.
         backend: the backend that sums the buffer.
         wire_format: the format in which the gradients are sent.
-        copies_early: whether a large gradient is copied to its place as soon as it is ready.
+        copies_early: whether a large gradient on the CPU may be copied to its place as soon as it is ready.
 
     Attributes:
         wire: the buffer that is sent, one-dimensional.
@@ -58,7 +58,7 @@ class BucketMemory:
         self.converts = wire_format.converts
         self._copies_early = copies_early and wire_format.is_cpu
         self.keeps_views = False
-        self._may_write = True  # whether ``leave_views`` has returned in this round
+        self._may_write = True  # false from ``end_round`` until ``leave_views`` has returned
         #: The buffer that ``_leave`` replaces; not ``None`` if an interrupt such as Ctrl-C has stopped ``_leave``.
         self._left: torch.Tensor | None = None
         self._range = 0, 0
@@ -100,9 +100,10 @@ class BucketMemory:
         self._may_write = False
 
     def leave_views(self) -> None:
-        """If the program keeps views of earlier gradients, leave the memory to them, and use new memory.
+        """If the program keeps views of earlier gradients, leave the memory to them, and use a copy of it.
 
-        The program then sees the earlier values, as in torch. Call this before the first write of a round.
+        The program then sees the earlier values, as in torch. If there is no memory for a copy, log a warning: the round
+        then overwrites the views. Call this before the first write of a round.
         """
         if self._may_write:
             return
@@ -113,12 +114,12 @@ class BucketMemory:
         self._may_write = True
 
     def leave_layout(self) -> None:
-        """If the program keeps views of gradients, leave the memory to them. For a bucket that sends zeros from now on."""
+        """If the program keeps views of gradients, leave the memory to them. Call this before the bucket sends zeros."""
         if self._left is not None or self.exposed.have_views():
             self._leave()
 
     def _leave(self) -> None:
-        """Leave the memory to the program, and use a copy of it."""
+        """Leave the memory to the program, and use a copy of it. If there is no memory for a copy, log a warning."""
         self.keeps_views = True
         if self._left is None:
             self._left = self.values if self.converts else self.wire
@@ -154,7 +155,7 @@ class BucketMemory:
         return any(low <= address < high for low, high in self.ranges)
 
     def slots_inside(self) -> list[Slot]:
-        """Return the slots whose gradients lie in a bucket now. A sum would replace these gradients."""
+        """Return this bucket's slots whose gradients lie in any bucket now. A sum would replace these gradients."""
         grads = [(slot, slot.param.grad) for slot in self.slots]
         return [
             slot

@@ -74,7 +74,7 @@ class Bucket:
         self._params = [slot.param for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
         self._all_small = all(view.nbytes < LARGE_BYTES for view in self.memory.views)
-        #: Slots whose gradients were copied to the bucket, or will be created there by ``unpack``.
+        #: Slots whose gradients were copied to the bucket, or will be created by ``unpack``.
         self._copied: list[Slot] = []
         #: Slots whose gradients lay in the bucket already.
         self._kept: list[Slot] = []
@@ -88,7 +88,7 @@ class Bucket:
         #: The missing slots whose parameters are frozen in this round.
         self._frozen: list[Slot] = []
         self._frozen_check = FrozenCheck()
-        #: Slots that ``pack`` and ``unpack`` have found, and because of which this rank refuses the exchange.
+        #: Slots because of which this rank refuses the exchange.
         self.refused = RefusedSlots()
         self._dense_only = order is not None and not transfer.sparse_as_dense
 
@@ -98,7 +98,7 @@ class Bucket:
         self.on_new_extra(self.memory.extra)
 
     def clear(self) -> None:
-        """Leave this bucket's memory, or copy gradients that lie in a bucket; then fill the buffer with zeros."""
+        """Move gradients out of the buckets, so that the program keeps their values; then fill the buffer with zeros."""
         self.memory.leave_layout()  # before the copies: views of a gradient must show its next values
         for slot in self.memory.slots_inside():
             assert slot.param.grad is not None
@@ -109,7 +109,10 @@ class Bucket:
         self.sum.clear()
 
     def pack(self) -> None:
-        """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
+        """Copy every gradient to the buffer, unless it lies there already; then scale and convert the gradients.
+
+        Missing gradients count as zeros.
+        """
         memory, scaling = self.memory, self._scaling
         memory.leave_views()
         slots, grads = self._sort()
@@ -184,7 +187,7 @@ class Bucket:
         self._copied = [slot for slot in self._copied if slot not in left]
 
     def _put_outside(self, slots: list[Slot]) -> None:
-        """Replace every ``param.grad`` by a new tensor, into which ``write_back`` copies the result."""
+        """Replace the gradients of ``slots`` by new tensors, into which ``write_back`` copies the results."""
         with torch.inference_mode(False):
             for slot in slots:
                 slot.param.grad = grad = torch.empty_like(slot.view)
@@ -297,7 +300,11 @@ class Bucket:
         self.work = self.sum.start(self.name, self._scaling.in_sum, self.memory.extra.numel())
 
     def finish(self) -> None:
-        """Block until the all-reduce has ended. Raises BackendError."""
+        """Wait for the all-reduce (see ``Work.wait``). If gradients are converted, convert the sums back and scale them.
+
+        Raises:
+            BackendError: the all-reduce failed, or an exception such as KeyboardInterrupt has stopped the exchange.
+        """
         if self.work is None:
             raise BackendError("the exchange of gradients was interrupted, and cannot continue: restart the ranks")
         self.work.wait()

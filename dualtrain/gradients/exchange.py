@@ -175,7 +175,7 @@ class Exchange:
     def _refuse_after_interrupt(self) -> None:
         """Raise BackendError if an exception such as KeyboardInterrupt has stopped the call that was to send a bucket.
 
-        A library that matches operations by their order would give the other ranks the next bucket in its place.
+        A library that matches operations by their order would add this rank's next bucket to that bucket of other ranks.
         """
         sent = self.schedule.next
         if sent and self.schedule.buckets[sent - 1].work is None:
@@ -207,7 +207,7 @@ class Exchange:
             slot.param.grad = None
 
     def wait(self, *, cpu_waits: bool = False) -> bool:
-        """Block until the round has ended; all its buckets must have been sent. Return whether any rank refuses.
+        """Wait for the sums of the round, whose buckets must all have been sent. Return whether any rank refuses.
 
         An error drops all gradients.
 
@@ -263,7 +263,7 @@ class Exchange:
             self.schedule.buckets[-1].refused.trained_elsewhere = self.sparse.trained_elsewhere
 
     def changed_late(self) -> Slot | None:
-        """Return a slot whose gradient the program has changed after it was sent. Call it before ``unpack``.
+        """Return a slot whose gradient the program has changed after it was sent, or ``None``. Call it before ``unpack``.
 
         Ignore a parameter that several reducers share: each of them replaces ``param.grad``.
         """
@@ -276,7 +276,7 @@ class Exchange:
         return next((s for s in changed if id(s.param.grad) not in shared and len(reducers_of(s.param)) == 1), None)
 
     def check_assigned(self) -> None:
-        """Raise BackendError, on this rank, if a parameter got a gradient after the last round, in which it had none."""
+        """Raise BackendError, on this rank, if a gradient was assigned after the last round had averaged zeros for it."""
         assert self._backend is not None
         for bucket in self.schedule.buckets:
             slot = bucket.assigned_late()
@@ -321,7 +321,7 @@ class Exchange:
             self.reduced = False
         elif any(buffer.is_cpu and buffer._version != version for buffer, version in self._results):
             # The gradients were clipped in place, or zeroed. Values on a GPU are not read: the CPU would wait for them.
-            # With several shards on a rank, they were not zeroed, since the shards could not be sent again.
+            # If ranks have several shards, don't check for zeros: the gradients of earlier shards cannot be sent again.
             several = self._order is not None and self._order.shards > len(self._order.ranges)
             self.reduced = several or any(has_values(slot.param.grad) for slot in self.slots)
         return self.reduced

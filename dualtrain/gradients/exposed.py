@@ -20,8 +20,8 @@ class ExposedTensors:
     this object shows whether the program keeps views.
 
     Args:
-        values: the memory, as a complex tensor if the gradients are complex. If it became complex later, by
-            ``view_as_complex``, hidden tensors would use the storage object until they are freed.
+        values: the memory, as a complex tensor if the gradients are complex. (A later call of ``view_as_complex`` would
+            make hidden tensors, which would use the storage object until they are freed.)
 
     Attributes:
         whole: tensor with the memory of ``values``; the slots' tensors are views of it.

@@ -150,9 +150,10 @@ class ParameterHooks:
             self.lock = threading.RLock()
 
     def lost(self) -> Slot | None:
-        """Return the first parameter that has a gradient, and whose hooks autograd no longer calls; else ``None``.
+        """Return the first slot whose parameter has a gradient, and hooks that autograd no longer calls; else ``None``.
 
-        ``torch.utils.swap_tensors`` drops the hooks of a parameter. Modules use it in ``to()`` and ``load_state_dict()`` if
+        ``torch.utils.swap_tensors`` moves a parameter's hooks, which autograd then calls for the other tensor of the swap.
+        Modules use ``swap_tensors`` in ``to()`` and ``load_state_dict()`` if
         ``torch.__future__.set_swap_module_params_on_conversion(True)`` was called.
         """
         if not self._swapped():
@@ -161,7 +162,7 @@ class ParameterHooks:
         return next((slot for slot, was in pairs if vars(slot.param) is not was and slot.param.grad is not None), None)
 
     def restore(self) -> None:
-        """Make autograd call dropped hooks again, from the next backward on."""
+        """Make autograd call the hooks of swapped parameters again, from the next backward on."""
         if not self._swapped():
             return
         self._attributes = [vars(p) for p in self._params]

@@ -109,7 +109,7 @@ class BucketLayout:
 
 
 def lay_out(params: Sequence[torch.Tensor], transfer: Transfer = AVERAGE) -> list[BucketLayout]:
-    """Return the buckets in the order in which they are sent. ``params`` are in registration order."""
+    """Return the layouts of the buckets, in the order in which they are sent. ``params`` are in registration order."""
     layouts = []
     for numbers in _partition(params, transfer):
         places, offset = [], 0

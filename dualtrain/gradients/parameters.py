@@ -51,7 +51,14 @@ def check_optimizer(optimizer: object) -> None:
 def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
+    """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``.
+
+    Without ``named``, names are numbers (see :func:`number_parameters`), in the order of the groups.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer, or ``named`` is a module or a dict.
+        ValueError: ``named`` has a name twice, or lacks a parameter of the optimizer.
+    """
     check_optimizer(optimizer)
     theirs = number_parameters(optimizer.param_groups)
     if named is None:

@@ -2,8 +2,8 @@
 
 When autograd has computed a parameter's gradient, the parameter's hook marks the gradient ready. When the next bucket in
 order is complete, the reducer starts to sum it over the ranks, while backward continues. At the end of backward, the
-reducer waits for all sums and scales them by 1/size. From then on ``param.grad`` is the average on every rank: clip,
-unscale or read it without another call.
+reducer waits for all sums. From then on ``param.grad`` is the average on every rank: clip, unscale or read it without
+another call.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class GradientReducer:
             average is then over the shards. ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
 
-    In the first reduction, the ranks compare their layouts; a difference raises BackendError, which names the parameter.
-    They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
+    In the first reduction, the ranks compare their parameters and options; a difference raises BackendError, which names
+    it. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
     ``param.grad`` becomes a view into a buffer. Some gradients are not replaced, and the average is copied into them: those
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
@@ -215,7 +215,7 @@ class GradientReducer:
     def end_interrupted(self) -> None:
         """End an exchange that an exception such as KeyboardInterrupt has stopped after all sums had arrived.
 
-        The other ranks have these sums too. If this rank asked them for the exchange again, they would start a new one.
+        The other ranks have ended this exchange. They would take a repetition of it for their next exchange.
         """
         if self._exchange.has_sums:
             self.exchange()
@@ -282,7 +282,7 @@ class GradientReducer:
         :meth:`begin_shards` before, and run the shard's backward passes in :meth:`no_sync`. Not collective.
 
         Raises:
-            RuntimeError: all shards of this rank before its last one were added already.
+            RuntimeError: the reducer has no ``order``, or all shards of this rank before its last one were added already.
         """
         self._exchange.add_shard(self._scalars)
         self._exchange.reduced = False
@@ -418,7 +418,7 @@ class GradientReducer:
             self.add(unfrozen)
 
     def _lay_out(self) -> None:
-        """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
+        """Compare parameters and options with the other ranks, agree on the sparse gradients, and make the buckets."""
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
         refuse_other_order(self.backend, [(slot.name, slot.param) for slot in self.slots])
         agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe(self.backend.size))

@@ -41,8 +41,8 @@ class Refusals:
     """The checks of a reducer in every exchange.
 
     Each rank sends a flag: NaN if it has a reason to refuse; otherwise infinity after an odd number of optimizer steps, and
-    minus infinity after an even number. The sum of the flags is NaN if a rank has a reason, or if some ranks have taken a
-    step that others have not, so that their weights differ. This holds for any dtype and number of ranks.
+    minus infinity after an even number. The sum of the flags is NaN if a rank has a reason, or if the number of steps is
+    odd on some ranks and even on others, so that weights differ. This holds for any dtype and number of ranks.
 
     Attributes:
         flag: a tensor of one number, sent behind the gradients.
@@ -82,7 +82,7 @@ class Refusals:
         self._replaced[id(attribute.owner()), attribute.key] = attribute, name
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
-        """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
+        """Return the reason why this rank must refuse the exchange; ``None`` if it has none."""
         refused = (bucket.refused.reason() for bucket in buckets)
         found = self._forms.difference() or next(filter(None, refused), None)
         return found or self._unknown() or self._unaveraged() or self._lost() or self._dropped()
@@ -242,7 +242,7 @@ class Refusals:
                 )
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
-        """Raise BackendError with the reason of the first rank that has one. Collective."""
+        """Raise BackendError, on every rank, with the message of :func:`_raise_first`. Collective; blocks."""
         mine = self.reason(buckets)
         for bucket in buckets:
             bucket.refused = RefusedSlots()

@@ -45,7 +45,8 @@ class Scaling:
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
     """Return whether gradients are multiplied by 1/size before the sum.
 
-    The size must be a power of two, because the multiplication is then exact.
+    The size must be a power of two, because the multiplication is then exact. A backend that scales while it adds gains
+    nothing.
     """
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size

@@ -14,7 +14,7 @@ from dualtrain.backends.base import Work
 from dualtrain.gradients.layout import dense_strides
 from dualtrain.gradients.parameters import gradient_dtype
 
-LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucket as soon as it is ready
+LARGE_BYTES = 64 << 10  # a gradient of this size or more may be copied to its bucket as soon as it is ready
 
 
 class SlotMemory(Protocol):
@@ -75,6 +75,7 @@ class Slot:
         """Copy the gradient, which has just become ready, to its bucket.
 
         At this time the gradient is still in the processor's cache. The copy frees the old memory for the next gradient.
+        Do nothing if the program or another hook may use the gradient: ``Bucket.pack`` copies such a gradient later.
         """
         p = self.param
         grad = p.grad
@@ -198,7 +199,8 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
 def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
     """Copy each result into the existing ``param.grad``, so that the program's references to it stay valid.
 
-    If such gradients share memory, only the first one can hold its result. The others become views of their buckets.
+    If such gradients share memory, only the first one can hold its result. The others become views of their buckets, and
+    so does a gradient whose own elements share memory.
     """
     end = 0
     for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):
@@ -213,7 +215,7 @@ def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
 
 @torch.no_grad()
 def separate_gradients(slots: Sequence[Slot]) -> None:
-    """Copy the dense gradients that share memory, are parts of larger tensors, or may be used by the program later.
+    """Replace dense gradients by copies if they share memory, are parts of larger tensors, or may be used later.
 
     Autograd makes gradients that share memory, for example for the parameters ``p`` and ``q`` in
     ``p.view(-1) + q.view(-1)``.

@@ -42,12 +42,12 @@ class SparseGradients:
 
     @torch.no_grad()
     def reduce(self, slots: Sequence[Slot], backend: Backend, transfer: Transfer, *, drop_empty: bool) -> None:
-        """Sum the gradients of ``dims`` over the ranks, and scale them as ``transfer`` says. Collective; blocks.
+        """Replace the gradients of ``dims`` by their sums over the ranks, scaled as ``transfer`` says. Collective; blocks.
 
         Args:
             slots: the reducer's slots.
             backend: communicates with the other ranks.
-            transfer: the factors.
+            transfer: the factors, and whether entries with equal indices are added.
             drop_empty: whether a gradient becomes ``None`` if no rank has values for it.
         """
         self.trained_elsewhere = None
