@@ -100,9 +100,6 @@ class GradientReducer:
         extra = renamed_option("carry", carry, "extra", extra)
         if extra < 0:
             raise ValueError(f"the number of extra scalars must be 0 or more, not {extra}")
-        self.backend = backend
-        # Two reducers may send their first buckets at the same time, and Horovod matches operations by name.
-        self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
         self.passes = passes
         self.extra = torch.zeros(extra, dtype=torch.float64, device="cpu")
         self.hooks = ParameterHooks()
@@ -110,8 +107,7 @@ class GradientReducer:
         self._scalars = self.extra if extra else None
         self._own_scalars = torch.zeros_like(self.extra)  # this rank's scalars of the last reduction
         self._summed_version = -1  # the version of ``extra`` when its sums were copied to it; -1 after ``renew``
-        self._turns = turns(backend)
-        self._number = self._turns.enter(self)
+        self._enter(backend)
         self.closed = False
         self.has_local = False
         self._paused = False
@@ -123,6 +119,13 @@ class GradientReducer:
         #: The round in which a failed backward pass had sent gradients before ``zero_grad`` dropped them; else ``None``.
         self._dropped_round: int | None = None
         self.add(named_parameters)
+
+    def _enter(self, backend: Backend) -> None:
+        self.backend = backend
+        # Two reducers may send their first buckets at the same time, and Horovod matches operations by name.
+        self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
+        self._turns = turns(backend)
+        self._number = self._turns.enter(self)
 
     @property
     def cargo(self) -> torch.Tensor:
@@ -330,8 +333,14 @@ class GradientReducer:
             raise BackendError(f"rank {self.backend.job_rank}: {SENT_DROPPED}")
 
     def forget(self, backend: Backend) -> None:
-        """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts."""
-        self.backend = backend
+        """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts.
+
+        Every rank must make these calls of several reducers in the same order.
+        """
+        self._turns.leave(self._number)
+        self._enter(backend)
+        if self.closed:
+            self._turns.leave(self._number)
         self._exchange.forget()
         self._exchange.refusals.dropped = self._exchange.refusals.sent_dropped = False
         self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False

@@ -11,7 +11,7 @@ from torch import nn
 from dualtrain import BackendError, DistributedOptimizer, weights_sha256
 from dualtrain.backends.local import LocalBackend
 from dualtrain.batchnorm import synchronize_norms
-from dualtrain.gradients import Transfer
+from dualtrain.gradients import GradientReducer, Transfer
 from dualtrain.gradients.turns import turns
 from dualtrain.launchers import World
 from tests.short_waits import short_waits
@@ -212,6 +212,25 @@ def steps_in_another_order(backend):
 @pytest.mark.parametrize("size", [2, 3])
 def test_stepping_optimizers_in_different_orders_causes_an_error_on_every_rank(size):
     assert run_threads(size, steps_in_another_order) == [True] * size
+
+
+def changes_backend(backend):
+    """Move two reducers to a backend that has a reducer already. Their names must differ: Horovod matches sums by name."""
+    old, new = (backend.group(range(backend.size)) for _ in range(2))
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    reducers = [GradientReducer([(str(number), p)], old) for number, p in enumerate(params)]
+    reducers.append(GradientReducer([("other", nn.Parameter(torch.zeros(3)))], new))
+    for reducer in reducers[:2]:
+        reducer.forget(new)
+    assert (len(turns(old)._members), len(turns(new)._members)) == (0, 3)
+    assert len({reducer.name for reducer in reducers}) == 3
+    sum(p.sum() * (backend.rank + 1) for p in params).backward()
+    for p in params:
+        torch.testing.assert_close(p.grad, torch.full((3,), (backend.size + 1) / 2))
+
+
+def test_several_reducers_may_change_their_backend():
+    run_threads(2, changes_backend)
 
 
 def made_and_closed(backend):
