@@ -72,7 +72,8 @@ def _check_sizes(task: Task, name: str) -> Task:
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     """Find out, before the run begins, whether the model fits the data, and whether its state can be saved.
 
-    The model is run on one validation sample and, if training samples need no transform, on one training sample.
+    The model is run on one validation sample and, if training samples need no transform, on one training sample. It is in
+    training mode afterwards.
 
     Args:
         task: the data.
@@ -259,7 +260,7 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
 
 
 def compiled(model: nn.Module) -> Forward:
-    """Wrap ``model`` with torch.compile. The first call compiles it, and raises UserError if this fails."""
+    """Wrap ``model`` with torch.compile. A call that compiles it raises UserError if this fails."""
     fast = torch.compile(model)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:

@@ -439,7 +439,10 @@ class Run:
     def _diverge(
         self, what: str, step: int, split: str = "", source: Source | None = None, numbers: torch.Tensor | None = None
     ) -> NoReturn:
-        """End the run on all ranks. If one of the samples with the indices ``numbers`` is the cause, name that sample."""
+        """Raise DivergedError. Its message names the cause if that is one of the samples with the indices ``numbers``.
+
+        Call it on every rank.
+        """
         self.writer.wait()
         last = ""
         if self.backend.rank == 0:  # the folder may be on rank 0's host only
@@ -457,7 +460,7 @@ class Run:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def _save(self, *, best: bool) -> None:
-        """Start writing a checkpoint. Collective."""
+        """Start writing a checkpoint. Collective. Raises DivergedError if a weight is not finite."""
         self.records.progress.phase("saving a checkpoint")
         with self.clock.saving():
             self._write(best=best)

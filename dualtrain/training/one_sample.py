@@ -26,6 +26,8 @@ def check_one_sample(
 ) -> None:
     """Raise UserError if a backward pass of the run has one sample, and the model cannot be trained on one sample.
 
+    With several parts, a model with SyncBatchNorm is not checked: its layers use the samples of all ranks.
+
     Args:
         model: the model, in training mode. A copy of it is tried, so that its buffers do not change.
         name: the model's name, for messages.

@@ -88,13 +88,16 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
 def scaled_lr(schedule: ScheduleSection, step: StepSection, size: int) -> tuple[float, str]:
     """Return the learning rate for ``size`` ranks, real or virtual, and its computation in words.
 
-    The linear rule: P. Goyal et al.: Accurate, Large Minibatch SGD, 2017; the square root: A. Krizhevsky: One weird
-    trick for parallelizing convolutional neural networks, 2014.
+    P. Goyal et al., Accurate, Large Minibatch SGD, 2017, propose the linear rule. A. Krizhevsky, One weird trick for
+    parallelizing convolutional neural networks, 2014, proposes the square root.
+
+    Raises:
+        UserError: the rule needs a batch size that neither the settings nor the checkpoint have.
     """
     if schedule.lr_scale == "none":
         return schedule.lr, f"learning rate {schedule.lr:g}, not scaled"
     batch, reference = step.global_batch(size), schedule.lr_batch or step.batch_size
-    if reference is None:  # in a resumed run, which takes lr_batch from the checkpoint; parse() refuses this in a new run
+    if reference is None:  # only in a resumed run, since parse() refuses this in a new run
         raise UserError(
             f"--lr-scale {schedule.lr_scale} needs the batch size that --lr was chosen for, and the checkpoint has none: "
             "give --lr-batch or --batch-size",
@@ -109,7 +112,11 @@ def scaled_lr(schedule: ScheduleSection, step: StepSection, size: int) -> tuple[
 
 
 def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr: float, total_steps: int) -> LambdaLR:
-    """Make the schedule: a function of the step alone, so that a resumed run needs no other state."""
+    """Make the schedule: a function of the step alone, so that a resumed run needs no other state.
+
+    Raises:
+        UserError: ``section.lr_min`` is above ``lr``.
+    """
     shape = _shape(section, max(total_steps - section.warmup_steps, 1), lr)
     warmup = section.warmup_steps
 
@@ -133,7 +140,7 @@ def restore_rates(schedule: LambdaLR) -> None:
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
     """Return a function that takes the index of a step after the warm-up, and returns the factor of the learning rate.
 
-    ``steps`` is the number of steps after the warm-up.
+    ``steps`` is the number of steps after the warm-up. Raises UserError if ``section.lr_min`` is above ``lr``.
     """
     floor = section.lr_min / lr
     if floor > 1 and section.name in ("cosine", "polynomial"):

@@ -163,7 +163,7 @@ class Progress:
         return f"{position}  loss {self._loss:.4f}  {speed}{self._left(now)}"
 
     def _left(self, now: float) -> str:
-        """Format the time left, including evaluations and checkpoints; empty until two steps have ended."""
+        """Format the time left, including evaluations and checkpoints; empty until this start has completed two steps."""
         if self._first is None or self._step == self._first[0]:
             return ""
         each = (now - self._first[1]) / (self._step - self._first[0])

@@ -96,6 +96,8 @@ def settings_in(tree: Mapping[str, Any]) -> dict[str, Any]:
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
     """Raise UserError if settings that must stay the same during a run differ from those in the checkpoint.
 
+    Raise it too if the file is not a checkpoint of ``dualtrain train``, or has a format that this version cannot read.
+
     Args:
         tree: the checkpoint.
         settings: all settings of this run by name.
@@ -250,9 +252,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
 def restore_best(
     trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None, lock: FolderLock
 ) -> bool:
-    """Restore the files of the best evaluation that ``cursor`` names. A killed run may not have written them.
-
-    Collective.
+    """Restore the files of the best evaluation that ``cursor`` names. Collective. A killed run may not have written them.
 
     Args:
         trainer: holds the state of ``saved``, before and after this call.

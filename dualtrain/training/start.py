@@ -1,6 +1,6 @@
 """Find where a run starts: at step 0 or from a checkpoint.
 
-With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
+With ``--resume auto``, one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
 need no common disk. A run that has ended is not trained again. A restart of the job that made the run, or was the last to
 resume it, does the same without the flag.
@@ -50,9 +50,9 @@ class Start:
 
     Attributes:
         output: the output section, with ``run_dir`` and ``resume`` as rank 0 has found them, and absolute paths.
-        saved: the checkpoint from which the run resumes.
+        saved: the checkpoint from which the run resumes; ``None`` for a start at step 0, and for a run that has ended.
         copies: checkpoints to be copied into rank 0's folder, by file name.
-        summary: the summary of a run that has ended.
+        summary: the summary of a run that has ended; ``None`` for all other runs.
         runs: the folder of runs without ``--run-dir``.
     """
 
@@ -126,7 +126,8 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
         from_file: whether ``--resume FILE`` is given; the run then did not begin at step 0.
 
     Raises:
-        UserError: on every rank, if a rank's folder holds a run with other settings.
+        UserError: on every rank, if a rank's folder holds a run with other settings, or a run that cannot begin at step 0
+            and has no good checkpoint.
     """
     assert output.run_dir is not None
     folder = Path(output.run_dir)
@@ -204,6 +205,8 @@ def _newest(
     folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, by: str, needed: str
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
+
+    For a start at step 0, return ``None`` and no checkpoints.
 
     ``needed`` says what in the folder forbids a start at step 0; it is empty if such a start is allowed. Raises UserError
     if there is no good checkpoint and ``needed`` is not empty.
