@@ -63,7 +63,10 @@ def test_canonical_sums_of_threads_equal_the_tree_sum_over_the_ranks_bitwise(siz
 
 
 def sharded(backend, shards, dtype, before=1.0):
-    """Return a step's gradients and its extra scalar. Only shard 1 uses ``rare``, and no shard uses ``never``."""
+    """Return a step's gradients, divided by ``before``, and its extra scalar.
+
+    Only shard 1 uses ``rare``, and no shard uses ``never``.
+    """
     model = perceptron(dtype=dtype)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
     model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))

@@ -890,7 +890,7 @@ def test_extra_scalars_are_summed_with_the_gradients(typical):
 
 
 def sums_extra_scalars_once(backend):
-    """Clip averages that are all zero in place: ``step`` cannot know that they were not zeroed, and reduces again."""
+    """Clip averages that are all zero: ``synchronize`` takes them for gradients that were zeroed, and reduces again."""
     model = torch.nn.Linear(3, 2)
     optimizer = sgd(model, backend, extra=2)
     for _ in range(2):
@@ -1062,7 +1062,7 @@ def test_a_backward_that_failed_while_it_sent_gradients_needs_a_call_of_synchron
 
 
 def interrupted_send(backend, adds):
-    """Interrupt rank 0 before it sends its first bucket: the other ranks must not get its second one in place of it.
+    """Interrupt rank 0 before it sends its first bucket: the other rank must not get its second bucket in place of it.
 
     With ``adds``, rank 0 then adds a parameter, which changes the layout.
     """

@@ -97,7 +97,7 @@ def test_without_parameters_there_is_a_bucket_only_for_extra_scalars():
 
 
 class FakeBucket:
-    """Fake bucket of ``count`` gradients, with what the schedule uses."""
+    """Fake bucket of ``count`` gradients, with the attributes and methods that the schedule uses."""
 
     def __init__(self, count):
         self.slots = [None] * count
