@@ -317,7 +317,10 @@ class Bucket:
                 values.mul_(self._scaling.after)
 
     def unpack(self) -> None:
-        """Make every ``param.grad`` a view of its part of the buffer, except for the gradients of ``outside``."""
+        """Make every ``param.grad`` a view of its part of the buffer, except for the gradients of ``outside``.
+
+        A parameter that is frozen in this round gets no gradient.
+        """
         self._packed.forget()
         self.memory.end_round()
         if self.memory.keeps_views:

@@ -42,6 +42,10 @@ def load_task(data: DataSection, model: str, backend: Backend) -> Task:
         data: the dataset and its options.
         model: the model's name, for ``augment="weights"``.
         backend: communicates with the other ranks.
+
+    Raises:
+        UserError: on every rank, if the data cannot be loaded, or a split has no samples or too many.
+        RanksDifferError: on every rank, if the ranks' data differ, or only some ranks can load them.
     """
     options = {**dataclasses.asdict(data), "model": model}
     dataset, folder = options.pop("dataset"), options.pop("data_dir")
@@ -176,6 +180,10 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *
 
     A ``resumed`` run gets all weights from the checkpoint. The files of its initial weights may not exist any more, so
     they are not read. The published weights of a pretrained model are not read either if ``section.weights`` replaces them.
+
+    Raises:
+        UserError: on every rank, if the model cannot be made or its weights cannot be read.
+        RanksDifferError: on every rank, if this fails on some ranks only.
     """
     published = not resumed and section.weights is None
     if section.pretrained and published:

@@ -84,7 +84,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
     """Train with the settings in ``config``, and return the summary on every rank. Collective; blocks.
 
     Raises:
-        RanksDifferError: the ranks have different settings, versions or data.
+        RanksDifferError: the ranks have different settings, versions or data, or only some ranks can read a file.
         UserError: a setting cannot be used in this run, or a file that the run needs cannot be read or written.
         DivergedError: the loss became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.

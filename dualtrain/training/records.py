@@ -21,7 +21,7 @@ _CONTINUES = ": training continues"
 
 
 class Records:
-    """The records of one run. On ranks other than 0, the methods do nothing. The constructor may raise OSError.
+    """The records of one run. On ranks other than 0, the methods write and print nothing.
 
     Args:
         folder: the run's folder.
@@ -35,6 +35,10 @@ class Records:
 
     Attributes:
         progress: the progress bar or lines.
+
+    Raises:
+        OSError: a file cannot be written.
+        SupersededError: another process uses the folder.
     """
 
     def __init__(

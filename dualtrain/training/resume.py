@@ -37,7 +37,8 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
         settings: all settings of this run by name, to be compared with those in the checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, or it was made with other settings.
+        UserError: there is no such checkpoint, it cannot be read, or it was made with other settings.
+        OSError: the run's folder cannot be read.
     """
     file = output.resume_file
     if file is not None:
@@ -265,6 +266,9 @@ def restore_best(
     Returns:
         False if the files are missing, and no checkpoint of that step is left. True otherwise, also if there is no
         best evaluation yet.
+
+    Raises:
+        UserError: on every rank, if a file cannot be read now or written.
     """
     if not cursor.best:
         return True

@@ -79,7 +79,9 @@ class _File:
 
 
 def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], backend: Backend, lock: FolderLock) -> Start:
-    """Lock the run's folder, if it exists, and find where the run starts. Collective; blocks.
+    """Lock the folder of an existing run, and find where the run starts. Collective; blocks.
+
+    With ``--resume auto``, a missing folder is made and locked too.
 
     Args:
         output: names the run's folder, and what to resume from.
