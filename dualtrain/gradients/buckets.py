@@ -63,8 +63,8 @@ class Bucket:
         self.on_new_extra: Callable[[torch.Tensor], None] = lambda extra: None
         wire = self.memory.wire
         self.sum: BucketSum = RankSum(backend, wire) if order is None else ShardSums(backend, wire, order, self._split)
-        #: Whether gradients are converted or scaled. If so, ``add_shard`` adds a copy of the buffer, which has the results.
-        #: If not, it adds the gradients themselves, without a copy.
+        #: Whether gradients are converted or scaled before they are sent. If so, ``add_shard`` adds a copy of the buffer,
+        #: with the converted and scaled gradients. If not, it adds the gradients themselves, without a copy.
         self._adds_wire = self.memory.converts or self._scaling.before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)

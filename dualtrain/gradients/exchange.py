@@ -39,7 +39,7 @@ class Exchange:
 
     Attributes:
         extra: the extra scalars, shape (scalars,), as a part of the last bucket; after a round, their sums over the ranks.
-        laid_out: whether there are buckets for all slots.
+        laid_out: whether the layout includes all slots.
         reduced: whether the gradients are the result of the last round; :meth:`is_reduced` brings it up to date.
     """
 

@@ -17,7 +17,7 @@ class WireFormat:
     16-bit gradients are sent in 32 bits. Gradients that are wider than the dtype of the transfer are sent in that dtype.
 
     Attributes:
-        numel: how many real numbers are sent.
+        numel: how many real numbers are sent for the gradients; a complex number counts as two.
         dtype: their dtype.
         real: the dtype of the gradients, as real numbers.
         is_cpu: whether the gradients are on the CPU.
