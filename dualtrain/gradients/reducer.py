@@ -146,10 +146,12 @@ class GradientReducer:
     def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Reduce these parameters too, from the next backward on. Every rank must add the same parameters.
 
+        After :meth:`close`, this does nothing.
+
         Raises:
             ValueError: the gradient of a parameter cannot be averaged. None of the parameters is added then.
         """
-        if self.hooks.add(self, named_parameters):
+        if not self.closed and self.hooks.add(self, named_parameters):
             self._exchange.laid_out = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:

@@ -555,6 +555,19 @@ def test_parameters_unfrozen_after_close_are_not_averaged():
         assert model[0].weight.grad.any()
 
 
+def test_parameters_added_after_close_are_not_averaged():
+    model = perceptron()
+    with connect("local") as backend:
+        optimizer = wrap(torch.optim.SGD(model[0].parameters(), lr=0.1), model, backend)
+        vector_loss(model, 0).backward()
+        optimizer.step()
+        optimizer.close()
+        optimizer.add_param_group({"params": model[2].parameters()})
+        optimizer.zero_grad()
+        vector_loss(model, 0).backward()
+        assert model[2].weight.grad.any()
+
+
 def swaps_what_is_frozen(backend):
     """Swap the frozen and the trained layer between steps: backward averages the gradients of the newly trained one."""
     body, head = seeded(nn.Linear(3, 2), 1).requires_grad_(False), seeded(nn.Linear(2, 1), 2)
