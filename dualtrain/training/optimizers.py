@@ -55,7 +55,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
         twin = nn.Parameter(torch.zeros(2, 2, dtype=parameters[0].dtype, device=parameters[0].device))
         twin.grad = torch.zeros_like(twin)
         kind([twin], lr=lr, **options).step()
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"--optimizer {step.optimizer} refuses its options or the model's parameters ({error}): change the options, or "
             "choose another optimizer"
@@ -81,7 +81,10 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--optimizer-options {step.optimizer_options!r}: {name!r} has two values: give one")
         options[name] = option_value(text)
         if isinstance(options[name], str) and isinstance(known[name], bool | int | float | tuple):
-            raise UserError(f"--optimizer-options {part!r}: {text!r} is not a valid value; give a number, true or false")
+            needed = (
+                "numbers joined by colons, as in 0.9:0.999" if isinstance(known[name], tuple) else "a number, true or false"
+            )
+            raise UserError(f"--optimizer-options {part!r}: {text!r} is not a valid value; give {needed}")
     return options
 
 

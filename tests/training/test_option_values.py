@@ -93,13 +93,20 @@ def test_text_in_place_of_a_number_or_a_bool_is_refused(options):
     assert "\n" not in str(refusal.value)
 
 
+def test_text_in_place_of_a_tuple_is_refused():
+    with pytest.raises(UserError, match=r"'\(0\.9' is not a valid value; give numbers joined by colons, as in 0\.9:0\.999"):
+        make_optimizer(
+            parse(["--optimizer", "adam", "--optimizer-options", "betas=(0.9,0.99)"]).step, torch.nn.Linear(2, 2), 0.1
+        )
+
+
 def test_optimizer_options_are_read_as_tuples_bools_and_none():
     options = ["--optimizer", "adamw", "--optimizer-options", "betas=0.5:0.75,amsgrad=yes,foreach=no,fused=None"]
     (group,) = make_optimizer(parse(options).step, dropping((1, 8, 8), 10), 0.1).param_groups
     assert (group["betas"], group["amsgrad"], group["foreach"], group["fused"]) == ((0.5, 0.75), True, False, None)
 
 
-@pytest.mark.parametrize("option", ["capturable=true", "differentiable=true"])
+@pytest.mark.parametrize("option", ["capturable=true", "differentiable=true", "betas=[0.9]", f"eps={10**24}"])
 def test_options_that_make_every_step_fail_are_refused_before_training(option):
     step = parse(["--optimizer", "adam", "--optimizer-options", option]).step
     with pytest.raises(UserError, match="--optimizer adam refuses its options"):
