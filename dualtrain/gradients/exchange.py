@@ -215,8 +215,9 @@ class Exchange:
             cpu_waits: whether the CPU waits anyway for results on a GPU.
 
         Raises:
-            BackendError: a rank failed, or did not take part within the backend's timeout. With gradients on a GPU and
-                without ``cpu_waits``, a refusal raises this error too: see ``Refusals.flagged``.
+            BackendError: a rank failed, or did not take part within the backend's timeout, or an interrupt such as Ctrl-C
+                has stopped the call that was to send a bucket. With gradients on a GPU and without ``cpu_waits``, a
+                refusal raises this error too: see ``Refusals.flagged``.
         """
         assert self._backend is not None
         try:

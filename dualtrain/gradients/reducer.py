@@ -155,7 +155,7 @@ class GradientReducer:
             self._exchange.laid_out = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to reduce while ``optimizer`` has parameters that were not added to this reducer."""
+        """Refuse to reduce while ``optimizer`` has trained parameters that were not added to this reducer."""
         self._exchange.refusals.optimizer = optimizer
 
     def close(self) -> None:
@@ -356,7 +356,7 @@ class GradientReducer:
         return self._ending is not None and self._ending() is not None
 
     def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
-        """Record that ``name`` was replaced. Refuse exchanges until a reducer has the new parameter in ``attribute``."""
+        """Record that ``name`` was replaced. Exchanges then check that what ``attribute`` holds now is averaged."""
         self._exchange.refusals.replace(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:

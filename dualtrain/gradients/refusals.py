@@ -46,8 +46,9 @@ class Refusals:
 
     Attributes:
         flag: a tensor of one number, sent behind the gradients.
-        optimizer: the optimizer whose param_groups may contain only parameters in ``hooks.known``; ``None`` for no check.
-        allows_copies: whether the param_groups may also contain parameters for which backward computes no gradients. An
+        optimizer: the optimizer whose param_groups must not contain trained parameters that are not in ``hooks.known``;
+            ``None`` for no check.
+        allows_copies: whether the param_groups may contain such parameters if backward computes no gradients for them. An
             example is the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
@@ -63,7 +64,7 @@ class Refusals:
         self.allows_copies = False
         self.hooks = hooks
         self._forms = Forms([])
-        #: The optimizer's parameters, by group, at the last check that refused none of them.
+        #: The optimizer's parameters, by group, at the last check that found only known parameters and copies.
         self._in_groups: list[list[torch.Tensor]] = []
         #: Parameters without a hook of this reducer, by id, that had no gradient when they were found in a group.
         self._copies: dict[int, torch.Tensor] = {}

@@ -106,7 +106,8 @@ def first_validation_sample(task: Task, device: torch.device) -> Tensors:
 def ready_samples(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
     """Yield the samples with the indices ``numbers``, each as a batch of one sample.
 
-    Yield nothing if ``source.stored``: its samples may still need a transform to become the model's inputs.
+    Yield nothing if ``source.stored``: its samples may still need a transform to become the model's inputs. Leave out
+    samples that are not pairs of tensors.
     """
     if getattr(source, "stored", False):
         return
@@ -247,7 +248,7 @@ def check_batches(sampler: Sampler, size: int, accumulate: int, *, sync_batchnor
 
 
 def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection, size: int) -> None:
-    """Raise UserError for settings that make the result depend on ``size``, the number of ranks."""
+    """Raise UserError if virtual ranks are requested with settings that they do not support on ``size`` ranks."""
     virtual = step.virtual_ranks
     if virtual is None:
         return

@@ -22,7 +22,7 @@ _UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}
 
 
 def optimizer_names() -> dict[str, Any]:
-    """Return torch's optimizers by lower-case name."""
+    """Return the optimizers of torch that a run can use, by lower-case name."""
     kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
     return {
         name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer) and name not in _UNSUITABLE
