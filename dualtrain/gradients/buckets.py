@@ -88,7 +88,7 @@ class Bucket:
         #: The missing slots whose parameters are frozen in this round.
         self._frozen: list[Slot] = []
         self._frozen_check = FrozenCheck()
-        #: Slots because of which this rank refuses the exchange.
+        #: Slots that make this rank refuse the exchange.
         self.refused = RefusedSlots()
         self._dense_only = order is not None and not transfer.sparse_as_dense
 

@@ -128,7 +128,8 @@ class Exchange:
         Ranks that keep the layout wait for these buckets.
 
         Raises:
-            BackendError: on every rank, if some ranks keep the layout; or as in :meth:`send_next`. Both drop all gradients.
+            BackendError: on every rank, if some ranks keep the layout; or as in :meth:`send_next`. In both cases, all
+                gradients are dropped.
         """
         if self._backend is None:
             return

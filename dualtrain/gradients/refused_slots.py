@@ -1,4 +1,4 @@
-"""The slots of a bucket because of which this rank refuses to average gradients."""
+"""The slots of a bucket that make this rank refuse to average gradients."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Slot:
         self.copies_early = copies_early
 
     def move_kept(self) -> None:
-        """If the program still holds an earlier gradient, copy that one to new memory, before ``view`` is overwritten.
+        """If the program still holds the earlier gradient, move it to new memory, before ``view`` is overwritten.
 
         The program then sees the earlier values, as in torch. ``BucketMemory.leave_views`` handles views of the earlier
         gradient, and references that only C++ holds (``other.grad = p.grad``).
