@@ -3,9 +3,10 @@
 The operations that users call (``collectives.py``) use only these primitives, so they are the same for all backends.
 ``torch.py`` and ``horovod.py`` implement the primitives over one library each, ``local.py`` for a single process.
 
-All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
-do not check this; their callers do. The operations that users call begin by comparing the ranks' calls (``agreement.py``).
-The code that sums gradients (the gradient path) compares the ranks' layouts of the gradients whenever it makes a layout.
+All ranks of a backend start the primitives in the same order, with equal arguments except for the data and the lengths
+in an all-to-all. The primitives do not check this; their callers do. The operations that users call begin by comparing
+the ranks' calls (``agreement.py``). The code that sums gradients (the gradient path) compares the ranks' layouts of the
+gradients whenever it makes a layout.
 
 Buckets of gradients are sent during backward, which may also make other collective calls. So the sums of gradients are
 matched separately from all other operations, except with NCCL.
@@ -85,6 +86,7 @@ class Work(ABC, Generic[T_co]):
 
         Raises:
             BackendError: the operation failed or timed out; :class:`~dualtrain.errors.PeerFailedError` if a rank failed.
+            Exception: the error of a call with ``_async``, such as ValueError, if all ranks' calls have this error.
         """
 
     @abstractmethod
@@ -282,7 +284,7 @@ class Primitives(Waits, ABC):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:
-        """Return a backend over some ``ranks`` of this one; ``world`` has this process's rank in it. Blocks.
+        """Return a backend over some ``ranks`` of this one; ``world`` has this process's rank in the new backend. Blocks.
 
         Collective over this backend. ``ranks`` is sorted; ranks outside of it pass ``world=None`` and get ``None``.
         """

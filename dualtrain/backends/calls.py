@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Calls(Primitives):
     """Primitives, and the order in which this rank makes collective calls.
 
-    A method of a subclass gives ``_now`` or ``_later`` a function. This function compares the calls of the ranks
-    (``agreement.py``), and then starts primitives.
+    A method of a subclass passes a function to ``_now``, which blocks, or to ``_later``, which does not. This function
+    compares the calls of the ranks (``agreement.py``), and then starts primitives.
     """
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

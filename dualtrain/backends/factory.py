@@ -114,6 +114,7 @@ def connect(
             number of seconds above 0; the backend does not support ``default_group``; a library is missing; two ranks use
             the same GPU with NCCL; the ranks have different versions of dualtrain, kinds of device or transports; or the
             world cannot be joined, or its size is not the number of processes that were started.
+        BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none" and world.size == 1:

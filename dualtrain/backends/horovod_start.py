@@ -47,6 +47,9 @@ def initialise(
     Returns:
         The job's store, which must be kept as long as the world is used, and the address of Horovod's store. Both are
         ``None`` if the ranks did not meet through the job's store.
+
+    Raises:
+        UserError: Horovod cannot use this host, or the ranks cannot meet, or they chose different backends.
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
@@ -157,8 +160,8 @@ def _obstacle() -> str | None:
 def http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[str]:
     """Serve Horovod's key-value store on one rank; on all ranks, set the variables with its address, and yield the address.
 
-    ``share`` sends the server's address from the serving rank to the others; ``joined`` blocks until all ranks have started
-    Horovod. Each start needs a new server, since a used server still has the keys of the last start.
+    ``share`` sends the server's address from the serving rank to the others; ``joined`` blocks until all ranks have used
+    the server. Each start of Horovod and each new process set needs a new server: a used server still has earlier keys.
     """
     server = HttpStore(host) if serving else None
     try:

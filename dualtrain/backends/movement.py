@@ -49,7 +49,11 @@ class Movement(Calls):
         return self._now("broadcast", name, partial(self._broadcast, tensor, root, name))
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
-        """:meth:`broadcast` in place. Return ``tensor``."""
+        """:meth:`broadcast` in place. Return ``tensor``.
+
+        Raises:
+            ValueError: elements of ``tensor`` share memory (``expand``); otherwise as :meth:`broadcast`.
+        """
         return self._now("broadcast", name, partial(self._broadcast_, tensor, root, name))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:

@@ -23,7 +23,10 @@ class ObjectCalls(Movement):
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
         """Copy rank ``root``'s ``obj`` (plain Python values and tensors, never code) to every rank. Blocks.
 
+        Return the copy, whose tensors are on the CPU; on the root, return ``obj`` itself.
+
         Raises:
+            ValueError: ``root`` is not a rank of this backend.
             TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
             BackendError: as :meth:`allreduce`.
         """
@@ -31,6 +34,8 @@ class ObjectCalls(Movement):
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
         """Gather every rank's ``obj`` (plain values and tensors, never code) in rank order, on every rank. Blocks.
+
+        Return copies of all objects, this rank's own included; their tensors are on the CPU.
 
         Raises:
             TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.

@@ -86,8 +86,9 @@ _EXIT_SECONDS = 30.0  # longest wait for these threads at exit
 def _end(groups: list[Any], *, failed: bool) -> None:
     """End groups by dropping their last references, which are in ``groups``. Usually blocks for a second at most.
 
-    If a peer has failed, a group may wait for an unfinished operation. Then the thread that is started here goes on waiting
-    in the background. Without a failed peer, it only needs more time, on a busy machine.
+    The groups end in a thread. If a peer has failed, this thread may wait for an unfinished operation, so the exit of the
+    process does not wait for the thread. Without a failed peer, a thread that needs more than a second, as on a busy
+    machine, is joined at exit.
     """
     try:
         thread = start_thread(groups.clear, "dualtrain-group-end")

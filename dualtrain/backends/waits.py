@@ -32,7 +32,8 @@ class Waits:
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
         meanwhile: called during waits for the library. Advances other operations: a rank for which this rank waits may
             itself wait for one of them. Does not block. Returns how many of these operations are unfinished.
-        on_wait: called several times a second during a wait, with this backend, the operation and the seconds waited.
+        on_wait: called about four times a second, or more often, during a wait, with this backend, the operation and the
+            seconds waited.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
             See :meth:`whole_call`. Also set if a comparison of calls, a sum or a send has failed on this rank alone.
     """

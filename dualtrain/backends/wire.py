@@ -7,13 +7,13 @@ that sums keep their precision:
 | tensor | wire dtype | reason |
 |---|---|---|
 | float32, float64, int32, int64 | itself | torch.distributed and Horovod reduce them natively |
-| float16, bfloat16, float8 | float32 | Horovod has no bfloat16; 16-bit sums overflow; the result is rounded only once |
+| float16, bfloat16, float8 | float32 | Horovod has no bfloat16; float16 sums overflow; the result is rounded only once |
 | int8, uint8, int16, uint16, uint32 | int32 or int64 | Gloo has no int16; the sum cannot overflow before the average |
 | bool | int32 | SUM and MAX are "any", PRODUCT and MIN are "all" |
 | complex | that of its real and imaginary parts | SUM and AVERAGE only: see below |
 
-Complex numbers have no order, and the product of their parts is not their product. uint64 tensors cannot be reduced. All
-backends use the same table, so that they round at the same places.
+Complex numbers have no order, and the product of their parts is not their product. uint64 and float4 tensors cannot be
+reduced. All backends use the same table, so that they round at the same places.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ def _reciprocal(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of ``tensor`` as a flat uint8 tensor: a view if ``tensor`` is contiguous, otherwise a copy."""
+    """Return the bytes of the elements of ``tensor`` as a flat uint8 tensor.
+
+    It is a view if ``tensor`` is contiguous and not a conjugate or negative view; otherwise it is a copy.
+    """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().contiguous().reshape(-1)
