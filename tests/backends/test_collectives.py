@@ -49,7 +49,10 @@ EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
 def data(rank, *shape, dtype=torch.float32, seed=0):
-    """Return the input of ``rank``: whole numbers from -3 to 3 (from 0 to 3 for uint8, 0 and 1 for bool)."""
+    """Return the input of ``rank``: whole numbers from -3 to 3 (from 0 to 3 for uint8, 0 and 1 for bool).
+
+    The imaginary parts of complex numbers are larger by ``rank``.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     low = 0 if dtype in (torch.uint8, torch.bool) else -3
     values = torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=generator)

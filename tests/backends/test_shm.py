@@ -81,7 +81,7 @@ def test_reductions_are_in_rank_order_on_each_host_then_in_host_order(hosts, op)
 
 
 def test_every_operation_on_every_dtype(shared):
-    """Use tensors of one chunk and of several chunks. (The test above covers all lengths in ``SIZES``.)"""
+    """Reduce short tensors, and a long one that is reduced by shards. (The test above covers all lengths in ``SIZES``.)"""
     dtypes = torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16
     hosts = (0,) * shared.size
     shared.each(check_reductions, [(hosts, op, dtype, (1, 65, 1000, 300001)) for op in FOLD for dtype in dtypes])

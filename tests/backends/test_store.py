@@ -62,7 +62,7 @@ def is_open(port):
 
 
 def closes(port):
-    """Wait up to 20 s until the port is closed; return whether it is. It may close after the last ``join``."""
+    """Wait up to 20 s until the port is closed; return whether it is. It may close a moment after the last ``join``."""
     deadline = time.monotonic() + 20.0
     while is_open(port) and time.monotonic() < deadline:
         time.sleep(0.01)
