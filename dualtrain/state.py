@@ -33,7 +33,8 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
     Raises:
         TypeError: ``backend`` is not what ``connect()`` returns.
         ValueError: ``root`` is not a rank; ``params`` has a container of tensors as an entry; ``params`` has entries, but
-            no tensor; a tensor is sparse; or a tensor's elements share memory (``expand``), so that it cannot be written.
+            no tensor; a tensor is sparse or quantized; or a tensor's elements share memory (``expand``), so that it cannot
+            be written.
         BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, the call is invalid on some
             ranks only, a rank failed, or the call timed out.
     """

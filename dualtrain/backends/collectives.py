@@ -41,8 +41,8 @@ class Backend(Reductions, ObjectCalls):
     the other ranks raise PeerFailedError. The backend can then no longer be used.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
-    included. Sparse tensors are not supported. Results are new, contiguous tensors on the same device, without autograd
-    history (:mod:`dualtrain.functional` has collectives with gradients). Calls work inside and outside of
+    included. Sparse and quantized tensors are refused. Results are new, contiguous tensors on the same device, without
+    autograd history (:mod:`dualtrain.functional` has collectives with gradients). Calls work inside and outside of
     ``torch.inference_mode()``, on tensors made inside or outside of it. Calls without ``_async`` block until the result can
     be used on the current stream. Calls with ``_async`` return a :class:`~dualtrain.backends.base.Work`, whose ``wait()``
     returns the result; do not change the tensor before ``wait()`` has returned. A name is shown in errors and reports.

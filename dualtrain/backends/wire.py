@@ -41,13 +41,15 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: ``tensor`` is not a torch.Tensor.
-        ValueError: ``tensor`` is not dense.
+        ValueError: ``tensor`` is not dense, or is quantized.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"a tensor with the layout {layout} cannot be sent: convert it with to_dense()")
+    if tensor.is_quantized:  # its memory lacks the scale, which may differ between ranks
+        raise ValueError("a quantized tensor cannot be sent: convert it with dequantize()")
     return tensor
 
 

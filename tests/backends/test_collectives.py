@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 import types
+import warnings
 from functools import partial, reduce
 from unittest import mock
 
@@ -423,6 +424,16 @@ def wrong_roots(backend):
 
 def test_a_root_that_is_not_a_rank_is_refused(spmd):
     spmd(wrong_roots)
+
+
+def test_a_quantized_tensor_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are deprecated in torch 2.13
+        tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    with connect("local") as backend:
+        for call in (backend.broadcast, backend.broadcast_, backend.allgather, backend.alltoall):
+            with pytest.raises(ValueError, match=r"a quantized tensor cannot be sent: convert it with dequantize\(\)"):
+                call(tensor)
 
 
 # -- allgather ----------------------------------------------------------------------------------------------------
