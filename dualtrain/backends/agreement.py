@@ -98,7 +98,8 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     This function also sends this rank's ``backend.flag``, and stores in ``backend.any_flag`` whether it is set on any rank.
 
     Raises:
-        BackendError: on every rank, if the calls differ; the message names each rank's call.
+        BackendError: on every rank, if the calls differ (the message names each rank's call); or a rank failed, or the
+            comparison timed out.
     """
     sums = backend.sums_among_calls(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1

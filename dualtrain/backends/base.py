@@ -91,7 +91,7 @@ class Work(ABC, Generic[T_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether :meth:`wait` would return at once. Does not block."""
+        """Return whether :meth:`wait` would return or raise at once. Does not block."""
 
 
 @dataclass

@@ -109,7 +109,7 @@ class CallChannel:
     def _finish(self) -> Iterator[None]:
         while self._unfinished:
             if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
-                self.close()  # so that the other ranks don't wait for this one
+                self.close()  # so that the other ranks don't wait for this rank
                 while len(self._unfinished) > 1:
                     self._unfinished.pop()  # don't keep the buffers of later exchanges alive
                 raise ConnectionAbortedError("an earlier comparison of calls has failed or was interrupted on this rank")

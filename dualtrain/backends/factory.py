@@ -171,7 +171,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 def _checked_timeout(timeout: object) -> float:
     largest = threading.TIMEOUT_MAX
-    if not isinstance(timeout, Real) or timeout <= 0 or not timeout <= largest:  # the last one is also true for NaN
+    if not isinstance(timeout, Real) or timeout <= 0 or not timeout <= largest:  # the last condition is also true for NaN
         raise UserError(
             f"timeout={timeout!r} is not a time limit: pass a number of seconds above 0, and at most {largest:.0f}, "
             "such as 300.0"

@@ -92,7 +92,7 @@ class Movement(Calls):
     def alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Send rows to every rank, and receive the rows that every rank sends to this one, in rank order.
+        """Send rows to every rank, and receive the rows that every rank sends to this rank, in rank order.
 
         Args:
             tensor: the rows to send: the first ``splits[0]`` to rank 0, the next ``splits[1]`` to rank 1, …

@@ -105,8 +105,8 @@ def _end(groups: list[Any], *, failed: bool) -> None:
 def _end_all() -> None:
     """End the groups of a program that does not close its backend, and wait for groups that are still ending.
 
-    Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended. So does a thread
-    that ends a group.
+    Gloo's threads, and threads that end a group, take the GIL to release a tensor. They abort the process if the
+    interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]

@@ -140,7 +140,7 @@ class Watch:
         return not self._leaving and self._process == os.getpid()
 
     def wait_for_report(self, seconds: float) -> None:
-        """Block until a failure is known and ``on_peer_failure`` has returned, or until ``seconds`` have passed.
+        """Block until a failure that is not quiet is known and ``on_peer_failure`` has returned, at most for ``seconds``.
 
         Do not call this in the watch's thread.
         """
@@ -188,7 +188,10 @@ class Watch:
         selector: selectors.BaseSelector,
         reported: set[int],
     ) -> None:
-        """Handle the messages that ``read`` returns. If it fails, or a message is malformed, close the connection."""
+        """Handle the messages that ``read`` returns. If it fails, or a message is malformed, close the connection.
+
+        Then also report that the peer has failed, unless it or this rank has already reported its own end.
+        """
         try:
             self._handle(read(), reported)
         except (OSError, ValueError, TypeError) as error:

@@ -22,8 +22,8 @@ class Buffers:
     def __init__(self, new_region: Callable[[int], Region], rank: int) -> None:
         self._new_region, self._rank = new_region, rank
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
-        #: By the address of a buffer that :meth:`replace` replaces: the second mapping, and the new buffer in it; ``None``
-        #: if the buffer was replaced.
+        #: For the address of each buffer that :meth:`replace` has begun to replace: the second mapping of its memory and
+        #: the new buffer in this mapping; ``None`` after the replacement.
         self._replacing: dict[int, tuple[SecondMapping, torch.Tensor] | None] = {}
         self._reserved: Region | None = None  # memory for the next buffers; ``None`` if :meth:`reserve` was not called
 
