@@ -29,7 +29,8 @@ class Reductions(Movement):
         Args:
             tensor: any shape; floating point, integer (not uint64), bool (SUM is "any", PRODUCT "all"), or complex (only
                 SUM and AVERAGE).
-            op: AVERAGE, SUM, MIN, MAX or PRODUCT, or its name. The average of integers is truncated toward zero.
+            op: AVERAGE, SUM, MIN, MAX or PRODUCT, or its name. The average of integers is truncated toward zero; it is
+                wrong if the sum of int32 or int64 values overflows.
             name: shown in errors and reports.
 
         Raises:
