@@ -1,4 +1,7 @@
-"""Jobs that cannot start: each rank that detects the reason prints one clear line and exits with status 2."""
+"""Jobs that cannot start, the addresses at which a job listens, and worlds that share a store.
+
+Each rank that detects why a job cannot start prints one clear line and exits with status 2.
+"""
 
 from __future__ import annotations
 

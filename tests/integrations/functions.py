@@ -1,4 +1,4 @@
-"""Functions that Spark and Ray run. The training function is written for Horovod."""
+"""Functions that Spark, Ray and ``horovod.run`` run. The training function is written for Horovod."""
 
 from __future__ import annotations
 
