@@ -154,7 +154,7 @@ class Channels:
     def __init__(self, world: Backend) -> None:
         self.sets: dict[int, Backend] = {0: world}
         self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
-        self._memories: list[SharedMemory] = []  # one for each channel of gradients that uses shared memory
+        self._memories: list[SharedMemory] = []  # each channel of gradients that uses shared memory adds its own
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._claims: Counter[str] = Counter()
 
@@ -180,13 +180,11 @@ class Channels:
         if not (allowed and buffers and channel.name == "torch" and len(set(channel.hosts)) == 1):
             return channel
         try:
-            shared = SharedMemoryBackend(channel, self._memories, buffers)
+            return SharedMemoryBackend(channel, self._memories, buffers)
         except UnsharedError as reason:
             if channel.rank == 0:
                 log.warning("shared memory cannot be used (%s): gradients use %s", reason, channel.transport)
             return channel
-        self._memories.append(shared.sums)
-        return shared
 
     @property
     def share_memory(self) -> bool:
@@ -209,7 +207,6 @@ class Channels:
         while not self._released.empty():
             channel, _ = self.gradients.pop(self._released.get(), (None, None))
             if channel is not None:
-                self._memories[:] = [memory for memory in self._memories if memory is not getattr(channel, "sums", None)]
                 channel.close()
 
     def close(self) -> None:

@@ -375,6 +375,32 @@ def test_ranks_may_order_a_sum_and_the_librarys_calls_differently(shared):
     shared(sum_beside_a_call)
 
 
+def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
+    """On rank 0, wait for the sum of one backend before the call of another; on rank 1, after the call."""
+    library, backend = backend, share_memory(backend, (0,) * backend.size)
+    channel = backend.channel()
+    backends = [backend, channel, channel.channel()]
+    for each in backends:
+        each.timeout = 5.0
+    tensor = torch.ones(5000)
+    if backend.rank == 1:
+        work = backends[of_sum].start_sum(tensor, "t")
+    library.exchange([0])  # rank 1 has started the sum, and must reduce its shard of it during the call
+    if backend.rank == 0:
+        backends[of_sum].start_sum(tensor, "t").wait()
+    backends[of_call].barrier()
+    if backend.rank == 1:
+        work.wait()
+    assert tensor.unique().tolist() == [backend.size]
+    backend.close()
+    assert backend._beside == []
+
+
+@pytest.mark.parametrize(("of_sum", "of_call"), [(0, 1), (1, 0), (0, 2), (2, 0)])
+def test_ranks_may_order_a_sum_and_a_call_of_another_channel_differently(of_sum, of_call):
+    run_threads(2, sum_beside_a_call_of_a_channel, of_sum, of_call)
+
+
 def asynchronous_group_call(backend):
     """On rank 0, wait for the group's call before the next call; on the other ranks, after the next call."""
     group, tensor = backend.group(range(backend.size)), torch.ones(3)

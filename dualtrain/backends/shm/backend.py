@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,8 @@ class SharedMemoryBackend(DelegatingBackend):
 
     Args:
         inner: a connected backend that can send CPU tensors.
-        beside: shared memory of other backends; their operations progress while this backend waits.
+        beside: memories of gradient sums of other backends, which progress while this backend waits. This backend adds its
+            own memory to the list, and removes it in :meth:`close`.
         reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. If sizes are given, that method does not
             block, and the ranks may call it at different times. If not, it is collective and maps memory at each call.
 
@@ -124,7 +125,7 @@ class SharedMemoryBackend(DelegatingBackend):
     transport = "shm"
     scales_sums = True
 
-    def __init__(self, inner: Backend, beside: Collection[SharedMemory] = (), reserved: Sequence[int] = ()) -> None:
+    def __init__(self, inner: Backend, beside: list[SharedMemory] | None = None, reserved: Sequence[int] = ()) -> None:
         super().__init__(inner)
         several = len(set(inner.hosts)) > 1
         if len(set(Counter(inner.hosts).values())) > 1:
@@ -133,7 +134,7 @@ class SharedMemoryBackend(DelegatingBackend):
         across = inner.between_hosts() if several else None
         # Operations in one memory are matched by their order. The order of gradient sums relative to other calls may differ
         # between ranks, so each kind has its own memory.
-        self._beside = beside
+        self._beside = [] if beside is None else beside
         self.sums = SharedMemory(inner, None if across is None else across.gradient_path, self._memories)
         self.calls = SharedMemory(inner, across, self._memories)
         if reserved:
@@ -141,6 +142,7 @@ class SharedMemoryBackend(DelegatingBackend):
         # While this rank waits for another rank, that rank may wait for this rank's operations in shared memory.
         self.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
+        self._beside.append(self.sums)
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         if tensor.device.type != "cpu":
@@ -192,7 +194,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def channel(self) -> Backend:
         library = super().channel()
         try:
-            shared = SharedMemoryBackend(library, beside=[self.sums])
+            shared = SharedMemoryBackend(library, self._beside)
         except UnsharedError:
             return library
         self.close_with(shared)
@@ -203,11 +205,12 @@ class SharedMemoryBackend(DelegatingBackend):
 
     def _memories(self) -> tuple[SharedMemory, ...]:
         """Return the memories whose operations progress while this rank waits."""
-        return (self.sums, self.calls, *self._beside)
+        return (self.calls, *self._beside)
 
     def _progress(self) -> int:
         return sum(memory.progress() for memory in self._memories())
 
     def release(self) -> None:
+        self._beside[:] = [memory for memory in self._beside if memory is not self.sums]
         self.sums.close()
         self.calls.close()
