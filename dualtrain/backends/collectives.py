@@ -82,7 +82,7 @@ class Backend(Reductions, ObjectCalls):
 
         Raises:
             ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is itself a
-                group or a channel.
+                group or a channel, or is Horovod's and was connected with ``groups=False``.
             TypeError: a rank is not an integer.
             BackendError: as :meth:`allreduce`.
         """
@@ -91,8 +91,8 @@ class Backend(Reductions, ObjectCalls):
     def channel(self) -> Backend:
         """Return a channel: a second backend over the same ranks. Collective; blocks.
 
-        The operations of a channel and those of this backend may be interleaved in a different order on each rank. The
-        channel is closed with this backend.
+        The operations of a channel and those of this backend may be interleaved in a different order on each rank, except
+        for operations on GPUs: with two NCCL communicators, they may deadlock. The channel is closed with this backend.
         """
         channel = self._now("channel", None, partial(self._group, list(range(self.size)), "channel"))
         assert channel is not None
@@ -245,14 +245,11 @@ class Backend(Reductions, ObjectCalls):
         if group is None:
             return None
         assert isinstance(group, Backend)
-        group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
+        group.hosts, group.watch = tuple(hosts), self.watch
+        group.on_wait, group.meanwhile = self.on_wait, self.meanwhile
         group.members, group.is_group = tuple(self.members[rank] for rank in members), True
-        self.adapt_group(group)
         self.close_with(group)
         return group
-
-    def adapt_group(self, group: Backend) -> None:
-        """Prepare ``group``, which :meth:`group` or :meth:`channel` has just made. Subclasses may override this."""
 
     def close_with(self, group: Backend) -> None:
         """Close ``group`` when this backend is closed."""

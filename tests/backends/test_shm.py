@@ -379,7 +379,7 @@ def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
     """On rank 0, wait for the sum of one backend before the call of another; on rank 1, after the call."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     channel = backend.channel()
-    backends = [backend, channel, channel.channel()]
+    backends = [backend, channel, channel.channel(), backend.group([0, 1]).channel()]
     for each in backends:
         each.timeout = 5.0
     tensor = torch.ones(5000)
@@ -396,9 +396,27 @@ def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
     assert backend._beside == []
 
 
-@pytest.mark.parametrize(("of_sum", "of_call"), [(0, 1), (1, 0), (0, 2), (2, 0)])
+@pytest.mark.parametrize(("of_sum", "of_call"), [(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (1, 3)])
 def test_ranks_may_order_a_sum_and_a_call_of_another_channel_differently(of_sum, of_call):
     run_threads(2, sum_beside_a_call_of_a_channel, of_sum, of_call)
+
+
+def sums_of_two_channels(backend, hosts):
+    """Start a sum in a backend and one in its channel. Half of the ranks wait for the channel's sum first."""
+    backend = share_memory(backend, hosts)
+    channel = backend.channel()
+    backend.timeout = channel.timeout = 5.0
+    for _ in range(3):
+        tensors = torch.ones(5000), torch.ones(5000)
+        works = [each.start_sum(tensor, "t") for each, tensor in zip((backend, channel), tensors, strict=True)]
+        for work in works[:: 1 if backend.rank < backend.size // 2 else -1]:
+            work.wait()
+        assert [tensor.unique().tolist() for tensor in tensors] == [[backend.size]] * 2
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1, 1)], ids=["one host", "two hosts"])
+def test_ranks_may_wait_for_the_sums_of_two_channels_in_different_orders(hosts):
+    run_threads(len(hosts), sums_of_two_channels, hosts)
 
 
 def asynchronous_group_call(backend):

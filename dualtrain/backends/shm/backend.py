@@ -141,6 +141,8 @@ class SharedMemoryBackend(DelegatingBackend):
             self.sums.buffers.reserve(reserved)
         # While this rank waits for another rank, that rank may wait for this rank's operations in shared memory.
         self.meanwhile = self._progress
+        if across is not None:
+            across.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
         self._beside.append(self.sums)
 
@@ -199,9 +201,6 @@ class SharedMemoryBackend(DelegatingBackend):
             return library
         self.close_with(shared)
         return shared
-
-    def adapt_group(self, group: Backend) -> None:
-        group.meanwhile = self._progress
 
     def _memories(self) -> tuple[SharedMemory, ...]:
         """Return the memories whose operations progress while this rank waits."""

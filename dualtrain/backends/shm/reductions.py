@@ -103,6 +103,7 @@ class SharedMemory:
         #: Code that sets this must not call a function first: another KeyboardInterrupt may be raised at the call.
         self._interrupted: tuple[str, type[BaseException]] | None = None
         self._failure: BackendError | None = None
+        self._advancing = False  # whether :meth:`advance` runs: a wait in it may call :meth:`progress`
         self._exchange = self.exchange
 
     def replace_buffer(self, buffer: torch.Tensor, use: Callable[[torch.Tensor], None]) -> bool:
@@ -199,6 +200,7 @@ class SharedMemory:
             while self._pending and not (until is not None and until.ended):
                 what = self._pending[0].what
                 self._sleeping = False
+                self._advancing = True
                 try:
                     if not self._pending[0].progress(block=until is not None):
                         return
@@ -210,6 +212,8 @@ class SharedMemory:
                         self._interrupted = what, error.__class__
                         self._tags[self.rank][_INTERRUPTED_AT] = 1
                     raise
+                finally:
+                    self._advancing = False
             if until is not None and not until.ended:
                 self._raise_failure(until.what)
 
@@ -357,13 +361,16 @@ class SharedMemory:
         return False
 
     def progress(self) -> int:
-        """Advance operations without blocking. Return how many are left unfinished; 0 if another thread advances them."""
+        """Advance operations without blocking. Return how many are left unfinished.
+
+        Do nothing and return 0 if this thread or another one is advancing them already.
+        """
         acquired: list[bool] = []
         try:
             # ``extend`` acquires the lock and records this in one step of the interpreter. Signal handlers run between two
             # steps, so ``finally`` releases the lock in any case.
             acquired.extend(map(self._lock.acquire, (False,)))
-            if True in acquired:
+            if True in acquired and not self._advancing:
                 with suppress(BackendError):  # raised again by the wait for the operation that failed
                     self.advance()
                 return len(self._pending)
