@@ -119,8 +119,9 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
     """Return whether the call may be only a barrier.
 
     It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
-    is a constant or a new tensor. It is not a barrier if its input is made from a variable's value, and is read after the
-    call or cannot be read, as in ``hvd.broadcast(torch.tensor(epoch), 0)``.
+    is a constant or a new tensor. It is not a barrier if its input is a copy of a variable's value and has a name that is
+    read after the call. Nor is it one if the input is such a copy, as in ``hvd.broadcast(torch.tensor(epoch), 0)``, and no
+    name is "barrier".
     """
     value = first_argument(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]

@@ -24,7 +24,8 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
     """A DistributedSampler or ElasticSampler of a validation or test loader.
 
     If the source shows that nothing combines the ranks' results, or that only some ranks evaluate, the message says that
-    each rank evaluates only a part of the samples. Otherwise, it says that samples are repeated.
+    each rank evaluates only a part of the samples. Otherwise, it says that samples are repeated, and there is no finding if
+    the loaders drop an incomplete last batch.
     """
     for call in source.calls:
         if not is_distributed_sampler(source, call) and not source.hvd(call.func).endswith(".ElasticSampler"):

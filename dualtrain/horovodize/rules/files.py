@@ -219,7 +219,7 @@ def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth:
 
 
 def _runs_in_objects_of_all_ranks(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
-    """Return whether all ranks certainly make objects of the class ``own``, and the method with ``node`` always runs it.
+    """Return whether all ranks certainly make objects of the class ``own``, whose method around ``node`` always runs it.
 
     A condition such as ``if self.saver:`` gives False: it often holds on one rank only, although it does not name the rank.
     """
@@ -254,7 +254,10 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 
 def _is_under_unknown_flag(source: Source, node: ast.AST) -> bool:
-    """Return whether the write depends on a variable that the file does not assign. Its value may depend on the rank."""
+    """Return whether the write depends on a variable such as ``save`` that the file does not assign.
+
+    Its value may depend on the rank.
+    """
     tests = [above.test for above in source.around(node, ast.If)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [

@@ -50,9 +50,9 @@ def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
-    That is so if its name, or an expression that defines or changes it, contains a word such as rank. So is it if its
-    class is in the script and contains a slice by rank. Parameters of functions count too, because their values are
-    unknown.
+    It may if its name, or an expression that defines or changes it, contains a word such as rank, or if a function or class
+    of the script that makes it contains a slice by rank. Parameters of functions, and attributes of ``self`` that the
+    script does not assign, count too, because their values are unknown.
     """
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):
@@ -82,7 +82,8 @@ def _is_unknown(source: Source, data: ast.expr, name: str) -> bool:
 def _may_be_replaced(source: Source, name: str, settings: set[str]) -> bool:
     """Return whether the program may replace one of the ``settings`` (``args.files``) of the object ``name``.
 
-    It may do so by an assignment, or by a function that it imports and whose result it does not use: ``choose(args)``.
+    It may do so by assigning a value that is not a constant, or by a function that it imports and whose result it does not
+    use: ``choose(args)``.
     """
     for file in source.files:
         if any(target in settings and not isinstance(value, ast.Constant) for target, value, _ in file.assignments):

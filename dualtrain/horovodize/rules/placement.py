@@ -133,7 +133,7 @@ def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
 def _visible_values(source: Source, variable: ast.expr) -> list[ast.expr]:
     """Return the values that are assigned to ``variable`` in the functions around it, or in the module.
 
-    If ``variable`` is an attribute, assignments in all functions count.
+    If ``variable`` is an attribute, assignments in all functions count. For a parameter, return an empty list.
     """
     if isinstance(variable, ast.Name) and variable.id in source.parameters(variable):
         return []

@@ -55,7 +55,7 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
 def _steps_plateau(source: Source, call: ast.Call) -> bool:
     """Return whether ``call`` steps a ReduceLROnPlateau of a wrapped optimizer, and nothing else may change its rate.
 
-    A parameter counts if it has the name of such a variable.
+    Variables are compared by name, so a parameter counts if it has the same name as a variable that holds such a schedule.
     """
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
@@ -122,7 +122,7 @@ def _element(value: ast.expr | None, position: int | None) -> ast.expr | None:
 
 
 def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
-    """Return the variables of a function that hold nothing but training losses of this rank, and constants before these.
+    """Return the variables of a function that hold only training losses of this rank, apart from constants such as 0.
 
     Attributes and global variables, which other functions may change, do not count. Nor do variables that a call may change
     in place.

@@ -174,7 +174,7 @@ class Collectives:
             return ""
         tests = [one.test for one in self.source.around(jump, ast.If) if above in self.source.above(one)]
         if isinstance(above, ast.For) and any(_compares_equal(test, above.target) for test in tests):
-            return ""  # perhaps in the last iteration
+            return ""  # the jump perhaps belongs to the last iteration, after which all ranks leave the loop
         branch, arm = inside[-1]
         other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
         around = [one for one in self.source.around(branch, ast.If) if above in self.source.above(one)]
@@ -262,7 +262,7 @@ class Collectives:
 
 
 def _own_collectives(source: Source) -> set[Function]:
-    """Return the functions of one file that make such calls themselves, or by other functions of the file."""
+    """Return the functions of one file that make calls that all ranks must make, directly or by functions of the file."""
     return Collectives(source.alone()).own
 
 

@@ -133,7 +133,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     loops, endless = _epoch_loops(source), _endless_reads(source)
     for call in distributed_samplers(source):
         if not loops and all(read in source.above(call) for read in endless):
-            continue  # no loop over epochs, or each pass makes its own sampler
+            continue  # nothing reads the samples repeatedly, or each pass makes its own sampler
         shuffle = keyword(call, "shuffle")
         shuffles = shuffle is None or is_bool(shuffle, True)
         scope = getattr(source.scope(call), "name", "")

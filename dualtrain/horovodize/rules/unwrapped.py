@@ -117,7 +117,7 @@ def _is_certain(source: Source, wrap: ast.Call) -> bool:
 def _unused_wrappers(source: Source) -> Iterator[tuple[str, str, ast.Call]]:
     """Yield each wrapper that nothing uses: its name, the original optimizer as text, and the call that wraps it.
 
-    Wrappers that are elements of a list or dictionary are not yielded, because any use of it may step them.
+    Wrappers in a list or dictionary are not yielded, because any use of the list or dictionary may step them.
     """
     for name, wrap in source.wraps:
         if not name.isidentifier():

@@ -25,11 +25,15 @@ def is_distributed_sampler(source: Source, call: ast.Call) -> bool:
 
 
 def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
-    """Return whether anything may read samples through the sampler or loader that ``call`` makes."""
+    """Return whether anything may read samples through the sampler or loader that ``call`` makes.
+
+    Return False if ``call`` is assigned to an attribute of another object: rules must not report it, because a library may
+    use it.
+    """
     if depth > 3:
         return True
     if _is_of_other_object(source, call):
-        return False  # data.sampler = call: perhaps a library reads it, so no rule should report it
+        return False
     name = _name_of(source, call)
     if not name:
         outer = source.parents[call]
