@@ -86,7 +86,7 @@ def _is_scaler(source: Source, owner: ast.expr) -> bool:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events that come after the last backward pass or step, and before event ``number``.
+    """Return the events that come after the last backward pass or step, and before event ``number``, latest first.
 
     If event ``number`` has an optimizer, only steps of this optimizer count. If there is no earlier backward pass or step,
     return all events before ``number``. With ``strictly``, steps do not count: return all events since the last backward

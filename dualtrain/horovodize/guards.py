@@ -39,7 +39,7 @@ class Guards:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
-        #: Kinds of variables, as text, and of the results of functions, with the position in the result if it is a tuple.
+        #: The kind of each variable, by its text, and of each function's result or, if the result is a tuple, its elements.
         self._kinds: dict[str | tuple[Function, int | None], str] = {}
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
@@ -71,9 +71,10 @@ class Guards:
         return ""
 
     def _kind_of_variable(self, text: str) -> str:
-        """Return the kind of rank that is assigned to a variable; "" if there are several kinds, or none.
+        """Return which of ``_KINDS`` is assigned to a variable; "" if several are, or none.
 
-        An element such as ``setup["rank"]`` counts as a rank. A copy of another variable counts if its name says so.
+        An element such as ``setup["rank"]`` counts as a rank. A copy of another variable counts only if the copy is an
+        attribute, or if its name contains "rank".
         """
         kinds = set()
         for value, position in self._values.get(text, ()):
@@ -95,7 +96,7 @@ class Guards:
         return found
 
     def _kind_of_result(self, called: ast.expr, position: int | None) -> str:
-        """Return the kind of rank that a function of the program returns, apart from constants and ranks of torch."""
+        """Return which of ``_KINDS`` a function of the program returns. Constants and ranks of torch do not count."""
         found = self.function(called)
         if found is None:
             return ""

@@ -67,7 +67,7 @@ def _edits(source: Source, node: _Import) -> Iterator[Edit]:
     """Yield the edits of one import; no edits if it has no certain replacement."""
     if isinstance(node, ast.Call):
         name = source.layout.segment(node.args[0])
-        if "horovod.torch" in name:  # not so in "horovod" ".torch"
+        if "horovod.torch" in name:  # false if the string is written in parts: "horovod" ".torch"
             yield source.layout.replace(node.args[0], name.replace("horovod.torch", "dualtrain.hvd"))
         return
     if isinstance(node, ast.ImportFrom):

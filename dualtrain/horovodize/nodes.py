@@ -43,7 +43,7 @@ def is_stored(node: ast.AST) -> bool:
 
 
 def is_bool(value: ast.expr | None, constant: bool) -> bool:
-    """Return whether ``value`` is the ``constant`` True or False, as in ``shuffle=True``."""
+    """Return whether ``value`` is the given ``constant``, True or False, as in ``shuffle=True``."""
     return isinstance(value, ast.Constant) and value.value is constant
 
 

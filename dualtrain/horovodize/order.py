@@ -84,7 +84,7 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
 
 
 def argument(source: Source, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
-    """Return what ``call`` passes for ``parameter`` of ``function``; None if it is unknown."""
+    """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing, or an unpacked value."""
     names = source.positional(function)
     position = names.index(parameter) if parameter in names else len(call.args)
     if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):

@@ -2,8 +2,8 @@
 
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
-Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, one has taken more, or all
-together have taken 4 * STEPS. Then ends the script on all ranks.
+Run the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, one has taken more, or all
+together have taken 4 * STEPS. Then end the script on all ranks.
 Rank R writes FOLDER/rank-R.jsonl: names, numbers, and the norm, hash and a few values of each weight tensor. The record has
 lines of code only in the traceback of an error. To compare, run where dualtrain is installed: dualtrain horovodize --prove
 --against FOLDER SCRIPT ...
@@ -95,7 +95,7 @@ class Recorder:
         self._described = False  # whether rank, size and versions are written
 
     def patch(self, library: Any) -> None:
-        """Observe the optimizers that ``library.DistributedOptimizer`` makes from now on."""
+        """Replace ``DistributedOptimizer``, ``join`` and ``broadcast_parameters`` of ``library`` by recording wrappers."""
         original = library.DistributedOptimizer
         if hasattr(original, "recorded"):
             return
@@ -248,7 +248,7 @@ class Recorder:
         self.record.write("state", tensors=tensors)
 
     def end(self, reason: str, status: int, **more: Any) -> None:
-        """Write the last lines: the weights, how the script ended, and the memory that it used."""
+        """Write the last lines: how the script ended, the memory that it used and, unless it failed, the weights."""
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0

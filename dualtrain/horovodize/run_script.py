@@ -37,7 +37,8 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
     """Load the script that ``python path arguments…`` would run, and set ``sys.argv`` and ``sys.path`` for it.
 
     Raises:
-        UserError: the file does not exist, cannot be read, or is a notebook.
+        UserError: the file does not exist, cannot be read, or is a folder or a notebook.
+        SyntaxError: the file is not valid Python. A ValueError is possible too.
     """
     if os.path.isdir(path):
         raise UserError(f"{path!r} is a folder: name the script in it, or run a package with -m")

@@ -78,7 +78,10 @@ class Source:
         return copied
 
     def once(self, compute: Callable[[Source], T]) -> T:
-        """Return ``compute(self)``. Copies share it, so it must not depend on what repairs change in other files."""
+        """Return ``compute(self)``, which is called only once.
+
+        Copies of this file share the result. So the result must not depend on code that repairs of other files change.
+        """
         if compute not in self._computed:
             self._computed[compute] = compute(self)
         return self._computed[compute]  # type: ignore[no-any-return]
@@ -207,7 +210,7 @@ class Source:
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
-        """All assignments: (target as text, value, statement). Tuples are split into their elements."""
+        """All assignments: (target as text, value, statement). Tuples of equal length on both sides are split."""
         found: list[tuple[str, ast.expr, ast.stmt]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):

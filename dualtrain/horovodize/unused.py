@@ -13,7 +13,8 @@ def lines_of_unused(source: Source) -> set[int]:
     """Return the lines of functions that nothing in the program uses; no lines if the file may be a library.
 
     A function with a decorator counts as used, because the decorator may register it. A method of a class with a base class
-    counts as used, because the base class may call it. Special methods count as used, too.
+    counts as used, because the base class may call it. Special methods, and functions that a launcher may call
+    (``ENTRY_POINTS``), count as used, too.
     """
     functions = [node for node in source.nodes if isinstance(node, Function) and _may_be_unused(source, node)]
     if not functions or not _is_started(source):

@@ -43,7 +43,7 @@ def likely_causes(program: Sequence[str]) -> list[str]:
 
     Args:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
-            folder, directly or through other modules, are read too.
+            folder, directly or through other modules, are read too. With ``-m``, they are read from the current folder.
 
     Files that cannot be read as Python, or whose code is nested too deeply, are left out: the comparison does not need
     their lines.

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 #: Environment variable of the runs' processes. Its value identifies processes that a launcher leaves behind.
 MARK = "DUALTRAIN_PROVE_RUN"
-END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+END_SECONDS = 10.0  # from SIGTERM to SIGKILL, and the longest duration of end_marked()
 POLL_SECONDS = 0.05
 
 
@@ -36,7 +36,7 @@ def marked(mark: str) -> list[int]:
 
 
 def end_marked(mark: str) -> None:
-    """Kill the processes that have ``mark``, and those that they start meanwhile."""
+    """Kill the processes that have ``mark``, and those that they start meanwhile. Take at most ``END_SECONDS``."""
     deadline = time.monotonic() + END_SECONDS
     looks = 2  # a process that calls exec has no environment for a moment: look twice
     while looks and time.monotonic() < deadline:

@@ -20,11 +20,13 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     The first run with dualtrain reproduces Horovod's defects. If the script meets none of them, this run also counts as the
     run without defects. Otherwise, a run without defects follows, which is shorter if possible. If both sides agree, the
     other rounds only measure the speed; the side that runs first alternates. If the weights differ, but optimizers, steps
-    and exit status do not, the sides run again while rounds and steps are left, to check that runs of the same side agree.
-    If Horovod's run was recorded earlier, only dualtrain runs. The module ``plan`` computes the numbers of steps.
+    and exit status do not, Horovod runs once more, and so does dualtrain if ``rounds`` is above 1 and steps are left. This
+    shows whether runs of the same side agree. Each round after the third then adds a full run on each side. If Horovod's
+    run was recorded earlier, only dualtrain runs. The module ``plan`` computes the numbers of steps.
 
     Raises:
         RunError: the script failed on Horovod.
+        UserError: a run's record cannot be read, or lacks a rank.
     """
     runs = _Runs(job, rounds, recorded)
     try:

@@ -39,7 +39,9 @@ class Difference:
 
 
 def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
-    """Return the first difference of the weights of two runs of equal size; ``None`` if all recorded bits are equal.
+    """Return the first difference of the weights of two runs of equal size; ``None`` if all compared bits are equal.
+
+    Only steps that both runs have taken are compared, and the final tensors only if both runs have ended at the same point.
 
     The steps of several optimizers are compared in the order in which ``one`` took them.
     """
