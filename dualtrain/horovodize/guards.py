@@ -142,7 +142,7 @@ class Guards:
         imports = (node for node in self.source.nodes if isinstance(node, ast.Import | ast.ImportFrom))
         return {alias.asname or alias.name.partition(".")[0]: alias.name for node in imports for alias in node.names}
 
-    def depends_on_rank_as(self, node: ast.AST, other: ast.AST) -> bool:
+    def is_in_same_rank_branch(self, node: ast.AST, other: ast.AST) -> bool:
         """Return whether both nodes are in the same branch of a condition on the rank, and so run on the same ranks."""
         mine, others = list(self._conditions(node)), list(self._conditions(other))
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))

@@ -217,7 +217,7 @@ class Collectives:
     def joins(self, found: _Unmatched) -> bool:
         """Return whether the ranks that do not make the call ``found`` may call ``join`` in the same function."""
         joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is found.where[0])
-        return any(not self.guards.depends_on_rank_as(call, found.call) for call in joins)
+        return any(not self.guards.is_in_same_rank_branch(call, found.call) for call in joins)
 
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
         """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""
