@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: Host i runs on core i of this list. Every core is listed twice, because the machine may have only one. With one core, a
-#: rank has one thread, as in the runs on one host. Otherwise the weights could have other bits than in those runs.
+#: Host i runs on core i of this list. Every core is listed twice, because the machine may have only one. Because a host has
+#: one core, its ranks have one thread, as in the runs on one host. With more threads, the weights could have other bits.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.

@@ -45,7 +45,7 @@ def summary(folder: Path) -> dict[str, object]:
 
 
 def processes(mark: str) -> list[int]:
-    """Return the processes with ``mark`` on their command line."""
+    """Return the ids of the other processes that have ``mark`` on their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -57,7 +57,7 @@ def processes(mark: str) -> list[int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """Return the rank of a training process, None for a launcher."""
+    """Return the rank of a training process; None for a launcher, or if the process has ended."""
     try:
         pairs = (Path("/proc") / str(pid) / "environ").read_text(errors="replace").split("\0")
         if "python" not in (Path("/proc") / str(pid) / "exe").resolve().name:

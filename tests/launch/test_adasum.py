@@ -1,4 +1,4 @@
-"""Horovod's own Adasum, which needs MPI: its sums equal those of tests/hvd/, but its optimizer ignores clipping."""
+"""Horovod's own Adasum, which needs MPI: its results equal the reference of tests/hvd/. Its optimizer ignores clipping."""
 
 from __future__ import annotations
 
