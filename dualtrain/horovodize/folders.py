@@ -14,8 +14,10 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 
+#: Imports of horovod or dualtrain.hvd, also after ``try:`` or other modules on the same line.
 _IMPORTS = re.compile(
-    rb"^[ \t]*(import|from)[ \t]+(horovod|dualtrain\.hvd)\b|import_module\([\"'](horovod\.torch|dualtrain\.hvd)\b",
+    rb"^([^#\n]*[:;])?[ \t]*(from[ \t]+|import[ \t]+([\w. \t]+,)*[ \t]*)(horovod|dualtrain\.hvd)\b|"
+    rb"\bfrom[ \t]+dualtrain[ \t]+import\b[^#\n]*\bhvd\b|import_module\([\"'](horovod\.torch|dualtrain\.hvd)\b",
     re.MULTILINE,
 )
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
@@ -39,17 +41,21 @@ class Found(NamedTuple):
 def find_sources(names: Sequence[str]) -> Found:
     """Parse the named files as one program, and each Horovod script (see ``_IMPORTS``) of the named folders on its own.
 
+    A file that is in several of the folders, or is also named itself, is read once.
+
     Raises:
         UserError: a named file cannot be read, or is not valid Python; no Python file can be found in a named folder.
     """
     folders = [name for name in names if os.path.isdir(name)]
     files = [name for name in names if name not in folders]
     sources = {name: source for name, (_, source) in parse_scripts(files).items()}
+    read = {os.path.realpath(name) for name in files}
     without = 0
     unreadable: list[str] = []
     for name in (name for folder in folders for name in _python_files(folder, unreadable)):
-        if name in sources:
+        if os.path.realpath(name) in read:
             continue
+        read.add(os.path.realpath(name))
         try:
             with open(name, "rb") as file:
                 uses = _IMPORTS.search(file.read())

@@ -2054,6 +2054,32 @@ def test_checking_a_folder_reads_only_its_files_that_import_horovod(tmp_path, ca
     assert last == "2 files read: 2 traps; --fix repairs 2 of them"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch, numpy as np, horovod.torch as hvd",
+        "from dualtrain import hvd",
+        "from dualtrain import hvd as torch",
+        "try: import horovod.torch as hvd\nexcept ImportError: hvd = None",
+    ],
+)
+def test_checking_a_folder_reads_files_with_any_form_of_the_import(tmp_path, capsys, line):
+    (tmp_path / "script.py").write_text(f"{line}\n")
+    (tmp_path / "other.py").write_text("import torch, numpy  # not horovod\nfrom dualtrain import connect  # not hvd\n")
+    assert check([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 file skipped: 1 without an import of horovod",
+        "1 file read: nothing found",
+    ]
+
+
+def test_a_file_that_is_named_and_in_a_folder_is_read_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("import horovod.torch as hvd\nhvd.allreduce(x)\n")
+    assert check(["script.py", ".", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 file read: 1 trap; --fix repairs 1 of them"
+
+
 def test_checking_a_large_folder_prints_the_folder_that_is_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(folders, "_QUIET", 0)
     (tmp_path / "inner").mkdir()
