@@ -15,7 +15,8 @@ from dualtrain.horovodize.source import Finding, Source
 #: Statements that import modules, and calls of importlib.import_module.
 _Import = ast.Import | ast.ImportFrom | ast.Call
 _IMPORTS = ast.Import, ast.ImportFrom, ast.Call
-_RUNNER = "start the script with torchrun -m dualtrain.horovodize"
+#: Full names of functions and classes that start ranks from one process.
+_STARTERS = re.compile(r"horovod\.((run|ray|spark)\b|runner\.run$)")
 #: Libraries that import Horovod themselves.
 _IMPORTERS = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
@@ -36,6 +37,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     stays = next((node for node, edits in changes if not edits), None)
     if not lines:
         return [], []
+    alone = _starts_ranks(source)
     if any(_IMPORTERS.match(name) for name in source.imported_names):
         why = "a library that the script uses imports Horovod itself"
     elif not initialized:
@@ -43,12 +45,18 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     elif stays is not None:
         why = f"`{ast.unparse(stays)}` has no certain replacement"
     else:
-        message = (
-            "this line now imports dualtrain.hvd; start the script with plain torchrun (under horovodrun, dualtrain.hvd "
-            "uses Horovod)"
-        )
+        how = "as one process" if alone else "with plain torchrun (under horovodrun, dualtrain.hvd uses Horovod)"
+        message = f"import dualtrain in place of Horovod, and start the script {how}"
         return [Finding(node.lineno, "differs", message, tuple(edits)) for node, edits in changes], []
-    return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod is not changed: {why}; {_RUNNER}")]
+    how = "as one process: python -m dualtrain.horovodize" if alone else "with torchrun -m dualtrain.horovodize"
+    message = f"the import of Horovod is not changed: {why}; start the script {how}"
+    return [], [Finding((stays or lines[0]).lineno, "differs", message)]
+
+
+def _starts_ranks(source: Source) -> bool:
+    """Return whether the program itself starts its ranks, by horovod.run, Spark or Ray, and so needs no launcher."""
+    names = (name for file in source.files for name in (*file.imported_names, *(file.name(one.func) for one in file.calls)))
+    return any(map(_STARTERS.match, names))
 
 
 def _is_of_torch(node: _Import) -> bool:

@@ -221,6 +221,23 @@ def test_either_all_imports_of_horovod_change_or_none(before, after):
     assert len(stays) == (after is None)
 
 
+@pytest.mark.parametrize(
+    ("imports", "words"),
+    [
+        ("import horovod.torch as hvd", "start the script with plain torchrun"),
+        ("import horovod.torch as hvd\nfrom horovod.ray import RayExecutor", "start the script as one process"),
+        ("import horovod.torch as hvd\nimport horovod.spark\nhorovod.spark.run(f)", "start the script as one process"),
+        ("import horovod.torch as hvd\nimport ignite.metrics", "start the script with torchrun -m dualtrain.horovodize"),
+        ("import horovod\nimport horovod.torch as hvd\nhorovod.run(f)", "one process: python -m dualtrain.horovodize"),
+    ],
+)
+def test_the_findings_on_imports_say_how_the_script_is_started(imports, words):
+    result = repair(Source(imports))
+    found = [one.message for one in (*result.fixed, *result.left) if "import" in one.message and "script" in one.message]
+    assert found
+    assert all(words in message for message in found)
+
+
 SCRIPT = f"""#!/usr/bin/env python
 {HEAD.replace("dualtrain.hvd", "horovod.torch")}
 torch.cuda.set_device(hvd.rank())
