@@ -449,7 +449,7 @@ def _parse(arguments: list[str]) -> Any:
     parser.add_argument("--seed", type=int)
     parser.add_argument("-m", dest="module", action="store_true")
     parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False  # as in newer Pythons
     given = parser.parse_args(arguments)
     if given.steps < 1:
         parser.error(f"--steps {given.steps} is below 1")

@@ -797,7 +797,7 @@ def record(simulated, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required"),
+        ([], "the following arguments are required: script; "),
         (["{tmp}/nothing.py"], "no such file"),
         (["--nproc", "0", "{script}"], "--nproc: '0' is not a whole number from 1 to"),
         (["--steps", "0", "{script}"], "--steps: '0' is not a whole number from 1 to"),

@@ -111,7 +111,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--html", type=_given_path, metavar="FILE", help="write the results as a page to this file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script", help="path of the script, or name of the module after -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # as in newer versions of Python: it may be empty
     given = parser.parse_args(list(arguments))
     if given.record is not None and given.against is not None:
         raise UserError("--record runs only Horovod and --against only dualtrain: give one of them")
