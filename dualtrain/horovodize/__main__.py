@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 from dualtrain.console import refuse_on_all, show
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("--check", "--fix", "--recorder") and {"-h", "--help"}.intersection(rest):
         first = "--help"
+    if first in ("--check", "--fix", "--prove"):
+        # Python's warnings about the code that it parses, such as an invalid escape sequence, would not name the file.
+        warnings.simplefilter("ignore", SyntaxWarning)
     if first == "--check":
         from dualtrain.horovodize.check import check
 

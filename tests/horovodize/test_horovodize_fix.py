@@ -297,6 +297,16 @@ def test_all_other_bytes_of_a_script_stay_unchanged(tmp_path, form, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "script.py"]
 
 
+def test_pythons_warnings_about_a_script_are_not_printed(tmp_path, recwarn, capsys):
+    script = tmp_path / "script.py"
+    # Python 3.12 and newer warn about the escape sequence, too.
+    script.write_text("import horovod.torch as hvd\nhvd.init()\nx = y()\nx is 1, '\\d'\nhvd.allreduce(x, name='x')\n")
+    assert main(["--check", str(script)]) == 1
+    assert main(["--fix", str(script)]) == 0
+    assert capsys.readouterr().err == ""
+    assert [each for each in recwarn if each.category is SyntaxWarning] == []
+
+
 @pytest.mark.parametrize("form", ["lf", "crlf", "latin-1"])
 def test_diff_prints_a_patch_and_writes_nothing(tmp_path, form, capfdbinary, monkeypatch):
     if shutil.which("git") is None:
