@@ -57,7 +57,7 @@ def _may_average(node: ast.AST) -> bool:
 def _is_gradient(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is ``p.grad``, ``p.grad.data`` or a part of them, and the names show that p is a parameter.
 
-    These names are ``….weight``, ``….bias``, and the variable of a loop over something with "param" in it.
+    They show it for ``….weight`` and ``….bias``, and for the variable of a loop over an expression that contains "param".
     """
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
         node = node.value

@@ -28,7 +28,8 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
 
     The caller compares the names of these models with the name of ``model``, which the node ``at`` uses. So the model of a
     call is known only if its name refers to the same variable at ``at``: the call is in the same function or at module
-    level, or both models are attributes of ``self`` in one class.
+    level, or both models are attributes of ``self`` in one class. It is also unknown if it is not certainly a new model
+    (:func:`is_new_model`).
     """
     for file in source.files:
         for node in file.mentions.get("broadcast_parameters", ()):

@@ -114,7 +114,7 @@ _SEVERAL = re.compile(r"dist|multi|parallel|world", re.IGNORECASE)
 
 
 def _is_for_one_process(source: Source, events: list[Event], event: Event) -> bool:
-    """Return whether ``event`` is in the ``else`` of ``if multi_gpu:``, or similar, with synchronize() in its body."""
+    """Return whether ``event`` is in the ``else`` of an ``if`` such as ``if multi_gpu:`` whose body calls synchronize()."""
     synchronized = [one.node for one in events if one.kind == "synchronize"]
     for branch in source.around(event.node, ast.If):
         inside = {node for statement in branch.body for node in ast.walk(statement)}
