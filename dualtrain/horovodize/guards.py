@@ -320,7 +320,7 @@ class Guards:
     def runs_whenever(self, node: ast.AST, other: ast.AST) -> bool:
         """Return whether every run with Horovod that reaches ``other`` also reaches ``node``, if it enters all loops.
 
-        Both nodes must be in one function.
+        Both nodes must be in one function, or ``other`` must be the function that contains ``node``.
         """
         around, shared = list(self.source.above(other)), list(self._conditions(other))
         for above in self.source.above(node):

@@ -199,7 +199,10 @@ def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether ``node`` perhaps runs on some ranks only. True also if no call of its function is found."""
+    """Return whether ``node`` perhaps runs on some ranks only.
+
+    Also True if no call of its function is found, unless this function is one of ``ENTRY_POINTS``.
+    """
     if guards.looks_like_one_rank(node) or _is_in_own_folder(source, node) or _is_under_unknown_flag(source, node):
         return True
     scope = source.scope(node)
