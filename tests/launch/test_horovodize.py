@@ -36,7 +36,7 @@ assert (hvd.size(), total, bool((weights == weights[0]).all())) == (2, 1.0, True
 
 
 @pytest.mark.timeout(600)  # enough for three starts on a busy machine
-def test_the_prove_command_finds_equal_bits_if_dualtrain_imitates_a_defect_of_horovod(tmp_path, monkeypatch):
+def test_the_prove_command_finds_equal_bits_if_dualtrain_reproduces_a_defect_of_horovod(tmp_path, monkeypatch):
     """Horovod's broadcast of a new optimizer's state takes a step, which decays the weights; dualtrain's takes none."""
     require_horovod()
     script, results = tmp_path / "script.py", tmp_path / "results.json"
