@@ -1925,6 +1925,24 @@ def test_a_wrapped_optimizer_of_one_file_is_recognized_in_all_given_files(tmp_pa
     assert check([str(one), str(other)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("ccl_built", "is False"),
+        ("ddl_built", "is False"),
+        ("mpi_enabled", "is False"),
+        ("gloo_built", "is True"),
+        ("gloo_enabled", "is True after init()"),
+        ("cuda_built", "describes torch's build"),
+    ],
+)
+def test_a_finding_on_a_build_says_what_the_function_returns(name, answer):
+    (finding,) = BY_NAME["branch_on_build"](source(f"if hvd.{name}():\n    pass"))
+    assert finding.message.startswith(f"{name}() {answer}")
+    if answer in ("is False", "is True"):
+        assert answer == f"is {getattr(import_module('dualtrain.hvd'), name)()}"
+
+
 CALLS = ["train(m, optimizer)", "train(m, opt=optimizer)", "Loop(optimizer)", "copy = optimizer\ntrain(m, copy)"]
 
 

@@ -102,8 +102,10 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
         if not _is_in_condition(source, call) or is_switched_off(source, call):
             continue
         name = source.hvd(call.func)
-        if name.startswith(("mpi_", "gloo_")):
-            answer = f"is {name.startswith('gloo_')}"
+        if name.startswith(("ccl_", "ddl_", "mpi_")):
+            answer = "is False"
+        elif name.startswith("gloo_"):
+            answer = "is True" if name == "gloo_built" else "is True after init()"
         else:
             answer = "describes torch's build instead of Horovod's"
         yield Finding(call.lineno, "differs", f"{name}() {answer}; check the branch that depends on it")
