@@ -99,7 +99,7 @@ def _verdict(reached: bool, missed: bool) -> str:
 
 
 def _unjudged(target: float | None, found: Estimate) -> str:
-    """Return the reason why a row with a target gets no verdict, or an empty string if it gets a verdict."""
+    """Return the reason why a row with a target gets no verdict; an empty string for any other row."""
     if target is None or found.pairs >= ROUNDS:
         return ""
     return f"{rounds_of(found.pairs)}: not judged"
