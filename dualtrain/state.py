@@ -26,7 +26,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Args:
         params: a module (its parameters and buffers), a ``state_dict()``, or an iterable of tensors or of
-            (name, tensor) pairs, of any dtypes, shapes and layouts. Entries that are not tensors are ignored.
+            (name, tensor) pairs, of any dtypes, shapes and strides. Entries that are not tensors are ignored.
         backend: the ranks.
         root: the rank whose values are copied.
 
@@ -69,6 +69,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
     Raises:
         TypeError: ``backend`` is not what ``connect()`` returns; or, on the root, an option is neither a plain value nor a
             tensor. (In the second case, the other ranks raise BackendError.)
+        ValueError: ``root`` is not a rank; or, on a rank that is not the root, its optimizer has other parameter groups
+            than the root's.
         BackendError: the root's ``state_dict()`` has raised, a rank failed, or the call timed out.
     """
     check_backend(backend)
@@ -122,7 +124,7 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     so that all ranks have the same model.
 
     Raises:
-        BackendError: the ranks' buffers differ in number or shape, a rank failed, or the call timed out.
+        BackendError: the ranks' buffers have different numbers of elements, a rank failed, or the call timed out.
     """
     _average_buffers(model, backend)
 
