@@ -38,7 +38,8 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     ``--help`` and ``--recipe list`` print and raise SystemExit.
 
     Raises:
-        UserError: a flag is unknown, a value is out of bounds, or flags exclude each other.
+        UserError: a flag or a recipe is unknown, a value is not accepted, flags exclude each other, or a flag needs another
+            one, which is missing.
     """
     given = {name: text for name, text in vars(_parser().parse_args(arguments)).items() if text is not None}
     flags = {name: value if isinstance(value, bool) else _convert(SETTINGS[name], value) for name, value in given.items()}

@@ -92,7 +92,11 @@ def _read(name: str, folder: str | None, download: bool) -> tuple[Tensors, Tenso
 def transforms_of(
     name: str, channels: int, side: int, options: Options
 ) -> tuple[Transform, Transform, tuple[int, int, int]]:
-    """Return the transforms for training and for evaluation, and the shape of the inputs that they return."""
+    """Return the transforms for training and for evaluation, and the shape of the inputs that they return.
+
+    Raises:
+        UserError: ``options`` do not fit images of ``channels`` channels and ``side`` × ``side`` pixels.
+    """
     if options.augment == "imagenet":
         raise UserError(f"--augment imagenet is for image files, and {name} is held in memory: use crop-flip")
     if options.augment == "weights":

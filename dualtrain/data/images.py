@@ -42,6 +42,8 @@ class Geometry:
     def check(self, image: Any) -> None:
         """Raise an error if ``image``, with its shorter side scaled to ``resize``, would exceed PIL's pixel limit.
 
+        With "imagenet", which does not scale the whole image, never raise an error.
+
         Raises:
             UserError: ``resize`` is too large for any image.
             ValueError: the image is too long and thin.
@@ -93,7 +95,7 @@ class ImageFiles:
         return len(self.samples)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Read the images, uint8 (n, 3, size, size), and their classes, int64 (n,)."""
+        """Read the images, uint8 (n, 3, size, size), and their classes, int64 (n,); or return the error of an image."""
         numbers, seed = wanted
         images = torch.empty(len(numbers), 3, self.geometry.size, self.geometry.size, dtype=torch.uint8)
         for index, number in enumerate(numbers):

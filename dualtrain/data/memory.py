@@ -11,7 +11,7 @@ from dualtrain.data.transforms import Transform
 
 
 class TensorSource(Source):
-    """``inputs`` (N, …), uint8 or float32, and ``targets`` (N,), int64.
+    """Source of samples in two tensors: ``inputs`` (N, …), uint8 or float32, and ``targets`` (N,), int64.
 
     ``transform`` converts a batch of ``inputs`` to the model's inputs; without ``transform``, they are unchanged.
     """

@@ -29,7 +29,11 @@ class Options(DataSection):
         self.statistics(IMAGENET)
 
     def statistics(self, of_dataset: Statistics) -> Statistics | None:
-        """Return the mean and standard deviation that normalize each channel; ``None`` for no normalization."""
+        """Return the mean and standard deviation that normalize each channel; ``None`` for no normalization.
+
+        Raises:
+            UserError: ``normalize`` is not in one of the forms that ``--help`` lists.
+        """
         known = {None: None, "none": None, "dataset": of_dataset, "imagenet": IMAGENET}
         if self.normalize in known:
             return known[self.normalize]
@@ -41,7 +45,7 @@ class Options(DataSection):
         return tuple(parts[0]), tuple(parts[1])
 
     def statistics_for(self, channels: int, of_dataset: Statistics) -> Statistics | None:
-        """Do the same as :meth:`statistics`. Raises UserError if there are values for another number of channels."""
+        """Do the same as :meth:`statistics`. Also raises UserError if there are values for another number of channels."""
         found = self.statistics(of_dataset)
         if found is not None and len(found[0]) not in (1, channels):
             raise UserError(
@@ -50,7 +54,7 @@ class Options(DataSection):
         return found
 
     def input_shape(self, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``shape`` as integers, or ``default`` if it is not set."""
+        """Return ``shape`` as integers, or ``default`` if it is not set. Raises UserError if it is invalid or too large."""
         if self.shape is None:
             return default
         try:

@@ -23,7 +23,7 @@ def read_tree(folder: str) -> Tree:
 
     Raises:
         OSError: a folder cannot be read, there are no classes, or a class has no images.
-        UserError: an image is not a regular file, or a link leads to a folder that contains it.
+        UserError: an image is not a regular file, or a link leads to a folder that contains the link.
     """
     with os.scandir(folder) as entries:
         classes = sorted(entry.name for entry in entries if entry.is_dir())
@@ -43,7 +43,7 @@ def images_below(top: str) -> list[str]:
 
     Raises:
         OSError: a folder cannot be read.
-        UserError: an image is not a regular file, or a link leads to a folder that contains it.
+        UserError: an image is not a regular file, or a link leads to a folder that contains the link.
     """
     found: list[tuple[str, list[str]]] = []
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]

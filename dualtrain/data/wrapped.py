@@ -62,7 +62,7 @@ class Samples:
         return self._refusal(numbers, targets) or (inputs, targets)
 
     def _refusal(self, numbers: list[int], targets: Any) -> UserError | None:
-        """Return an error if a target is not a class index; None if all are."""
+        """Return an error if a target is neither a class index nor ``IGNORED``; else ``None``."""
         if not isinstance(targets, torch.Tensor):
             wrong, got = 0, f"a target of type {type(targets).__name__}"
         else:

@@ -44,7 +44,8 @@ def build(
         weights: file of weights for the whole model, safetensors or a state dict.
 
     Raises:
-        UserError: the name is unknown, the model does not take inputs of this shape, or weights are missing or do not fit.
+        UserError: the name is unknown, the model does not take inputs of this shape, an option does not work with the
+            model, or weights are missing or do not fit.
     """
     model = _build(name, shape, classes, pretrained, loaded)
     if weights is not None:
