@@ -57,10 +57,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
     Blocks until the processes have exited. There is no time limit while all of them run, or while they stop after a first
-    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails before such a signal, or at a second one, the remaining
-    processes are ended within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this in the main
-    thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since
-    every rank imports the program again.
+    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails, also after such a signal, or if a second signal arrives, the
+    remaining processes are ended within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this in the
+    main thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call,
+    since every rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or a key of ``TRANSIENT`` after an
@@ -74,7 +74,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
-        If several ranks fail at about the same time, a status other than 1 takes precedence over 1.
+        If several ranks fail at about the same time, a killed rank comes first, and a rank with status 1 last. In place of
+        a key of ``TRANSIENT``, its value is returned.
         If this process received a stop signal before a rank failed, or while it waited before a restart: 128 plus the
         signal's number, for example 143.
 
