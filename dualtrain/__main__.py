@@ -29,7 +29,8 @@ def main() -> int:
     """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would.
 
     A command that calls ``sys.exit`` sets the exit status. Otherwise, return the exit status: 0 after a command, the help
-    or the version, 2 for an unknown command or if standard output cannot be written, 130 after Ctrl-C.
+    or the version; 2 for an unknown command, or if the help or the version cannot be written; 130 after Ctrl-C. But after
+    Ctrl-C in ``horovodize``, raise KeyboardInterrupt.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
         with suppress(FileNotFoundError):  # the current folder was deleted

@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of all ranks' samples, on any device.
 
-Training needs two collective operations: forward gathers every rank's statistics, and backward sums the ranks' gradients.
-Ranks may have different numbers of samples.
+In training, each layer needs two collective operations: forward gathers every rank's statistics, and backward sums, over
+the ranks, two numbers per channel for the input's gradient. Ranks may have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class SynchronizedNorm(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """Base class of BatchNorm layers that train with the statistics of all ranks' samples.
 
-    To convert a model, call :func:`synchronize_norms`. Arguments and state are torch's. In evaluation with running
-    statistics, this layer does what torch's layer does.
+    To convert a model, call :func:`synchronize_norms`. The constructor's arguments and the state are those of torch's
+    BatchNorm layers. In evaluation with running statistics, the results are the same too.
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,10 @@ def in_words(differences: Sequence[Difference]) -> str:
 
 
 def by_value(values: Sequence[str | None], ranks: Sequence[int] | None = None) -> str:
-    """Return text such as ``cpu on ranks 0, 2 and cuda on rank 1``. Not all ``values`` are the same; see ``Difference``."""
+    """Return text such as ``cpu on ranks 0, 2 and cuda on rank 1``.
+
+    ``values`` must not all be equal. For both arguments, see :class:`Difference`.
+    """
     groups: dict[str | None, list[int]] = {}
     for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         groups.setdefault(value, []).append(rank)

@@ -4,8 +4,9 @@ The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradien
 averages, and the gradient of a summing ``reducescatter`` is multiplied by the number of ranks.
 
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
-same errors as the backend's methods. If the input of any rank requires a gradient, the result requires one on every rank,
-so that all ranks run the backward pass.
+same errors as the backend's methods. In a step with virtual ranks, they raise UserError, unless there are as many ranks as
+virtual ranks. If the input of any rank requires a gradient, the result requires one on every rank, so that all ranks run
+the backward pass.
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ class World:
         job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
         job_key: key under which torchrun's store keeps the job's name over restarts; empty without such a store.
         served: whether a parent process of a rank serves the ranks' store. All worlds of the job then share this store.
+
+    Raises:
+        UserError: ``rank`` is not a whole number from 0 to ``size`` - 1; or ``size`` is above 1, and ``rendezvous`` is not
+            an address.
     """
 
     rank: int = 0

@@ -17,6 +17,8 @@ _Problem = tuple[str, bool, bool]
 def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on every rank, and return its result after it has succeeded on all ranks. Collective; blocks.
 
+    An exception of another type than those below is raised on its own rank only, while the other ranks wait for this rank.
+
     Raises:
         UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.
         RanksDifferError: on every rank, if the task raised such an error on some ranks only.

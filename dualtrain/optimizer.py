@@ -72,8 +72,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: ``optimizer`` is not an optimizer, ``named_parameters`` is a module or a dict, or ``backend`` is not what
             ``connect()`` returns.
-        ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, or an option is out of its
-            bounds.
+        ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, the gradient of a parameter
+            cannot be averaged, or an option is out of its bounds.
     """
 
     _changing = False  # whether ``step`` has begun to change the parameters, and has not ended

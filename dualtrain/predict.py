@@ -3,7 +3,7 @@
 An image is converted to the channels of the dataset's images and, unless the dataset is imagefolder, to their size. Then it
 is transformed as in evaluation. Colours are not inverted: a model of digits or mnist needs light strokes on a dark
 background. If IMAGE is a folder, all images below it are classified. All images are read before the first line is printed.
-The model computes in float32, also after training with ``--amp``.
+The model computes in float32, also after training with --amp.
 """
 
 from __future__ import annotations

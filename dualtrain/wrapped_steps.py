@@ -63,8 +63,8 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
     """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
-    # Don't wrap a closure twice: the ranks might then make different numbers of calls. When a step calls the step of its
-    # base class, torch runs the hooks again only on ranks that have made an optimizer of exactly that base class.
+    # Don't wrap a closure twice: the ranks might then average the loss different numbers of times. If a step calls its base
+    # class's step, torch runs the hooks again, but only on ranks that have made an optimizer of exactly this base class.
     if not callable(argument) or hasattr(argument, "averages_loss"):
         return argument
 

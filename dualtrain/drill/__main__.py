@@ -1,12 +1,12 @@
 """``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults with an unchanged result.
 
-Flags that the drill does not have itself describe the job: they are passed to ``dualtrain train``.
-Runs the job once without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher,
-SIGTERM, a kill while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the
-results. --seed determines the faults and their moments. After a fault, torchrun restarts the ranks. With --backend horovod,
-the launcher is horovodrun, which fails after a fault. The drill starts a failed launcher again. The exit status is 0 if the
-results are bit for bit the same. It is 1 if they differ, or if the run with faults has another problem. It is 2 if an
-argument is wrong, or if the job fails without faults.
+Flags that the drill does not have itself describe the job: they are passed to dualtrain train. The drill runs the job once
+without faults, then once more with faults at random moments (killed and stopped ranks, a killed launcher, SIGTERM, a kill
+while a checkpoint is written, a damaged checkpoint and, as root, a full file system), and compares the results. --seed
+determines the faults and their moments, and is also the job's seed. After a fault, torchrun restarts the ranks. With
+--backend horovod, the launcher is horovodrun, which fails after a fault. The drill starts a failed launcher again. The exit
+status is 0 if the results are bit for bit the same. It is 1 if they differ, or if the run with faults has another problem.
+It is 2 if an argument is wrong, or if the job fails without faults.
 """
 
 from __future__ import annotations

@@ -126,7 +126,10 @@ def _kinds(panel: Panel, used: set[str]) -> str:
 
 
 def _paths(curve: _Curve, wider: float) -> Iterator[str]:
-    """Yield the line of a curve, and dots if it has few points. In SVG, y grows downward: negate the values."""
+    """Yield the line of a curve, and dots if it has one point, or if it has few points and is not of logged steps.
+
+    In SVG, y grows downward: negate the values.
+    """
     places = [f"{step:.9g},{-value:.6g}" for step, value in curve.points]
     style = KINDS[curve.kind]
     width = f' style="--wider:{wider:.2g}px"' if wider else ""
