@@ -165,5 +165,6 @@ def _convert(setting: Setting, text: str) -> Any:
 
 
 def _help(setting: Setting) -> str:
-    default = "" if setting.default is None else f" (default: {setting.default}, unless the recipe says otherwise)"
+    unless = "" if setting.name == "recipe" else ", unless the recipe says otherwise"
+    default = "" if setting.default is None else f" (default: {setting.default}{unless})"
     return (setting.help + default).replace("%", "%%")

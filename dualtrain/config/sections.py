@@ -116,14 +116,16 @@ class ModelSection:
 class StepSection:
     """One optimizer step."""
 
-    batch_size: int | None = setting(None, "samples per step on each rank", at_least(1))
+    batch_size: int | None = setting(None, "samples per step on each rank, or on each virtual rank", at_least(1))
     global_batch_size: int | None = setting(None, "samples per step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
         None, "train as this many ranks would, with the same bits on any number of ranks (default: off; "
         "for a resumed run, the checkpoint's number)",
         between(1, 4096), resumed=True,
     )  # fmt: skip
-    accumulate: int = fixed_setting(1, "number of backward passes per step on each rank", at_least(1))
+    accumulate: int = fixed_setting(
+        1, "number of backward passes per step on each rank, or on each virtual rank", at_least(1)
+    )
     drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
     optimizer: str = fixed_setting("sgd", "an optimizer of torch.optim: sgd, adam, adamw, rmsprop, …")
     optimizer_options: str | None = fixed_setting(None, "the optimizer's other options: nesterov=true,dampening=0")

@@ -135,6 +135,8 @@ def test_help_names_every_flag(capsys):
     text = capsys.readouterr().out
     for one in SETTINGS.values():
         assert one.flag in text
+    # No recipe sets --recipe. Compare without white space: argparse breaks lines at hyphens.
+    assert "(default:digits-convnet)--device" in "".join(text.split())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
