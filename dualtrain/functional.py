@@ -59,7 +59,11 @@ def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 @not_compiled
 def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
-    """Return the root's ``tensor``. The root's gradient is the sum of all ranks' gradients; on other ranks, it is 0."""
+    """Return the root's ``tensor``. The root's gradient is the sum of all ranks' gradients; on other ranks, it is 0.
+
+    Raises:
+        ValueError: ``root`` is not a rank.
+    """
     result, graded = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
@@ -90,7 +94,7 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     """Return the rows that the ranks send to this rank. Backward sends each row's gradient to the rank that sent the row.
 
     Raises:
-        ValueError: ``tensor`` cannot be split equally, or ``splits`` does not fit it.
+        ValueError: ``tensor`` has no dimension or cannot be split equally, or ``splits`` does not fit it.
     """
     # The asynchronous form returns the number of rows from each rank, even without splits.
     answer, graded = _forward(tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait())

@@ -178,7 +178,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.reducer.extra
 
     def close(self) -> None:
-        """Stop averaging: backward gives this rank's own gradients from then on. A second call does nothing."""
+        """Stop averaging: from then on, backward gives this rank's own gradients, and ``step()`` refuses them.
+
+        Call it on every rank. A second call does nothing.
+        """
         self.reducer.close()
 
     @not_compiled
@@ -187,12 +190,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             BackendError: see :meth:`GradientReducer.reduce <dualtrain.gradients.GradientReducer.reduce>`.
+            RuntimeError: the gradients are not averaged, and :meth:`close` was called.
         """
         self.reducer.reduce()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients inside the block; the next backward pass after the block sends the sum."""
+        """Only accumulate gradients inside the block; the next backward pass after it, or ``step()``, sends the sum."""
         with self.reducer.no_sync():
             yield
 
@@ -204,6 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ranks, so that every rank makes the same decisions.
 
         Raises:
+            RuntimeError: as :meth:`synchronize`.
             BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only; or an interrupt such as
                 Ctrl-C has stopped an earlier step, which may have changed some parameters.
         """
@@ -305,7 +310,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._wrapped.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank."""
+        """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank.
+
+        Raises:
+            ValueError: the gradient of a parameter cannot be averaged. The wrapped optimizer then has the group already.
+        """
         self._wrapped.add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]["params"]
