@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of all ranks' samples, on any device.
 
-In training, each layer needs two collective operations: forward gathers every rank's statistics, and backward sums, over
-the ranks, two numbers per channel for the input's gradient. Ranks may have different numbers of samples.
+In training, each layer needs two collective operations: forward gathers every rank's statistics, and backward sums two
+numbers per channel over the ranks, to compute the input's gradient. Ranks may have different numbers of samples.
 """
 
 from __future__ import annotations
