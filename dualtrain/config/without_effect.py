@@ -146,7 +146,8 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
     steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
     drops = steps_in(settings["lr_milestones"])
     epochs = settings["epochs"]
-    only = f"the run has {epochs} epoch{'s' * (epochs != 1)}"
+    begun = -(-steps * epochs // facts.steps_of_epochs)  # epochs that the run begins; --max-steps may end it earlier
+    only = f"the run has {begun} epoch{'s' * (begun != 1)}"
     found = {
         "max_steps": (settings["max_steps"] or 0) > facts.steps_of_epochs and f"{last}, with --epochs {epochs}",
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
@@ -155,8 +156,8 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         # A run always saves a checkpoint at its end. So this setting changes only runs of more than one epoch.
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
-        # The first epoch is always the best so far. So at most epochs - 1 epochs can pass without a better one, and after
+        # The first epoch is always the best so far. So at most begun - 1 epochs can pass without a better one, and after
         # the last of them, the run ends in any case.
-        "early_stop": (settings["early_stop"] or 0) >= max(1, epochs - 1) and only,
+        "early_stop": (settings["early_stop"] or 0) >= max(1, begun - 1) and only,
     }
     return {name: reason for name, reason in found.items() if reason}

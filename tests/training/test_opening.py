@@ -135,6 +135,11 @@ def test_a_setting_without_effect_is_noted_in_one_line(flags, line):
     assert found.startswith(line)
 
 
+def test_early_stop_has_no_effect_if_max_steps_ends_the_run_earlier():
+    assert notes("--early-stop", "2", steps=20) == ["--early-stop 2 has no effect: the run has 3 epochs"]
+    assert notes("--early-stop", "1", steps=20) == []
+
+
 def test_checkpoint_epochs_has_no_effect_only_if_the_run_ends_in_its_first_epoch():
     for number in ("2", "12", "13"):
         assert notes("--checkpoint-epochs", number) == []
