@@ -90,7 +90,7 @@ class DataSection:
     )
     text_file: str | None = fixed_setting(None, "the file of training text, UTF-8 (default: Python's own documentation)")
     sequence_length: int = fixed_setting(64, "number of tokens in a text sample", at_least(2))
-    vocabulary: int = fixed_setting(4096, "number of different tokens", at_least(5))
+    vocabulary: int = fixed_setting(4096, "largest number of different tokens", at_least(5))
 
 
 @dataclass(frozen=True)
