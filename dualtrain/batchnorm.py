@@ -113,8 +113,11 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` (N, C, …) normalized.
 
-        Collective in training, and in evaluation if the layer has no running statistics. A collective call blocks. It
-        raises ValueError on all ranks if all ranks together have fewer than two values per channel.
+        Collective in training, and in evaluation if the layer has no running statistics. A collective call blocks.
+
+        Raises:
+            ValueError: on this rank, if ``input`` has fewer than two dimensions or not the layer's number of channels. In a
+                collective call also on all ranks, if all ranks together have fewer than two values per channel.
         """
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
