@@ -94,8 +94,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
         yield f"ratios are the first contender's throughput divided by the second's: the median over the rounds{method}"
     yield (
         "on the CPU, dualtrain's scripts call dualtrain.keep_freed_memory(), which changes the settings of glibc's heap. "
-        "The script on dualtrain.hvd also requests huge pages, as horovodize does. Contenders in the same process as "
-        "dualtrain have these settings too; all others have the defaults"
+        "The script on dualtrain.hvd also requests huge pages, as horovodize does, and so does dualtrain.main. Contenders "
+        "in the same process as dualtrain have these settings too; all others have the defaults"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
