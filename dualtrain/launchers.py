@@ -24,6 +24,7 @@ class World:
     """Rank and size of one process's world, as its launcher describes them.
 
     Attributes:
+        rank, size: this process's rank in the world, and the number of the world's processes.
         local_rank, local_size: this process's rank among the processes on this host, and the number of these processes.
         cross_rank, cross_size: this host's rank among the hosts that have a process with this local rank, and the number of
             these hosts.

@@ -1,9 +1,9 @@
 """``python -m dualtrain.doctor``: check whether a run would work here, with or without a launcher.
 
-Start it as you would start the run. Every rank sends its versions, devices and interfaces to rank 0. Each tested backend
-joins the world and times an allreduce. Each problem is printed in one line with its cure. The exit status is 0 if a run
-would work, else 2. With --backend all, a backend that the command 'dualtrain train' would not choose here does not affect
-the exit status.
+Start it as you would start the run. Every rank sends its versions, devices and interfaces to the other ranks, and rank 0
+prints the report. Each tested backend joins the world and times an allreduce. Each problem is printed in one line with its
+cure. The exit status is 0 if a run would work, else 2. With --backend all, a backend that the command 'dualtrain train'
+would not choose here does not affect the exit status.
 """
 
 from __future__ import annotations

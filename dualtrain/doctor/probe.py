@@ -23,6 +23,7 @@ class Probe:
     """Result of probing one backend on this rank.
 
     Attributes:
+        name: the backend's name.
         backend: the backend, left open; ``None`` if it could not join.
         error: why the probe failed, or ``None``.
         seconds: median time of an allreduce, for each of ``SIZES``.
