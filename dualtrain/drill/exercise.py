@@ -237,7 +237,7 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for the next step if this one had ``_REPEATS`` faults: after another fault, the run would not restart."""
+        """Wait for the next step if the current step had ``_REPEATS`` faults: after one more, the run would not restart."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.restart_if_failed(), "another step")
