@@ -208,7 +208,7 @@ def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Ten
     if nested or (pairs and not found):
         name, value = next((name, value) for name, value in pairs if not nested or name == nested[0])
         raise ValueError(
-            f"{name!r} is a {type(value).__name__}, and no tensor: pass a flat state_dict() of a model, or "
+            f"{name!r} is not a tensor, but of type {type(value).__name__}: pass a flat state_dict() of a model, or "
             "named_parameters(); for the state of an optimizer, call broadcast_optimizer_state"
         )
     return found

@@ -95,7 +95,7 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
     if numbers and others:
         raise BackendError(
             "the closure given to step() returned a loss on some ranks and something else on others "
-            f"({type(loss).__name__} on this one): return the loss on every rank"
+            f"({type(loss).__name__} on this rank): return the loss on every rank"
         )
     if not is_number:
         return loss
