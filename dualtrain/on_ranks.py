@@ -17,7 +17,8 @@ _Problem = tuple[str, bool, bool]
 def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on every rank, and return its result after it has succeeded on all ranks. Collective; blocks.
 
-    An exception of another type than those below is raised on its own rank only, while the other ranks wait for this rank.
+    If the task raises an exception other than UserError and OSError, this exception is raised on its own rank only. The
+    other ranks then wait for this rank.
 
     Raises:
         UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.

@@ -111,11 +111,11 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     def is_valid(self, value: Any) -> bool:
-        """Return whether a value that was read from a file has the right type; an int is accepted in place of a float."""
+        """Return whether a value that was read from a file has the setting's type. An int is accepted for a float."""
         return type(value) is self.kind or (self.kind is float and type(value) is int)
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value that was read from a file has the right type and is within the bounds."""
+        """Return whether a value that was read from a file has the setting's type and is within its bounds."""
         return self.is_valid(value) and (self.bounds is None or self.bounds.accepts(value))
 
 
