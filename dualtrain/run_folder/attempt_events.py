@@ -56,7 +56,7 @@ class Death:
         cause: the recorded cause, else ``UNKNOWN``.
         rank: the rank that failed first, if known.
         requested: whether a signal stopped all ranks.
-        step: the last step that was completed.
+        step: the last completed step; the step from which the attempt started if it completed none.
         trained: whether the attempt had begun to train.
         transient: whether an error such as a full disk was the cause: a later attempt may succeed.
     """
@@ -133,7 +133,10 @@ def lines(events: Sequence[Event]) -> bytes:
 
 
 def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
-    """Return the death of the newest attempt; ``None`` if the run has ended, or ``events`` include this death already."""
+    """Return the death of the newest attempt.
+
+    Return ``None`` if there was no attempt, if the run has ended, or if ``events`` include this death already.
+    """
     start = next((event for event in reversed(events) if event["event"] == "start"), None)
     if start is None:
         return None

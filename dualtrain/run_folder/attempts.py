@@ -72,7 +72,7 @@ class Attempt:
         """Record the start of an attempt from ``step``, and the death of the previous attempt, if it died. Collective.
 
         Raises:
-            UserError: the record cannot be written, or another process has the folder.
+            UserError: the record cannot be read or written, or another process has the folder.
         """
         self.folder, self._step = folder, step
         self._name = on_rank_zero(backend, "run folder", self._begin)
@@ -94,7 +94,7 @@ class Attempt:
 
     @property
     def is_newest(self) -> bool:
-        """Return whether this is the newest attempt in the folder."""
+        """Return whether this is the newest attempt in the folder; false before :meth:`begin` and after :meth:`close`."""
         with suppress(OSError):
             return (
                 self._file is not None

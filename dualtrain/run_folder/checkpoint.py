@@ -46,7 +46,10 @@ def write(path: Path, tree: dict[str, Any], lock: FolderLock | None = None) -> N
 
 
 class Packed:
-    """A tree with copies of its tensors on the CPU: the originals may change while the copies are written."""
+    """A tree with copies of its tensors on the CPU: the originals may change while the copies are written.
+
+    Construction raises TypeError if a checkpoint cannot hold a value in the tree.
+    """
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -151,7 +154,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _may_be_good(error: OSError) -> bool:
-    """Return whether a file that could not be read because of ``error`` may be read later."""
+    """Return whether a file that could not be read because of ``error`` may be readable later."""
     return is_disk_or_network_error(error) or error.errno in _NOT_READABLE
 
 
@@ -214,14 +217,14 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 
 
 def step_in(path: Path) -> int | None:
-    """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read."""
+    """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read or has no step."""
     with suppress(OSError):
         return _read_step(path)
     return None
 
 
 def _read_step(path: Path) -> int | None:
-    """Return as :func:`step_in`, but raise OSError if the file may be read later."""
+    """Return what :func:`step_in` returns, but raise OSError if the file may be readable later."""
     try:
         step = rebuild(parse_json(_header(path)["structure"]), NoTensors())["cursor"]["step"]
     except OSError as error:

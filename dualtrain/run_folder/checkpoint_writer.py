@@ -32,7 +32,7 @@ class Writer:
     """The writer of one run's checkpoints.
 
     Attributes:
-        thread: the thread that writes, or has written last.
+        thread: the thread that writes, or has written; ``None`` before the first write and after :meth:`wait`.
         failed: why the last checkpoint could not be written; ``None`` if it was written.
         best_failed: why the files of the best state could not be written; ``None`` if they were written.
 
@@ -67,6 +67,8 @@ class Writer:
             state: what to write.
             best: the model's weights, if this state is the best so far. The files of the best state are then replaced; if
                 that fails, the next write tries again.
+
+        Raises the errors of :meth:`wait`.
         """
         self.wait()
         if best is not None:
@@ -84,7 +86,12 @@ class Writer:
         return self.thread is not None and self.thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the write in progress, if there is one. Raises UserError after the timeout."""
+        """Wait for the write in progress, if there is one.
+
+        Raises:
+            UserError: the write still continues after the timeout.
+            Exception: an earlier write raised this error, which is neither an OSError nor a SupersededError.
+        """
         if self.thread is not None:
             self.thread.join(self._timeout)
             if self.thread.is_alive():

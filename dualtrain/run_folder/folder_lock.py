@@ -111,13 +111,19 @@ class FolderLock:
         self._write(run=self.job)
 
     def is_mine(self) -> bool:
-        """Return whether this process may write into the folder: no other process has made a newer generation."""
+        """Return whether this process may write into the folder: no other process has made a newer generation.
+
+        Raises OSError if the folder cannot be read.
+        """
         if self._descriptor is not None and not generation.is_newest(self._folder, self.generation, self._status):
             self._superseded.set()
         return not self._superseded.is_set()
 
     def check(self) -> None:
-        """Raise SupersededError if :meth:`is_mine` is false. Call it before every write into the folder."""
+        """Raise SupersededError if :meth:`is_mine` is false. Call this before every write into the folder.
+
+        Raises OSError if the folder cannot be read.
+        """
         if not self.is_mine():
             number = generation.newest(self._folder)
             other = generation.look(self._folder, number) if number else None
@@ -134,7 +140,10 @@ class FolderLock:
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:
-        """Unlock the folder, if any, after the end of the thread ``after``, which may write into it. Does not block."""
+        """Unlock the folder, if any, after the end of the thread ``after``, which may write into it.
+
+        Does not wait for that thread.
+        """
         if self._released:
             return
         self._released = True
@@ -204,7 +213,11 @@ class _Wait:
         self._ends = time.monotonic() + limit
 
     def await_end(self, number: int) -> Owner | None:
-        """Wait until the process of generation ``number`` has left the folder; return the last content of its file.
+        """Wait until the process of generation ``number`` has left the folder.
+
+        Returns:
+            The last content of the generation's file; ``None`` if it cannot be parsed, or if the file was removed before
+            it was read.
 
         Raises:
             UserError: the process runs, or may still run when ``limit`` seconds are over.
@@ -220,7 +233,7 @@ class _Wait:
         return owner
 
     def _has_left(self, seen: Seen) -> bool:
-        """Return whether ``seen`` shows that the process has left the folder. Raises UserError if the process runs."""
+        """Return whether ``seen`` shows that the process has left the folder. Raises UserError as :meth:`await_end`."""
         if seen.owner is not None and seen.owner.ended:
             return True
         return self._has_ended_here(seen) if _is_here(seen) else self._has_ended_elsewhere(seen)

@@ -22,7 +22,7 @@ from dualtrain.files import parse_json
 #: Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NAME = re.compile(r"generation-([1-9][0-9]{0,17})")
-_BYTES = 1024  # size of each file: it is constant, so that a renewal writes no metadata
+_BYTES = 1024  # size of each file: it is constant, so that fdatasync need not write metadata
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _link(temporary: Path, path: Path, descriptor: int) -> bool:
 
 
 def _rename(temporary: Path, path: Path) -> bool:
-    """Do the same as :func:`_link` on a file system without links: an empty file reserves the name."""
+    """Do the same as :func:`_link` on a file system without hard links: an empty file reserves the name."""
     try:
         os.close(_open_new(path))
     except FileExistsError:

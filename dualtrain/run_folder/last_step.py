@@ -48,7 +48,7 @@ class LastStep:
 
 
 def last_step_of(folder: Path, attempt: str) -> tuple[int, float] | None:
-    """Return the last step of an attempt, and its time; ``None`` if the attempt has not begun to train."""
+    """Return the last step of an attempt, and its time; ``None`` if it has not begun to train or the file is unreadable."""
     with suppress(OSError, ValueError):
         name, step, moment = read_text(folder / PROGRESS).split()
         if name == attempt and math.isfinite(float(moment)):

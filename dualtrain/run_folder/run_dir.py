@@ -62,7 +62,8 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
 
     Returns:
         The values of ``run_dir`` and ``resume`` to be used in place of those in ``output``. If ``run_dir`` is ``None``,
-        :func:`claim` names the folder.
+        :func:`claim` names the folder. A restart gets ``resume="auto"`` if ``output`` has no ``resume``, or if ``resume``
+        names a file and the run's folder has checkpoints.
 
     Raises:
         UserError: the folder cannot be written, holds another run, or is used by another process.
@@ -98,13 +99,15 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
-    """Make the run's folder if it does not exist, and write ``config.json``; return the folder's path. On rank 0 only.
+    """Make the run's folder if it does not exist, lock it, and write ``config.json``; return its path. On rank 0 only.
+
+    Also make ``checkpoints/``, and remove temporary files that killed processes left.
 
     Args:
         output: names the folder.
         new: the beginning of a new folder's path, if ``output`` names none.
         content: the content of ``config.json``.
-        lock: the folder's lock; taken here, unless it is held already.
+        lock: the folder's lock, which may be held already.
         timeout: the run's timeout in seconds. A wait for the lock takes at most half of it.
 
     Raises:
@@ -218,7 +221,7 @@ class MetricsFile:
         """Keep the lines up to ``step``. If some lines are not metrics, keep the old file too, and call ``report``.
 
         ``evaluated`` is the step of the last evaluation up to ``step`` (default: ``step``). Lines of later evaluations are
-        removed, since the run evaluates that step again.
+        removed, since the run repeats these evaluations.
 
         Raises OSError, SupersededError.
         """

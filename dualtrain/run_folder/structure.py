@@ -31,7 +31,7 @@ class NoTensors(dict[str, Any]):
 def flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = "") -> Any:
     """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``.
 
-    Tensors are not copied if ``tensors`` is ``None``.
+    Copies of the tensors on the CPU are added to ``tensors``. If ``tensors`` is ``None``, tensors are only checked.
 
     Raises:
         TypeError: a checkpoint cannot hold a value of this kind; the message names its ``place``.
