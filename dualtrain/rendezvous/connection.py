@@ -229,6 +229,7 @@ def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connecti
 
     Raises:
         BackendError: a rank did not connect within the timeout, or rank 0 cannot be reached.
+        OSError: on rank 0, if it cannot listen at ``address``.
     """
     if ranks.size == 1:
         return []

@@ -47,7 +47,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def address(towards: str = "") -> str:
-    """Return the IPv4 address at which other hosts reach this host. Sends nothing.
+    """Return the IPv4 address at which other hosts reach this host. Sends nothing but DNS queries.
 
     Uses the first of these that is not a loopback address: the address of the interface that the user chose,
     the address on the route to the host ``towards``, the address that this host's name resolves to, the address on the
@@ -81,6 +81,9 @@ def gloo_interface(world: World) -> str | None:
 
     Return ``None`` if GLOO_SOCKET_IFNAME is set. By default, Gloo would use the interface that the host's name resolves to.
     This may be loopback, through which other hosts cannot be reached.
+
+    Raises:
+        UserError: GLOO_SOCKET_IFNAME names an interface that this host does not have.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if not chosen:

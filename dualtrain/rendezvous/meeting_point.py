@@ -59,6 +59,9 @@ def meeting_point(world: World, timeout: float) -> World:
 def join(world: World, timeout: float) -> Store:
     """Join the job's store at ``world``'s rendezvous. A second call for the same store returns the first connection.
 
+    Blocks while it connects: failed attempts are repeated for ``timeout`` seconds at most. Does not block on a rank 0 that
+    serves the store.
+
     Raises:
         UserError: the store cannot be reached, or rank 0 cannot serve it.
     """
@@ -82,7 +85,7 @@ def _secret(world: World) -> str:
 
 
 def leave(world: World) -> None:
-    """Close the stores that :func:`join` returned for the rendezvous of ``world``. For a world that could not start."""
+    """Close the stores that :func:`join` returned for the rendezvous of ``world``, because the world could not start."""
     for key in [key for key in _JOINED if key[:2] == world.rendezvous]:
         _JOINED.pop(key).close()
 
@@ -121,7 +124,7 @@ def world_of(comm: Any, world: World) -> World:
 def parts_of(comm: Any, world: Any = None) -> tuple[list[int], list[list[int]]]:
     """Return the ranks of ``comm``'s processes in ``world``, and the different results of all processes of ``world``.
 
-    Both arguments are mpi4py communicators; ``None`` is MPI's world. Collective over ``world``; blocks.
+    Both arguments are mpi4py communicators. ``world`` is ``MPI.COMM_WORLD`` by default. Collective over ``world``; blocks.
 
     Raises:
         ValueError: on every rank, if ``comm`` is no valid communicator on some ranks, such as ``MPI.COMM_NULL``.

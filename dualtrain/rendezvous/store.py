@@ -30,7 +30,8 @@ _DIAL_SECONDS = 5.0  # for one attempt to reach the server
 class Store(Hashable, Protocol):
     """Interface of the server and the clients.
 
-    Calls raise UserError after two processes have joined as the same rank, or with different world sizes.
+    Calls raise UserError after two processes have joined as the same rank or with different world sizes, and after the
+    server could not start a thread for a process.
     """
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
