@@ -13,7 +13,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dualtrain.differences import fingerprint
@@ -114,7 +114,14 @@ def ipv4(interface: str) -> str | None:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or address resolves to a loopback address on this host, or does not resolve."""
-    return ipaddress.ip_address(_resolved(host)).is_loopback
+    for resolve in (socket.gethostbyname, _ipv6):
+        with suppress(OSError):
+            return ipaddress.ip_address(resolve(host)).is_loopback
+    return True
+
+
+def _ipv6(host: str) -> str:
+    return str(socket.getaddrinfo(host, None, socket.AF_INET6)[0][4][0])
 
 
 def _resolved(host: str) -> str:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from dualtrain import UserError
 from dualtrain.backends.torch import _JobStore
-from dualtrain.rendezvous import hosts, store
+from dualtrain.launchers import World
+from dualtrain.rendezvous import hosts, meeting_point, store
 from dualtrain.rendezvous.http_store import HttpStore
 from dualtrain.rendezvous.store import StoreClient, dial, listen, serve
 from tests.pool import free_port
@@ -351,6 +352,17 @@ def test_horovods_server_answers_only_requests_with_the_secret():
         assert list(server.values.values()) == [b"value"]
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "host"), [("2001:db8::7", "2001:db8::7"), ("::1", "192.0.2.7"), ("192.0.2.8", "192.0.2.8")]
+)
+def test_rank_0_listens_at_the_given_address_unless_other_hosts_cannot_reach_it(monkeypatch, given, host):
+    monkeypatch.setattr(meeting_point, "address", lambda: "192.0.2.7")
+    monkeypatch.setattr(meeting_point, "listen", lambda host, ports, backlog: host)
+    monkeypatch.setattr(meeting_point, "serve", lambda listening, *_: listening)
+    world = World(size=2, local_size=1, rendezvous=(given, 29500))
+    assert meeting_point._serve(world, given, 29500) == host
 
 
 def test_a_hosts_address_is_that_of_the_chosen_interface(monkeypatch):
