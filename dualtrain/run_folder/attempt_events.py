@@ -104,7 +104,7 @@ def read_events(folder: Path) -> list[Event]:
         return []
     found = []
     for line in text.split("\n"):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):  # OverflowError: a number that does not fit into a float
             value = parse_json(line)
             if _is_event(value):
                 found.append(value)

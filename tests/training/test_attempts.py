@@ -239,6 +239,7 @@ def test_the_error_of_a_failed_collective_names_the_last_step(tmp_path, error):
 def test_invalid_lines_of_the_event_file_are_ignored(tmp_path):
     good = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     bad = [[], {"event": []}, {"event": "start"}, {**good, "step": "2"}, {**good, "time": float("nan")}, {"event": "x"}]
+    bad += [{**good, "time": 10**400}]
     text = "\n".join(json.dumps(value) for value in [*bad, good])
     (tmp_path / attempt_events.NAME).write_bytes(b"\xff\n" + text.encode() + b'\n{"event"')
     assert attempt_events.read_events(tmp_path) == [good]
