@@ -72,7 +72,7 @@ def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[in
 
 
 def answers(replies: int) -> list[str]:
-    """Wait until all processes have written their lines, and return the lines."""
+    """Wait until all processes have written their lines, for ``LIMIT`` seconds at most, and return the lines."""
     data, deadline = b"", time.monotonic() + LIMIT
     while data.count(b"\n") < STARTS and time.monotonic() < deadline:
         if select.select([replies], [], [], 1.0)[0]:

@@ -115,7 +115,7 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
 
 @pytest.fixture
 def unreadable_best(tmp_path, monkeypatch):
-    """Let the best checkpoint of a run be unreadable for a while, as on a network file system."""
+    """Yield the folder of an ended run. During the test, its best checkpoint cannot be read (a stale NFS handle)."""
     opened = files.open_regular
 
     def stale(path: Any) -> Any:

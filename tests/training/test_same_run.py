@@ -24,7 +24,8 @@ from dualtrain.data.wrapped import wrap
 from dualtrain.errors import RanksDifferError, UserError
 from tests.threads import run_threads
 
-#: Settings that are compared. Add a new setting here, or to ``same_run.MAY_DIFFER`` with the reason.
+#: Settings that are compared. Add a new setting here, or to ``MAY_DIFFER`` below and, with the reason, to
+#: ``same_run.MAY_DIFFER``.
 COMPARED = {
     *("backend", "transport", "nproc", "threads", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
     *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),

@@ -128,7 +128,7 @@ def test_learning_rates_that_differ_between_ranks_are_refused():
 
 
 def test_frozen_weights_that_each_rank_changes_are_refused():
-    """A momentum encoder that each forward pass updates, for example."""
+    """An example is a momentum encoder that each forward pass updates."""
 
     def body(backend) -> None:
         model = seeded(nn.Linear(4, 2))

@@ -514,7 +514,7 @@ def test_an_empty_batch_changes_no_weights(loss):
 
 
 def steps_with_an_empty_first_batch(backend, expected: list[torch.Tensor]):
-    """Rank 1's first batch is empty, so it must get the number of targets per sample from rank 0."""
+    """Take three steps. Rank 1 has no samples, so it must get the number of targets per sample from rank 0."""
     model = net()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), nn.CrossEntropyLoss(), backend=backend)
     for _ in range(2):  # in these two steps, no rank has a target
@@ -659,7 +659,7 @@ class Listed(Sized):
 @pytest.mark.filterwarnings("error")
 def test_steps_without_a_target_advance_the_schedule_but_steps_without_a_batch_do_not(length):
     def body(backend) -> int:
-        masked = (0, 3) if backend.rank else (0, 3, 4)  # step 4 has targets on rank 1
+        masked = (0, 3) if backend.rank else (0, 3, 4)  # batch 4 has targets only on rank 1
         batches = [data(4) for _ in range(6)]
         batches = [(x, torch.full_like(y, -100) if number in masked else y) for number, (x, y) in enumerate(batches)]
         model = net()

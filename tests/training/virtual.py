@@ -132,7 +132,17 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One training: its model, its batches, and the trainer's options."""
+    """One training: its model, its batches, and the trainer's options.
+
+    Attributes:
+        shards: the number of virtual ranks.
+        model: builds the model.
+        shape: of one sample's inputs; empty for sequences of tokens.
+        accumulate: backward passes per shard.
+        optimizer: makes the optimizer for a model.
+        options: further arguments of the trainer.
+        dtype: of the model, and of inputs that are not tokens.
+    """
 
     shards: int
     model: Callable[[], nn.Module]
@@ -186,7 +196,7 @@ def trainer_of(backend: Any, case: Case, **options: Any) -> Trainer:
 
 
 def step(trainer: Trainer, case: Case, number: int) -> list[float]:
-    """Take step ``number``; return its ``Step.totals``."""
+    """Take step ``number`` with the batch of that number; return ``Step.totals``."""
     samples = SIZES[number % len(SIZES)]
     parts = [passes(shard, case.accumulate) for shard in trainer.split(batch(case, number, samples))]
     return trainer.step(parts, float(samples)).totals
