@@ -99,7 +99,7 @@ class StoreServer:
         return None
 
     def _break(self, reason: str) -> str:
-        """Make all waits fail with ``reason``, and return it. The caller holds ``_changed``."""
+        """Make all waiting and later calls fail with ``reason``, and return it. The caller holds ``_changed``."""
         self._broken = reason
         self._changed.notify_all()
         return reason
@@ -112,7 +112,7 @@ class StoreServer:
             self.close()
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0, *, remote: bool = False) -> Any:
-        """Carry out one operation: see :meth:`Store.call`."""
+        """Carry out one operation: see :meth:`Store.call`. ``remote`` is true for a client's request."""
         with self._changed:
             if what in ("get", "has"):
                 keys = [key] if what == "get" else value
