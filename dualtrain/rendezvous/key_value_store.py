@@ -7,7 +7,11 @@ from typing import Any, Protocol
 
 
 class KeyValueStore(Protocol):
-    """A key-value store that all ranks share. A wait that times out raises RuntimeError."""
+    """A key-value store that all ranks share.
+
+    A wait that times out raises RuntimeError. A call may raise UserError if the process that serves the store has ended, or
+    if ranks have joined with equal numbers or different world sizes.
+    """
 
     def set(self, key: str, value: str) -> Any:
         """Set ``key``."""

@@ -32,7 +32,7 @@ _UNRELATED = ("resume", "run_dir")
 
 
 def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
-    """Refuse a start that would end like the previous one. Called on rank 0, which has locked the folder of a run.
+    """Refuse a start that would end like the previous one. Call it on rank 0, after ``run_dir.enter``.
 
     A start with other settings is allowed. So is a start with a plain ``--resume`` or ``--resume FILE``, since these flags
     are given by a person. A start with ``--resume auto`` is refused, since a launcher that restarts jobs repeats this flag.
