@@ -68,7 +68,7 @@ def assert_close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> N
         torch.testing.assert_close(other.state_dict()[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
 
 
-def unequal_shares(backend) -> None:
+def unequal_batches(backend) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     trainer = Trainer(model, optimizer, backend=backend, clip_norm=0.1)
@@ -90,7 +90,7 @@ def unequal_shares(backend) -> None:
 
 
 def test_a_clipped_step_of_ranks_with_unequal_batches_and_several_passes_equals_that_of_one_process(spmd):
-    spmd(unequal_shares)
+    spmd(unequal_batches)
 
 
 def idle_rank(backend) -> float:

@@ -279,7 +279,7 @@ def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(d
         assert model.samples.item() == 7 + 409
 
 
-def test_fractions_that_hardly_differ_are_refused():
+def test_changes_of_a_counter_that_hardly_differ_per_pass_are_refused():
     model = nn.Linear(1, 1)
     model.register_buffer("samples", torch.tensor(7))
     buffers = CommonBuffers(model, 2)
