@@ -72,7 +72,9 @@ class Death:
 
     def describe(self) -> str:
         """Format the death: ``rank 1 died: its process ended without a report, after step 57``."""
-        what = "a failure of unknown cause" if self.cause == UNKNOWN else self.cause
+        # The cause may be the message of a BackendError, which begins with the step.
+        cause = self.cause.removeprefix(f"after step {self.step}: ")
+        what = "a failure of unknown cause" if cause == UNKNOWN else cause
         who = "" if self.rank is None else f"rank {self.rank} "
         return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while the run started'}"
 

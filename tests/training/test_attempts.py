@@ -229,10 +229,11 @@ def test_the_failure_of_another_rank_is_recorded_as_the_cause(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "error", [BackendError("the sum failed"), PeerFailedError("the sum failed", PeerFailure(1, "died"))]
 )
-def test_the_error_of_a_failed_collective_names_the_last_step(tmp_path, error):
+def test_the_error_of_a_failed_collective_names_the_last_step(tmp_path, capsys, error):
     end_with(tmp_path, error, 3)
     assert str(error) == "after step 3: the sum failed"
     summary = auto(tmp_path)
+    assert "recovered: the sum failed, after step 3; 0 steps repeated, " in capsys.readouterr().out
     assert [(one["cause"], one["step"]) for one in summary["recoveries"]] == [("after step 3: the sum failed", 3)]
 
 
