@@ -50,7 +50,10 @@ def start_all(folder: Path) -> list[str]:
 
 
 def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
-    """Start a process that reads ``started`` to its end, tries to lock the folder, replies, and runs until it is killed."""
+    """Start a process that reads ``started`` to its end, tries to lock the folder, replies, and runs until it is killed.
+
+    The process first closes ``parents``, the descriptors that only its parent uses.
+    """
     process = os.fork()
     if process:
         return process

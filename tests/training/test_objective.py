@@ -174,7 +174,7 @@ LENGTHS = 3, 9, 5, 2, 7, 4  # of the batches of sequences
 
 
 def sequences(kind):
-    """Return the batches of one step. Targets have the shape (n, length); probabilities have the shape (n, 6, length)."""
+    """Return the batches of one step. Targets have the shape (n, length), or (n, 6, length) if they are probabilities."""
     draw = torch.Generator().manual_seed(4)
     found = []
     for number, length in enumerate(LENGTHS):

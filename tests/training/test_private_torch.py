@@ -1,4 +1,4 @@
-"""Private parts of torch that the trainer and the bench use: a failure names the part that is missing."""
+"""Private parts of torch that the training code and the bench use: a failure names the part that is missing."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from tests.pool import Pool
 
 TEXT = "the quick brown fox jumps over the lazy dog . " * 60
 SMALL = ("--run-dir", "{run}", "--checkpoint-every", "1000", "--log-every", "1", "--workers", "0", "--epochs", "2")
+#: Flags of each run, besides ``SMALL``. The texts in braces are replaced by paths.
 CASES: dict[str, tuple[str, ...]] = {
     "digits": ("--global-batch-size", "200"),
     "everything": (
