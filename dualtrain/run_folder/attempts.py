@@ -68,27 +68,29 @@ class Attempt:
         self.folder = Path()
         self._writing = threading.Lock()  # the thread of ``backend.watch`` records too
 
-    def begin(self, folder: Path, step: int, backend: Backend) -> None:
+    def begin(self, folder: Path, step: int, backend: Backend, settings: str = "") -> None:
         """Record the start of an attempt from ``step``, and the death of the previous attempt, if it died. Collective.
+
+        ``settings`` is the result of :func:`dualtrain.run_folder.restarts.settings_hash`.
 
         Raises:
             UserError: the record cannot be read or written, or another process has the folder.
         """
         self.folder, self._step = folder, step
-        self._name = on_rank_zero(backend, "run folder", self._begin)
+        self._name = on_rank_zero(backend, "run folder", lambda: self._begin(settings))
         with suppress(OSError):  # on another host, this path may not exist, or hold an old attempt
             starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
             if starts[-1:] == [self._name]:
                 self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def _begin(self) -> str:
+    def _begin(self, settings: str) -> str:
         folder, name = self.folder, secrets.token_hex(8)
         events = read_events(folder)
         death = new_death(folder, events)
         if death is not None:
             events.append(as_event(death))
         self._waiting = unrecovered(events)
-        events.append({"event": "start", "attempt": name, "time": time.time(), "step": self._step})
+        events.append({"event": "start", "attempt": name, "time": time.time(), "step": self._step, "settings": settings})
         write_whole(folder / NAME, lines(events), self.lock.check)
         return name
 

@@ -1,12 +1,14 @@
 """Refuse restarts that would end like the previous attempt: launchers would otherwise repeat the same failure.
 
 A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended the
-training, or if the run died too often in a row after the same step. A start with the same settings then fails at once, with
-the same reason.
+training, or if the run died too often in a row after the same step with the same settings. A start with the same settings
+then fails at once, with the same reason.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -59,12 +61,19 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
 
 
 def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -> None:
-    """Forbid the restart of a run that has died too often in a row after the same step; see ``DEATHS``."""
+    """Forbid the restart of a run that has died too often in a row, with these settings, after the same step.
+
+    See ``DEATHS``.
+    """
     events = read_events(folder)
     death = new_death(folder, events)
     if death is None:
         return
-    repeated = repeated_deaths([*_since_refusal(events), death])
+    own = settings_hash(settings)
+    # Older versions wrote no hash of the settings.
+    alike = {event["attempt"] for event in events if event["event"] == "start" and (event.get("settings") or own) == own}
+    latest = list(takewhile(lambda each: each.attempt in alike, [death, *reversed(_since_refusal(events))]))
+    repeated = repeated_deaths(latest[::-1])
     if not repeated:
         return
     step = repeated[0].step
@@ -103,6 +112,11 @@ def allow_restart(folder: Path, lock: FolderLock) -> None:
     """Remove ``do-not-restart.json``, since this start was allowed. Raises OSError, SupersededError."""
     lock.check()
     (folder / NAME).unlink(missing_ok=True)
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """Return a hash of the settings that affect how a run ends."""
+    return hashlib.sha256(json.dumps(_related(settings), sort_keys=True).encode()).hexdigest()
 
 
 def _related(settings: Mapping[str, Any]) -> dict[str, Any]:

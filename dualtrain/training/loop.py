@@ -224,7 +224,7 @@ class Run:
                 assert isinstance(self.trainer.schedule, LambdaLR)
                 # Set the learning rates last: the calls above load saved rates, and this run may have a different --epochs.
                 restore_rates(self.trainer.schedule)
-            self.attempt.begin(self.folder, self.cursor.step, self.backend)
+            self.attempt.begin(self.folder, self.cursor.step, self.backend, start.settings)
         except BaseException:
             self.records.close()
             raise

@@ -26,7 +26,7 @@ from dualtrain.launchers import World
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
-from dualtrain.run_folder.restarts import check_restart
+from dualtrain.run_folder.restarts import check_restart, settings_hash
 from dualtrain.run_folder.run_dir import enter, has_weights
 from dualtrain.training.results import PLANNED, done_line
 from dualtrain.training.resume import (
@@ -54,6 +54,7 @@ class Start:
         copies: checkpoints to be copied into rank 0's folder, by file name.
         summary: the summary of a run that has ended; ``None`` for all other runs.
         runs: the folder of runs without ``--run-dir``.
+        settings: a hash of the settings of this start, as its command line gives them.
     """
 
     output: OutputSection
@@ -61,6 +62,7 @@ class Start:
     copies: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     runs: Path = field(default_factory=lambda: absolute("runs"))
+    settings: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,13 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
     folder, resume = on_rank_zero(backend, "run folder", lambda: _enter(output, name, settings, world, lock))
     opened = replace(output, run_dir=output.run_dir or folder, resume=resume)
     if resume is None:
-        return Start(opened)
-    if resume == AUTO:
+        start = Start(opened)
+    elif resume == AUTO:
         by = f"--resume {AUTO}" if output.resume == AUTO else f"restart of job {lock.job}"
-        return _find_start(opened, settings, backend, by, from_file=output.resume not in (None, AUTO))
-    return Start(opened, on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(opened, settings)))
+        start = _find_start(opened, settings, backend, by, from_file=output.resume not in (None, AUTO))
+    else:
+        start = Start(opened, on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(opened, settings)))
+    return replace(start, settings=settings_hash(settings))
 
 
 def _enter(

@@ -272,6 +272,23 @@ def test_a_run_that_died_three_times_after_the_same_step_is_not_restarted(tmp_pa
     assert not (tmp_path / restarts.NAME).exists()
 
 
+def test_deaths_with_other_settings_do_not_forbid_a_start(tmp_path):
+    for _ in range(3):
+        end_with(tmp_path, KilledError(), 2)
+    end_with(tmp_path, KilledError(), 2, "--timeout", "60")
+    end_with(tmp_path, KilledError(), 2)  # the first death of a new row
+    assert auto(tmp_path)["steps"] == 4
+
+
+def test_deaths_without_a_record_of_their_settings_count(tmp_path):
+    for _ in range(3):
+        end_with(tmp_path, KilledError(), 2)
+    path = tmp_path / attempt_events.NAME
+    path.write_text(re.sub(r', "settings": "[0-9a-f]{64}"', "", path.read_text()))  # as older versions wrote the file
+    with pytest.raises(UserError, match="died 3 times in a row"):
+        auto(tmp_path, "--timeout", "60")
+
+
 @pytest.mark.parametrize(
     ("deaths", "step"),
     [
