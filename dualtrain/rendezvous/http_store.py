@@ -72,7 +72,7 @@ class HttpStore(ThreadingHTTPServer):
         start_thread(serve, "dualtrain-http-store")
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that disconnect."""
+        """Ignore failed requests, such as those of clients that disconnect."""
 
     @property
     def url_prefix(self) -> str:

@@ -54,8 +54,8 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
     The lock is taken before the run reads the folder's checkpoints, which determine where training starts. With
-    ``--resume``, or in a restart of the job that made the run, wait for at most half of ``timeout`` until another process
-    that uses the folder has ended.
+    ``--resume``, or in a restart of the job that made the run, wait some seconds, at most half of ``timeout``, for the end
+    of another process that uses the folder.
 
     Without ``--run-dir``, the folder's name contains the job's name, if the launcher gives one, so that a restart finds the
     folder.
