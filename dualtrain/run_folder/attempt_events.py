@@ -88,7 +88,7 @@ class Recovery:
         rank: the rank that failed first, if known.
         step: the last step that was completed before the death.
         steps_repeated: how many steps had to be computed again.
-        seconds: from the death to the end of the first step after it.
+        seconds: from the death to the end of the first step after it, or of the run if no step was left.
     """
 
     cause: str
@@ -183,6 +183,6 @@ def recoveries_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def unrecovered(events: Sequence[Event]) -> list[Death]:
-    """Return the deaths after which no step has been completed yet."""
+    """Return the deaths from which no recovery is recorded."""
     recovered = {event["attempt"] for event in events if event["event"] == "recovery"}
     return [death for death in deaths_of(events) if death.attempt not in recovered]

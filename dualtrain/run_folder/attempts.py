@@ -112,9 +112,10 @@ class Attempt:
                 self._last = LastStep(self.folder, self._name, self._step, self.lock)
 
     def step(self, step: int) -> list[str]:
-        """Record a completed step. On rank 0.
+        """Record a completed step. Rank 0 alone writes it to the folder.
 
-        After the first step, return one log line for each death from which the run has now recovered.
+        The first call on rank 0 returns one log line for each death from which the run has now recovered. If no step was
+        left to train, call this with the last completed step at the end of the run.
         """
         self._step, start = step, self._step
         if self._last is not None:
@@ -129,8 +130,8 @@ class Attempt:
         recovery = Recovery(death.cause, death.rank, death.step, repeated, round(seconds, 3))
         self._append({"event": "recovery", "attempt": death.attempt, **asdict(recovery)})
         steps = f"{repeated} step{'s' * (repeated != 1)} repeated"
-        after = f"the next step ({self._step}) ended {seconds:.1f} s after the failure"
-        return f"recovered: {death.describe()}; {steps}, {after}"
+        what = f"the next step ({self._step})" if self._step > start else "the run"
+        return f"recovered: {death.describe()}; {steps}, {what} ended {seconds:.1f} s after the failure"
 
     def fail(self, cause: str, rank: int | None = None, *, requested: bool = False, transient: bool = False) -> None:
         """Record what ended this attempt. Only a rank's first call counts; the first record in the file is the cause."""

@@ -100,6 +100,16 @@ def test_repeated_steps_are_counted(tmp_path, capsys):
     assert [(one["step"], one["steps_repeated"]) for one in summary["recoveries"]] == [(3, 2), (1, 0)]
 
 
+def test_a_recovery_without_a_step_left_to_train_ends_with_the_run(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "_conclude", lambda run: (_ for _ in ()).throw(ValueError("an error")))
+        with pytest.raises(ValueError, match="an error"):
+            auto(tmp_path)
+    auto(tmp_path)
+    said = r"recovered: rank 0 stopped: ValueError: an error, after step 4; 0 steps repeated, the run ended \d+\.\d s after"
+    assert re.search(said, capsys.readouterr().out)
+
+
 def test_a_process_of_an_earlier_attempt_changes_nothing(tmp_path):
     with connect("local") as backend:
         old, new = Attempt(FolderLock()), Attempt(FolderLock())
