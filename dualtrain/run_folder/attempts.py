@@ -106,7 +106,7 @@ class Attempt:
         return False
 
     def train(self) -> None:
-        """Record that the first step begins. On rank 0."""
+        """Record that the attempt begins to train. On rank 0."""
         with suppress(OSError, SupersededError):
             if self._file is not None:
                 self._last = LastStep(self.folder, self._name, self._step, self.lock)
