@@ -20,7 +20,7 @@ UNKNOWN = "not known"
 Event = dict[str, Any]
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, type(None))
-#: The fields that are read from each kind of event, and their types.
+#: The fields that each kind of event must have, and their types.
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "start": {"attempt": str, "time": _NUMBER, "step": int},
     "failure": {"attempt": str, "time": _NUMBER, "cause": str, "rank": _OPTIONAL_NUMBER, "requested": bool},
