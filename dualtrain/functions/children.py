@@ -154,7 +154,8 @@ def run_children(
         executable: the Python interpreter; ``None`` for that of this process.
 
     Raises:
-        RankFailedError: the function failed on a rank, or a rank's process ended. The other ranks were ended.
+        RankFailedError: the function failed on a rank, its result cannot be pickled, or a rank's process ended before the
+            function returned or with a status other than 0. The other ranks were ended.
         UserError: the processes cannot be started, or do not start in time.
     """
     children: list[Child] = []

@@ -31,11 +31,12 @@ def run(
     Functions and results are sent only between this process and its children, over socket pairs that the children inherit.
 
     Raises:
-        RankFailedError: the function raised on a rank, its result cannot be pickled, or the process of a rank ended before
-            the function returned. The other ranks are ended. The function's exception is the ``__cause__``, if it is an
-            ``Exception`` that can be pickled.
-        UserError: there are too many ranks for this host, the function cannot be pickled, or this process is itself
-            one of several ranks.
+        RankFailedError: the function raised on a rank, its result cannot be pickled or unpickled, or the process of a rank
+            ended before the function returned or with a status other than 0. The other ranks are ended. The function's
+            exception is the ``__cause__``, if it is an ``Exception`` that can be pickled.
+        UserError: ``function`` cannot be called, ``nproc`` is not a whole number from 1 or is too large for this host, the
+            function or its arguments cannot be pickled, the processes cannot be started, this process is itself one of
+            several ranks, or DUALTRAIN_BACKEND is ``horovod``.
     """
     return run_with(function, args, kwargs, nproc, {}, None)
 

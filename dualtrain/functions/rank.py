@@ -15,7 +15,10 @@ from dualtrain.processes import release, signal_at_parents_end
 
 
 def prepare() -> None:
-    """Make ``import horovod.torch`` load ``dualtrain.hvd`` in this rank, and set HOROVOD_RANK and similar variables."""
+    """Make ``import horovod.torch`` load ``dualtrain.hvd`` in this rank, and set HOROVOD_RANK and similar variables.
+
+    Also apply the memory settings of ``heap.py`` to this process.
+    """
     from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.horovod_variables import set_rank_variables
     from dualtrain.horovodize.imports import install

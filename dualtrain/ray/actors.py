@@ -107,6 +107,7 @@ def results(references: Sequence[Any], seconds: float | None, what: str) -> list
 
     Raises:
         UserError: the calls take longer.
+        RayError: a call failed.
     """
     try:
         return list(ray.get(list(references), timeout=seconds))

@@ -76,10 +76,13 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Start an actor for each rank. If a class is given, create ``executable_cls(*args, **kwargs)`` in each actor.
+        """Start an actor for each rank, with the environment variables ``extra_env_vars``. Blocks until all have started.
+
+        If a class is given, create ``executable_cls(*executable_args, **executable_kwargs)`` in each actor.
 
         Raises:
-            UserError: Ray is not initialized or cannot place the actors, or they do not start in time.
+            UserError: Ray is not initialized or cannot place the actors, they do not start in time, ``start`` was called
+                before without ``shutdown``, or DUALTRAIN_BACKEND is ``horovod``.
         """
         refuse_other_backend()
         if self._actors is not None:

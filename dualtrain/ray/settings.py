@@ -13,7 +13,7 @@ class Settings:
     """Time limits and network interfaces. Horovod's settings objects have the same attributes, and are accepted too.
 
     Attributes:
-        timeout_s: seconds for the actors to start.
+        timeout_s: seconds for each of the steps in which the actors start.
         placement_group_timeout_s: seconds for Ray to reserve resources for all actors.
         nics: network interfaces; only the first one is used.
     """

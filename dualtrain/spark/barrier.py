@@ -73,9 +73,9 @@ def run(
         executable: the ranks' Python interpreter; by default, the interpreter of Spark's workers.
 
     Raises:
-        RankFailedError: the function failed on a rank, or a rank's process ended.
-        UserError: an argument is wrong, there is no SparkContext, Spark did not start the tasks in time, or the function
-            cannot be pickled.
+        RankFailedError: the function failed on a rank, or a rank's process ended unexpectedly.
+        UserError: an argument is wrong, DUALTRAIN_BACKEND is ``horovod``, there is no SparkContext, Spark did not start the
+            tasks in time, or the function cannot be pickled.
     """
     if stdout is not None or stderr is not None:
         raise UserError(
