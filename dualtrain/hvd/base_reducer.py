@@ -79,7 +79,7 @@ class HorovodReducer(ABC):
         self.base_name, self.process_set = base_name, process_set
         self.passes = self._next_passes = passes
         self.channel_name = self.name = ""
-        self.hooks = ParameterHooks(keep_nodes=True)  # as Horovod does
+        self.hooks = ParameterHooks(keep_nodes=True)  # Horovod keeps the autograd nodes too
         self.ready = 0
         self.dirty = False
         #: Whether the current exchange was already discarded when ``dirty`` became true. This rank's gradients then belong
@@ -136,6 +136,7 @@ class HorovodReducer(ABC):
         Raises:
             HorovodInternalError: a rank failed, a rank has different parameters, or Horovod was shut down. All gradients
                 are then ``None`` if some of them may be sums already.
+            ValueError: the process set is not in use, or the gradient of an unfrozen parameter cannot be averaged.
             RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of some of its parameters.
         """
         if self.is_reduced():

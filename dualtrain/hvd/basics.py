@@ -48,8 +48,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to add, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
-        ValueError: the world cannot be joined, or a process set appears twice. In the latter case, this process is in the
-            world, and the other sets can be used.
+        ValueError: the world cannot be joined, or a process set is not valid or appears twice. If the cause is a
+            process set, this process is in the world. If a set appears twice, the other sets can be used.
     """
     global _current, _generations
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -83,7 +83,10 @@ def _connect(comm: Any, settings: Settings) -> Backend:
 
 
 def _start_engine(backend: Backend, settings: Settings, owned: bool) -> Engine:
-    """Return an engine on ``backend``. If that fails, report why to the other ranks, and close an owned backend."""
+    """Return an engine on ``backend``.
+
+    If that fails and the backend is owned, report why to the other ranks, and close the backend.
+    """
     try:
         return Engine(backend, settings, listening_address(backend.world), exchangers)
     except BaseException as error:

@@ -168,7 +168,7 @@ class ChannelReducer(HorovodReducer):
         return all(bucket.work is None or bucket.work.done() for bucket in self._exchange.schedule.buckets)
 
     def finish_exchange(self) -> None:
-        """End the exchange in which this rank takes part. Blocks."""
+        """End the exchange in which this rank takes part after ``join``, and discard its result. Blocks."""
         try:
             self.reduce_once()
         finally:

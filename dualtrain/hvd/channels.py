@@ -62,7 +62,7 @@ class Exchanger(Protocol):
         """Return whether :meth:`finish_exchange` would not wait for sums."""
 
     def finish_exchange(self) -> None:
-        """End the exchange in which this rank takes part. Blocks."""
+        """End the exchange in which this rank takes part after ``join``, and discard its result. Blocks."""
 
 
 class Reducer(Protocol):

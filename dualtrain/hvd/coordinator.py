@@ -158,7 +158,10 @@ class Coordinator:
         self._reported &= {title for title, *_ in waits}
 
     def _note_wait(self, rank: int, message: Message) -> None:
-        """Record that a rank waits for gradients, and ask all ranks whether they wait for the same gradients."""
+        """Record that a rank waits for gradients.
+
+        If no rank has reported this wait recently, ask all ranks whether they wait for the same gradients.
+        """
         what, now = message["what"], self._clock()
         if what not in self._waits or all(now - when > _FRESH_SECONDS for when, _ in self._waits[what].values()):
             self._waits[what], self._requested[what] = {}, now

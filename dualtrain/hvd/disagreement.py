@@ -25,7 +25,10 @@ FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
 
 
 def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
-    """Return a message with the first difference between the ranks' ``calls``; ``None`` if they agree."""
+    """Return why the ranks' ``calls`` cannot be executed together; ``None`` if they can.
+
+    The reason is the first rank's refusal, or else the first difference between the calls.
+    """
     for rank, call in calls.items():
         if call.get("refused") is not None:
             return f"rank {rank}: {call['refused']}"

@@ -241,7 +241,7 @@ class Engine:
             self.send({"kind": "join_with_zeros", **request})
 
     def drop(self, channel: str, exchange: int, set_id: int) -> None:
-        """Report to all ranks that this rank discards the result of an exchange of gradients."""
+        """Report to all ranks of the process set that this rank discards the result of an exchange of gradients."""
         for exchanges in (self.exchangers.unused, self.exchangers.dropped):
             exchanges.add((channel, exchange))
         self.send({"kind": "drop", "channel": channel, "exchange": exchange, "set": set_id})

@@ -3,7 +3,7 @@
 Calls without a ``name`` are matched by their order, for each kind of call and each process set. All functions raise
 ValueError for a wrong argument, before they send anything. (For a wrong ``op``, ``reducescatter`` raises
 HorovodInternalError.) They raise HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut
-down.
+down or is not initialized.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def DistributedOptimizer(  # noqa: N802
 
     Args:
         optimizer: any torch optimizer; its state is kept.
-        named_parameters: ``model.named_parameters()``.
+        named_parameters: ``model.named_parameters()``; with ``None``, names are generated.
         compression: ``Compression.none``, ``fp16``, ``bf16``, or the user's own compressor.
         backward_passes_per_step: number of backward passes whose gradients are summed before they are exchanged.
         op: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps alone, then the ranks combine the
@@ -67,10 +67,11 @@ def DistributedOptimizer(  # noqa: N802
         process_set: the ranks that combine gradients; other ranks step alone.
 
     Raises:
-        ValueError: an option is wrong, a parameter has no name, two parameters have the same name, or the process set was
-            made from a communicator and is not in use. (A set made from ranks may be added after wrapping, before the first
-            backward pass.)
+        ValueError: an option is wrong, a parameter has no name, two parameters have the same name, a parameter's gradient
+            cannot be averaged, or the process set was made from a communicator and is not in use. (A set made from ranks
+            may be added after wrapping, before the first backward pass.)
         TypeError: ``optimizer`` is a wrapper already.
+        HorovodInternalError: ``init`` was not called.
     """
     if isinstance(optimizer, NativeOptimizer):
         raise TypeError("the optimizer is a DistributedOptimizer already, whose gradients are combined: wrap it only once")
@@ -209,6 +210,7 @@ class _Optimizer(NativeOptimizer):
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            RuntimeError: the optimizer was closed, or replaced by a later optimizer of some of its parameters.
         """
         if self.reducer is not None:
             self.reducer.renew()
@@ -267,7 +269,7 @@ class _Optimizer(NativeOptimizer):
         decisions.
 
         Raises:
-            HorovodInternalError: as :meth:`synchronize`.
+            HorovodInternalError, RuntimeError: as :meth:`synchronize`.
             BackendError: the closure returned a loss on some ranks only; or an interrupt such as Ctrl-C has stopped an
                 earlier step, which may have changed some parameters.
         """
@@ -351,7 +353,10 @@ class _Optimizer(NativeOptimizer):
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        """Load the wrapped optimizer's state. Also reset the reducer, because the previous step may have failed."""
+        """Load the wrapped optimizer's state, and discard the step that backward has begun, if any.
+
+        If a step is discarded, every rank must call this method.
+        """
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.discard_step()
@@ -394,6 +399,7 @@ class _AdasumOptimizer(_Optimizer):
 
         Raises:
             ValueError: the process set was not added, or was removed; no step was taken.
+            HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
             BackendError: an interrupt such as Ctrl-C has stopped an earlier step.
         """
         if not self.process_set.included():

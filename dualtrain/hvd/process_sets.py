@@ -18,7 +18,8 @@ class ProcessSet:
 
     Attributes:
         process_set_id: the set's id; ``None`` while the set is not usable.
-        ranks: the ranks in ascending order, in the world's numbering.
+        ranks: the ranks in ascending order, in the world's numbering; ``None`` for a set made from a communicator until it
+            is first in use.
         mpi_comm: the mpi4py communicator that the set was made from, or ``None``.
     """
 
@@ -55,7 +56,7 @@ class ProcessSet:
         Do not use it as the ``root_rank`` of a broadcast, which is a rank of the world.
 
         Raises:
-            ValueError: this process is not in the set.
+            ValueError: this process is not in the set, or not in a world.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
@@ -64,7 +65,11 @@ class ProcessSet:
         return self.ranks.index(_connected().backend.rank)
 
     def included(self) -> bool | None:
-        """Return whether this process is in the set; ``None`` while the set's ranks are not known."""
+        """Return whether this process is in the set; ``None`` while the set's ranks are not known.
+
+        Raises:
+            ValueError: the ranks are known, and this process is not in a world.
+        """
         return None if self.ranks is None else _connected().backend.rank in self.ranks
 
     def usable_id(self) -> int:
@@ -97,7 +102,9 @@ def _connected() -> Engine:
 
 
 def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None:
-    """Make ``sets`` usable in the world of ``engine``. A set with the ranks of a set in use gets its id. Collective.
+    """Make ``sets`` usable in the world of ``engine``. Collective.
+
+    If a set in use has the same ranks as one of ``sets``, both have the same id.
 
     Args:
         engine: the engine of this process.
@@ -107,7 +114,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
 
     Raises:
         ValueError: two of the ``sets`` have the same ranks, or one has all ranks: the other sets can be used. Or a
-            communicator is not valid.
+            communicator is not valid, or a set has no ranks, a rank twice or a rank that does not exist.
     """
     global _engine
     _engine = engine
@@ -160,9 +167,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: a set of these ranks exists already, a rank does not exist, or new sets are not allowed.
-            HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")`` allows them.
+        ValueError: a set of these ranks exists already, there are no ranks, a rank is given twice or does not exist, this
+            process is not in a world, or new sets are not allowed. HOROVOD_DYNAMIC_PROCESS_SETS=1 or
+            ``init(process_sets="dynamic")`` allows them.
         NotImplementedError: the set was made from an MPI communicator.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     engine = _dynamic("adding")
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -191,9 +200,13 @@ def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return whether it existed. Collective over all ranks; blocks.
+    """Remove a process set, and return True. Collective over all ranks; blocks. Pending calls on the removed set fail.
 
-    The global set cannot be removed. Pending calls on the removed set fail.
+    Return False at once for the global set, which cannot be removed, and for a set that is not in use.
+
+    Raises:
+        ValueError: HOROVOD_DYNAMIC_PROCESS_SETS was not 1 when ``init`` was called.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     number = process_set.process_set_id
     if not number:

@@ -159,7 +159,7 @@ class ObjectState(State):
         self._set_attrs(kwargs)
 
     def save(self) -> None:
-        """Keep a deep copy of the objects."""
+        """Keep a deep copy of the objects. Raises TypeError if an object cannot be copied."""
         self._saved_state = _copies(self._objects())
 
     def restore(self) -> None:

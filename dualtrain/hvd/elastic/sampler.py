@@ -50,7 +50,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count ``batch_size`` samples on every rank as processed; the next :meth:`reset` leaves them out."""
+        """Count ``batch_size`` samples on every rank as processed; the next :meth:`reset` leaves them out.
+
+        ``batch_idx`` is ignored; accepted because Horovod accepts it.
+        """
         # As in Horovod: after a short last batch, or with repeated samples, the count may exceed the size of the dataset.
         self.processed_num += batch_size * self.num_replicas
 
