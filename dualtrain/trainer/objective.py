@@ -52,6 +52,9 @@ def cross_entropy(
     Returns:
         The losses, (n,), differentiable, and 0 where a target is left out. The sums of ``NAMES``, float64, (4,), on the
         logits' device. The function does not wait for the device.
+
+    Raises:
+        UserError: the axes of ``targets`` are not those of ``logits`` without the classes.
     """
     logits, targets = _flatten(logits, targets)
     losses = functional.cross_entropy(

@@ -80,6 +80,9 @@ class Passes:
             expected: the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
             send: true if this is known to be this rank's last batch: its backward then sends the gradients.
+
+        Raises:
+            UserError: the loss has no gradient.
         """
         forward, backward = self._precision.contexts()
         with nullcontext() if send else self._accumulating():

@@ -78,7 +78,7 @@ class StepScalars:
 
     @property
     def diverged(self) -> bool:
-        """Return whether a loss on this rank was infinite or not a number."""
+        """Return whether a sum of this part of the step was infinite or not a number."""
         return self.values[len(NAMES)] > 0
 
     @staticmethod

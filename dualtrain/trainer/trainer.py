@@ -95,8 +95,8 @@ class Trainer:
             SyncBatchNorm layers, differs from the number of ranks; with ``virtual_ranks``, ``seed`` is not a whole number;
             a parameter's gradient cannot be averaged; a parameter or buffer is on the meta device; ``optimizer`` needs a
             closure; ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer; ``clip_norm`` is not above
-            0; ``amp`` or ``compress`` is not known; ``loss`` has parameters that ``optimizer`` trains; or ``loss`` is a
-            loss of torch with ``reduction="sum"`` or ``"none"``.
+            0; ``ema`` is not from 0 to 1; ``amp`` or ``compress`` is not known; ``loss`` has parameters that ``optimizer``
+            trains; or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
@@ -206,10 +206,12 @@ class Trainer:
             The sums over all ranks; its attribute ``loss`` is the mean loss.
 
         Raises:
-            ValueError: ``expected`` is not a finite number above 0, or the number of control flags is not
-                ``CONTROL_FLAGS``. With virtual ranks also, on every rank: forward has changed state that the shards of a
-                step share (see :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional``
-                while the numbers of ranks and shards differ.
+            TypeError: ``batches`` is a tensor.
+            ValueError: ``expected`` is not a finite number above 0, the number of control flags is not ``CONTROL_FLAGS``,
+                or the loss has no gradient. With virtual ranks also: ``batches`` does not have one entry for each of
+                :attr:`shards`; or, on every rank, forward has changed state that the shards of a step share (see
+                :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional`` while the numbers of
+                ranks and shards differ.
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
                 ``compress="fp16"``, gradients do not fit into fp16.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
@@ -306,8 +308,10 @@ class Trainer:
         in evaluation mode keep that mode if the model itself is in training mode.
 
         Returns:
-            One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss is a cross entropy of
-            class indices or an ``Objective``, the accuracy. With class weights, loss and accuracy use them.
+            One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
+            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them, but
+            torch's does not for outputs of more than two dimensions without class weights or ``ignore_index``. With class
+            weights, loss and accuracy use them.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with

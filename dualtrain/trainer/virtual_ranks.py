@@ -54,7 +54,7 @@ class VirtualRanks:
         backend: communicates with the other ranks.
 
     Raises:
-        ValueError: a SyncBatchNorm layer cannot get the statistics of all shards at once.
+        ValueError: ``shards`` is below 1, or a SyncBatchNorm layer cannot get the statistics of all shards at once.
     """
 
     def __init__(self, shards: int, seed: int, model: nn.Module, loss: nn.Module | None, backend: Backend) -> None:
@@ -160,7 +160,7 @@ class VirtualRanks:
         """Return other trainers' buffers, with copies of those that this trainer's model does not contain.
 
         A step resets only the buffers of its own model before each shard, so a loss must not change other buffers. The
-        list is empty except on rank 0 in steps 1, 2, 3, 5, 9, …, since copies take time.
+        list is empty except on rank 0 in steps 1, 2, 3, 5, 9, …, since copies take time. It is always empty with one shard.
         """
         if self._backend.rank or self._steps.bit_count() > 1 or self.count == 1:
             return []
