@@ -116,10 +116,14 @@ def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the adaptive sum of one tensor per rank: neighbours are combined in a binary tree. Any number of ranks works.
 
     Equal gradients are averaged, and orthogonal gradients are summed. For any other gradients a and b, half of b's
-    projection onto a is subtracted from a, and half of a's projection onto b from b, before they are summed.
+    projection onto a is subtracted from a, and half of a's projection onto b from b, before they are summed. Complex
+    numbers count as pairs of real numbers.
+
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
     ``ops/adasum/adasum.h`` for the order of additions and for vectors of norm zero.
     """
+    if tensors[0].is_complex():
+        return torch.view_as_complex(adasum([torch.view_as_real(tensor) for tensor in tensors]))
     values = [tensor.to(torch.float64) for tensor in tensors]
     while len(values) > 1:
         pairs = [_adasum_of_two(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]

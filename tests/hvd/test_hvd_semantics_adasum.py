@@ -56,6 +56,9 @@ def reductions(backend):
             assert all(torch.equal(a, b) for a, b in zip(tensors[1:], kept[1:], strict=True))
         scaled = hvd.allreduce(kept[0].float(), op=hvd.Adasum, prescale_factor=2.0, postscale_factor=0.5)
         np.testing.assert_allclose(scaled.double(), wanted["random"], atol=5e-3)
+        parts = torch.randn(4, 2, generator=torch.Generator().manual_seed(me))
+        found = hvd.allreduce(torch.view_as_complex(parts), op=hvd.Adasum)
+        assert torch.equal(torch.view_as_real(found), hvd.allreduce(parts, op=hvd.Adasum))
 
 
 @worlds(("torch", 2), ("torch", 3), ("torch", 4))
