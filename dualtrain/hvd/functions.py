@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -38,7 +39,12 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     else:
         raise ValueError(f"invalid params of type {type(params)}: pass a state_dict or named_parameters")
-    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in tensors_among(pairs)]
+    named = tensors_among(pairs)
+    # Check all names before the first call: a call that has ended no longer refuses its name.
+    counts = Counter(name for name, _ in named if isinstance(name, str) and name)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ValueError(f"names of parameters occur twice: {', '.join(map(repr, twice))}; give each tensor its own name")
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)
 

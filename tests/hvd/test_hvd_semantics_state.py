@@ -137,6 +137,11 @@ def parameters(backend):
             call = lambda g=given: hvd.broadcast_parameters(g, 0)  # noqa: E731
             check(hvd, (title, call, "AttributeError", result))
         check(hvd, same("empty", lambda: hvd.broadcast_parameters({}, 0), None))
+        if not theirs:
+            # The broadcast of the first "p" may end before the second "p" is reached.
+            twice = [("p", torch.ones(1)), *((f"p{i}", torch.ones(1)) for i in range(300)), ("p", torch.ones(1))]
+            with pytest.raises(ValueError, match="'p'"):
+                hvd.broadcast_parameters(twice, 0)
 
 
 @EVERY
