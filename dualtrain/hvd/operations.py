@@ -51,9 +51,16 @@ def allreduce(task: Task) -> list[torch.Tensor]:
         totals = [
             compat.rounded_sum(total, tensor.dtype) for total, tensor in zip(_reduced(task, inputs), inputs, strict=True)
         ]
-        done = [finished(total, facts["op"], facts["divisor"], facts["post"]) for total in totals]
-        results = [wire.unpack(total, tensor) for total, tensor in zip(done, inputs, strict=True)]
+        results = [_result(task, total, tensor) for total, tensor in zip(totals, inputs, strict=True)]
     return _delivered(task, results)
+
+
+def _result(task: Task, total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Scale the reduced value ``total``, which has the dtype that was sent; return it in the dtype of ``like``."""
+    facts = task.facts
+    if like.dtype == torch.bool:  # bool is sent as integers, which a factor below 1 would round to 0
+        return scaled(wire.unpack(total, like), facts["post"])
+    return wire.unpack(finished(total, facts["op"], facts["divisor"], facts["post"]), like)
 
 
 def _reduced(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +99,7 @@ def reducescatter(task: Task) -> list[torch.Tensor]:
 def _reducescatter(task: Task, tensor: torch.Tensor) -> torch.Tensor:
     facts, op = task.facts, wire.wire_op(tensor.dtype, PLAIN[task.facts["op"]])
     total, like = task.channel.reduce_rows(scaled(tensor, facts["pre"]), op, task.name)
-    return wire.unpack(finished(total, facts["op"], facts["divisor"], facts["post"]), like)
+    return _result(task, total, like)
 
 
 def allgather(task: Task) -> list[torch.Tensor]:

@@ -159,6 +159,10 @@ def dtypes(backend):
             for kind, args in [("allgather", ()), ("broadcast", (0,)), ("alltoall", ())]:
                 move = lambda x=x, k=kind, a=args, d=d: getattr(hvd, k)(x, *a, name=d)[0, 0]  # noqa: E731
                 rows.append((f"{kind} {d}", move, one if dtype in MOVED else "ValueError", one))
+        mask = torch.tensor([True, False])
+        for op in ("Sum", "Max"):
+            half = lambda op=op: hvd.allreduce(mask, name=op, op=getattr(hvd, op), postscale_factor=0.5)  # noqa: E731
+            rows.append((f"half of bool {op}", half, "ValueError", [True, False]))
         check(hvd, *rows)
 
 
