@@ -359,8 +359,8 @@ class HorovodReducer(ABC):
     def close_replaced(named: Named, process_set: ProcessSet) -> None:
         """Close the earlier optimizers' reducers that a new reducer of ``named`` replaces.
 
-        These are the reducers of the same process set that contain one of the trained parameters in ``named``, and a
-        parameter with the same name as one of them.
+        A reducer is replaced if it has the same process set, contains a trained parameter of ``named``, and also has a
+        parameter with the name of a trained parameter of ``named``.
 
         Horovod fails in this case, because both optimizers send gradients under the same name. The earlier optimizer often
         exists only because garbage collection has not freed it yet: Lightning, for example, wraps the optimizer in each

@@ -65,7 +65,7 @@ class BF16Compressor(_Narrow):
 
 
 class Compression:
-    """The compressors that ``compression=`` accepts."""
+    """Compressors for the argument ``compression``, which also accepts the user's own :class:`Compressor`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

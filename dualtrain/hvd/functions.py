@@ -63,6 +63,11 @@ def broadcast_optimizer_state(
         optimizer: any optimizer, distributed or not.
         root_rank: the rank whose state is sent.
         model: ignored; accepted because Horovod accepts it.
+
+    Raises:
+        TypeError: on every rank, if the state contains objects that cannot be sent: see :func:`broadcast_object`.
+        ValueError: ``root_rank`` does not exist, ``init`` was not called, or the state does not fit this rank's optimizer.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if compat.enabled():
         compat.step_if_fresh(optimizer)
@@ -81,7 +86,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's ``obj`` on every rank. Blocks.
+    """Return the root's ``obj`` on every rank. Collective, matched by name; blocks.
 
     Plain values, containers, tensors and numpy arrays can be sent, but no code. Objects of your own classes can be sent
     after all ranks have passed the classes to ``torch.serialization.add_safe_globals``.
@@ -98,7 +103,10 @@ def broadcast_object(
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Return every rank's ``obj`` in rank order; see :func:`broadcast_object` for the objects that can be sent. Blocks."""
+    """Return every rank's ``obj`` in rank order. Collective, matched by name; blocks.
+
+    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`.
+    """
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", _call_name("allgather", name), set_id, [data], root=None).wait()

@@ -1,7 +1,7 @@
 """Collective operations except ``allreduce``, with Horovod's names and arguments; ``mpi_ops`` exports them.
 
 Calls without a ``name`` are matched by their order, for each kind of call and each process set. All functions raise
-ValueError for a wrong argument, before they send anything. (For a wrong ``op``, ``reducescatter`` raises
+ValueError or TypeError for a wrong argument, before they send anything. (For a wrong ``op``, ``reducescatter`` raises
 HorovodInternalError.) They raise HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut
 down or is not initialized.
 """
@@ -219,5 +219,5 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until every rank of the set has called this function."""
+    """Block until every rank of the set has called this function or :func:`join`."""
     engine().submit("barrier", None, usable_set(process_set)).wait()

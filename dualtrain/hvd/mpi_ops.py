@@ -89,7 +89,7 @@ def allreduce(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: an argument is wrong; nothing was sent.
+        ValueError, TypeError: an argument is wrong; nothing was sent.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
