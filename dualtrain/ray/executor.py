@@ -117,7 +117,7 @@ class RayExecutor:
     ) -> list[Any]:
         """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references to the results, in rank order.
 
-        If a rank fails, the other ranks continue until :meth:`shutdown`.
+        Does not block. If a rank fails, the other ranks continue until :meth:`shutdown`.
         """
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._execute(lambda _: fn(*given, **named))
@@ -141,7 +141,10 @@ class RayExecutor:
         return self._wait_for(self._execute(fn), "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Return the result of ``fn(object)`` on rank 0. Blocks until the call has ended."""
+        """Return the result of ``fn(object)`` on rank 0. Blocks until the call has ended.
+
+        If ``fn`` raises, Ray's exception is raised, and no actor is ended.
+        """
         return results([self._running().workers[0].execute.remote(fn)], None, "execute_single")[0]
 
     def shutdown(self) -> None:
