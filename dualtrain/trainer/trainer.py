@@ -489,7 +489,8 @@ class Trainer:
         Raises:
             UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
                 vice versa.
-            ValueError: the state is of a different model or optimizer.
+            RuntimeError: the state is of a different model, or is of a trainer without ``amp="fp16"``, and this one has it.
+            ValueError, KeyError: the state is of a different optimizer.
         """
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
