@@ -61,7 +61,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if tensor.dtype == torch.int64:
         # A double represents integers exactly only up to magnitude 2**53: multiply larger ones one by one, as fractions.
         exact = _fraction(factor)
-        for index in (tensor.abs() >= _EXACT_IN_DOUBLE).nonzero():
+        for index in ((tensor >= _EXACT_IN_DOUBLE) | (tensor <= -_EXACT_IN_DOUBLE)).nonzero():
             result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
     return result
 

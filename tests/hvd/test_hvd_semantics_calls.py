@@ -119,6 +119,7 @@ def test_integer_averages_with_a_factor_are_exact():
             assert torch.equal(finished(-k * size, Average, size, 1 / divisor), -(k // divisor))
     large = torch.tensor([3 * 2**55, -3 * 2**55])
     assert scaled(large, 1 / 3).tolist() == [2**55, -(2**55)]
+    assert scaled(torch.tensor([-(2**63)]), 1 / 3).tolist() == [-(2**63 // 3)]  # its absolute value does not fit into int64
 
 
 def without_a_dimension(backend):
