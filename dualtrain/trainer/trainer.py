@@ -93,10 +93,11 @@ class Trainer:
             returns, ``schedule`` is not a scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
         ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
             SyncBatchNorm layers, differs from the number of ranks; with ``virtual_ranks``, ``seed`` is not a whole number;
-            a parameter's gradient cannot be averaged; a parameter or buffer is on the meta device; ``optimizer`` needs a
-            closure; ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer; ``clip_norm`` is not above
-            0; ``ema`` is not from 0 to 1; ``amp`` or ``compress`` is not known; ``loss`` has parameters that ``optimizer``
-            trains; or ``loss`` is a loss of torch with ``reduction="sum"`` or ``"none"``.
+            a parameter's gradient cannot be averaged; a parameter or buffer is on the meta device or, with several ranks,
+            has elements that share memory; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
+            schedule of a different optimizer; ``clip_norm`` is not above 0; ``ema`` is not from 0 to 1; ``amp`` or
+            ``compress`` is not known; ``loss`` has parameters that ``optimizer`` trains; or ``loss`` is a loss of torch
+            with ``reduction="sum"`` or ``"none"``.
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
