@@ -57,10 +57,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
     Blocks until the processes have exited. There is no time limit while all of them run, or while they stop after a first
-    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails, also after such a signal, or if a second signal arrives, the
-    remaining processes are ended within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this in the
-    main thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call,
-    since every rank imports the program again.
+    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails, also after such a signal, or if a second signal arrives,
+    the remaining processes are ended within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this
+    in the main thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the
+    call, since every rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or a key of ``TRANSIENT`` after an
