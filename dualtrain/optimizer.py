@@ -313,12 +313,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank.
 
         Raises:
-            ValueError: the gradient of a parameter cannot be averaged. The wrapped optimizer then has the group already.
+            ValueError: the gradient of a parameter cannot be averaged. The group is not added then.
         """
         self._wrapped.add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]["params"]
-        self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
+        try:
+            self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
+        except ValueError:
+            del self.param_groups[-1]  # every later backward would refuse parameters that are not averaged
+            raise
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Return the wrapped optimizer's state. Optimizers of its class can load it, wrapped or not, on any backend."""

@@ -238,6 +238,17 @@ def test_parameters_that_cannot_be_averaged_are_refused(alone, make, text):
     assert not fine._post_accumulate_grad_hooks
 
 
+def test_a_group_with_a_refused_parameter_is_not_added(alone):
+    model = perceptron()
+    optimizer = sgd(model, alone)
+    with pytest.raises(ValueError, match=r"^parameter 'group 1 parameter 0' .*FullyShardedDataParallel"):
+        optimizer.add_param_group({"params": [flat()]})
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
+
+
 def test_a_distributed_tensor_is_refused(alone):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
